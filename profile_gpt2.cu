@@ -213,7 +213,7 @@ int main(int argc, char** argv) {
     options.graphs = false;                     // a graph's kernels are in no op's range
     const int B = run.B, T = run.T, steps = run.max_steps > 0 ? (int)run.max_steps : 40;
     const DeviceInfo device = device_init();
-    if (options.fp8 && !fp8_error().empty()) { die("%s", fp8_error().c_str()); }
+    if (options.fp8) { die_if(fp8_error()); }
     gpt2_check_memory(c, options, B, T, device);
     GPT2 model;
     gpt2_allocate(&model, c, options, B, T);

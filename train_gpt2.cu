@@ -42,7 +42,7 @@ l, and h for a head; bt is b*T+t.
 #include <type_traits>  // gives: std::decay_t, std::conditional_t
 #include <vector>       // gives: std::vector
 
-#include "llmc/check.h"              // gives: die, format, file_size
+#include "llmc/check.h"              // gives: die, die_if, format, file_size
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
 #include "llmc/numbers.h"            // gives: ceil_div, round_up
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config
@@ -56,15 +56,14 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/data/evalloader.h"    // gives: EvalSet
 #include "llmc/data/tokenizer.h"     // gives: Tokenizer
 #include "llmc/data/sampler.h"       // gives: Sampling, sample_weight, sample_target
-#include "llmc/run/schedulers.h"     // gives: lr_at
+#include "llmc/run/schedulers.h"     // gives: LrSchedule, lr_at
 #include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
-#include "llmc/run/progress.h"       // gives: progress_start
 #include "llmc/run/plan.h"           // gives: gpu_kind, gpu_names, plan_step
-#include "llmc/run/telemetry.h"      // gives: telemetry_start, telemetry_end
-#include "llmc/run/report.h"         // gives: Report, report_model, report_add, report_line
+#include "llmc/run/step_reports.h"   // gives: Reports, reports_begin, reports_end, report_step
+#include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_end
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
 #include "llmc/files/state_file.h"   // gives: Facts, fact_number, state_row
@@ -105,7 +104,6 @@ static_assert(sizeof(muonX) == sizeof(floatX), "gpt2_arrays counts its buffers b
 // finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
-constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row: then the run stops
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: after these the run stops
 
 constexpr size_t kMuonBytes = (size_t)576 << 20;        // memory that Muon adds to a step's: see muon_share
@@ -341,36 +339,6 @@ static size_t shared_memory_limit() {
         return bytes;
     }();
     return std::min((size_t)limit, hooks.shared_memory);
-}
-
-// Describes a tensor of 16-bit elements to the copy engine (TMA): its dimensions and the box of one copy,
-// innermost first, and the strides in bytes of all dimensions but the innermost. Elements outside of the
-// tensor are read as zeros.
-template <int kDims>
-static CUtensorMap tensor_map(CUtensorMapDataType type, const void* tensor, const cuuint64_t (&dims)[kDims],
-                              const cuuint64_t (&strides)[kDims - 1], const cuuint32_t (&box)[kDims]) {
-    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
-    static EncodeTiled encode = nullptr;
-    if (!encode) {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                                   &found));
-        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
-        encode = (EncodeTiled)entry;
-    }
-    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-    CUtensorMap map;
-    const CUresult result =
-        encode(&map, type, kDims, (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) {
-        std::string sizes;
-        for (const cuuint64_t size : dims) { sizes += format(" %lld", (long long)size); }
-        die("tensor map of%s at %p refused (CUDA error %d)", sizes.c_str(), tensor, (int)result);
-    }
-    return map;
 }
 
 // == 6.1 encoder ==
@@ -1052,13 +1020,18 @@ static void matmul_backward_input(const MatmulBackwardInput<floatX, float>& a, S
     if (a.pre_gelu) { gelu_backward_inplace({a.dinp, {}, nullptr, a.pre_gelu, a.N, a.C}, stream); }
 }
 
+// grad (+)= the product. A bf16 gradient takes the way over scratch, so that it is rounded once.
+static void gemm_to_grad(Gemm g, const Grad& grad, float* scratch, Stream stream) {
+    g.d = grad.is_bf16 ? scratch : grad.data, g.d_type = CUDA_R_32F;
+    if (!grad.is_bf16 && grad.acc == Accumulate::Yes) { g.c = g.d; }
+    gemm_or_die(g, stream);
+    if (grad.is_bf16) { grad_accumulate({grad, scratch, (size_t)g.m * g.n}, stream); }
+}
+
 static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    void* d = a.dweight.is_bf16 ? a.scratch : a.dweight.data;
-    const bool add = !a.dweight.is_bf16 && a.dweight.acc == Accumulate::Yes;
-    gemm_or_die({.d = d, .a = a.inp, .b = a.dout, .c = add ? d : nullptr, .m = a.C, .n = a.OC, .k = a.N,
-                 .trans_b = true, .d_type = CUDA_R_32F}, stream);
-    if (a.dweight.is_bf16) { grad_accumulate({a.dweight, a.scratch, (size_t)a.OC * a.C}, stream); }
+    gemm_to_grad({.a = a.inp, .b = a.dout, .m = a.C, .n = a.OC, .k = a.N, .trans_b = true}, a.dweight,
+                 a.scratch, stream);
 }
 
 // == 6.4 gelu and bias ==
@@ -1188,17 +1161,6 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 // along: a tile's sums are a row of partials, as in partial_sums_kernel.
 constexpr int kCastTile = 128, kCastThreads = 256;
 
-__device__ __forceinline__ uint32_t fp8_quad(const float* x) {          // x[0] in the lowest byte
-    uint32_t quad = 0;
-#if __CUDA_ARCH__ >= 890
-    asm("{.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-        "mov.b32 %0, {low, high};}" : "=r"(quad) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
-#endif
-    return quad;
-}
-
 // kSource: Plain stands for Weight, too.
 template <Fp8Source kSource>
 __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, float> a) {
@@ -1243,7 +1205,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
                 saturated += fabsf(f.at[k]) > kFp8Max;
             }
 #pragma unroll
-            for (int w = 0; w < kWords; w++) { words[r][w] = fp8_quad(f.at + 4 * w); }
+            for (int w = 0; w < kWords; w++) { words[r][w] = to_e4m3(f.at + 4 * w); }
             typedef std::conditional_t<kWords == 2, uint2, uint32_t> Word;
             Word word;
             memcpy(&word, words[r], sizeof(word));
@@ -1326,14 +1288,12 @@ static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
 
 static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    void* d = a.out ? (void*)a.out : a.grad.is_bf16 ? a.scratch : a.grad.data;
-    const bool add = !a.out && !a.grad.is_bf16 && a.grad.acc == Accumulate::Yes;
-    gemm_or_die({.d = d, .a = a.b, .b = a.a, .c = add ? d : a.residual, .bias = a.bias, .m = a.N, .n = a.M,
-                 .k = a.K, .trans_a = true, .d_type = a.out ? cuda_type(floatX()) : CUDA_R_32F,
-                 .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
-                 .inp_type = CUDA_R_8F_E4M3, .a_scale = &a.b_tensor->inverse,
-                 .b_scale = &a.a_tensor->inverse, .fast = a.fast}, stream);
-    if (!a.out && a.grad.is_bf16) { grad_accumulate({a.grad, a.scratch, (size_t)a.M * a.N}, stream); }
+    Gemm g = {.d = a.out, .a = a.b, .b = a.a, .c = a.residual, .bias = a.bias, .m = a.N, .n = a.M, .k = a.K,
+              .trans_a = true, .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
+              .inp_type = CUDA_R_8F_E4M3, .a_scale = &a.b_tensor->inverse, .b_scale = &a.a_tensor->inverse,
+              .fast = a.fast};
+    if (a.out) { gemm_or_die(g, stream); }
+    else { gemm_to_grad(g, a.grad, a.scratch, stream); }
 }
 
 // One block; a thread has every 256th tensor.
@@ -1581,9 +1541,9 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
 }
 
 // == 6.7 gradients: lanes and the norm ==
-// out = chain[0] + (chain[1] + (... + tree of the pieces)): each thread walks over the pieces of its elements
-// and merges like a binary counter: piece r, then one earlier sum for every trailing one bit of r. What is
-// left at the end belongs together from the last to the first, as in the twin's pairs.
+// out = chain[0] + (chain[1] + (... + tree of the pieces)). A thread adds up the pieces of its elements like a
+// binary counter: piece r takes one earlier sum from a stack for each trailing one bit of r, and the new sum
+// goes onto it. At the end the stack is added up, the last sum first. These are the twin's pairs.
 constexpr int kLaneThreads = 256;
 constexpr int kMaxPieceLevels = 13;
 static_assert(kCommMaxWorld <= 1 << (kMaxPieceLevels - 1), "a piece from each rank");
@@ -1920,28 +1880,6 @@ __global__ void __launch_bounds__(kUpdateThreads)
     }
 }
 
-// d = alpha op(l) op(r) + beta c, column-major: op(l) is (m,k), op(r) (k,n). Each stands for all matrices of
-// `parts` parts, `stride` elements apart.
-struct MuonMatrices { muonX* first; size_t stride; };
-struct MuonProduct {
-    MuonMatrices d, l, r, c = {};
-    int m, n, k;
-    bool trans_l = false, trans_r = false;
-    float alpha = 1.0f, beta = 0.0f;
-    int parts;
-};
-
-// The algorithm is chosen for the matrices of the whole job and has no split-K, so a matrix has the same bits
-// whichever rank multiplies it, beside however many others.
-static void muon_multiply(const MuonProduct& p, const MuonOrthogonalise<floatX, float>& a, Stream stream) {
-    gemm_or_die({.d = p.d.first, .a = p.l.first, .b = p.r.first, .c = p.c.first, .m = p.m, .n = p.n,
-                 .k = p.k, .trans_a = p.trans_l, .trans_b = p.trans_r, .d_type = cuda_type(muonX()),
-                 .inp_type = cuda_type(muonX()), .alpha = p.alpha, .beta = p.beta,
-                 .count = p.parts * a.places.layers, .count_all = p.parts * a.layers_all,
-                 .a_stride = p.l.stride, .b_stride = p.r.stride, .c_stride = p.c.stride,
-                 .d_stride = p.d.stride}, stream);
-}
-
 static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     const bool tall = a.rows > a.cols;
@@ -1954,25 +1892,32 @@ static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream
     muon_sums_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, a.places);
     muon_normalise_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.x, a.inp, a.sums, size, a.places);
 
+    // The algorithm is chosen for the matrices of the whole job and has no split-K, so a matrix has the same
+    // bits whichever rank multiplies it, beside however many others.
+    auto multiply = [&](Gemm g, int parts) {
+        g.d_type = g.inp_type = cuda_type(muonX());
+        g.count = parts * a.places.layers, g.count_all = parts * a.layers_all;
+        gemm_or_die(g, stream);
+    };
     const float scale = tall ? (float)sqrt((double)a.rows / a.cols) : 1.0f;
-    const MuonMatrices gram = {a.gram, square}, poly = {a.poly, square};
-    MuonMatrices x = {a.x, size}, y = {a.y, size};
+    muonX *x = a.x, *y = a.y;
     for (int step = 0; step < a.steps; step++, std::swap(x, y)) {
         const bool is_last = step + 1 == a.steps;
         const float last = is_last ? scale : 1.0f;
         const float keep = last * (float)kMuonA, b = last * (float)kMuonB, c = last * (float)kMuonC;
-        muon_multiply({.d = gram, .l = x, .r = x, .m = k, .n = k, .k = n, .trans_l = !tall, .trans_r = tall,
-                       .parts = parts}, a, stream);
-        muon_multiply({.d = poly, .l = gram, .r = gram, .c = gram, .m = k, .n = k, .k = k, .alpha = c,
-                       .beta = b, .parts = parts}, a, stream);
+        multiply({.d = a.gram, .a = x, .b = x, .m = k, .n = k, .k = n, .trans_a = !tall, .trans_b = tall,
+                  .a_stride = size, .b_stride = size, .d_stride = square}, parts);
+        multiply({.d = a.poly, .a = a.gram, .b = a.gram, .c = a.gram, .m = k, .n = k, .k = k, .alpha = c,
+                  .beta = b, .a_stride = square, .b_stride = square, .c_stride = square, .d_stride = square},
+                 parts);
         // x' goes into y, or at the end part by part to where the update is read
         for (int part = 0; part < (is_last ? parts : 1); part++) {
             const size_t first = (size_t)part * a.places.layers;
-            const MuonMatrices from = {x.first + first * size, size}, p = {a.poly + first * square, square};
-            const MuonMatrices out = {a.out + a.places.at[part], a.places.stride};
-            muon_multiply({.d = is_last ? out : y, .l = tall ? p : from, .r = tall ? from : p, .c = from,
-                           .m = a.cols, .n = a.rows, .k = k, .beta = keep, .parts = is_last ? 1 : parts},
-                          a, stream);
+            const muonX *from = x + first * size, *poly = a.poly + first * square;
+            multiply({.d = is_last ? a.out + a.places.at[part] : y, .a = tall ? poly : from,
+                      .b = tall ? from : poly, .c = from, .m = a.cols, .n = a.rows, .k = k, .beta = keep,
+                      .a_stride = tall ? square : size, .b_stride = tall ? size : square, .c_stride = size,
+                      .d_stride = is_last ? a.places.stride : size}, is_last ? 1 : parts);
         }
     }
 }
@@ -3145,13 +3090,34 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #endif
 }
 
-// A (B,T,slots,64) tensor in boxes of 64 rows of one slot, by coordinates {0, t, slot, b}. Slots are heads:
-// 3*NH of qkv, NH of dout. (FP32 builds never call it.)
+// Describes a (B,T,slots,64) tensor to the copy engine (TMA), in boxes of 64 rows of one slot, by coordinates
+// {0, t, slot, b}. Rows from T on are read as zeros. Slots are heads: 3*NH of qkv, NH of dout. (FP32 builds
+// never call it.)
 [[maybe_unused]] static CUtensorMap attention_map(const floatX* tensor, int B, int T, int slots) {
-    const cuuint64_t row_bytes = (cuuint64_t)slots * 64 * sizeof(floatX);
-    return tensor_map<4>(kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, tensor,
-                         {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B},
-                         {row_bytes, 64 * sizeof(floatX), row_bytes * T}, {64, 64, 1, 1});
+    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
+    static const EncodeTiled encode = [] {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                                   &found));
+        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
+        return (EncodeTiled)entry;
+    }();
+    const cuuint64_t row_bytes = (cuuint64_t)slots * 64 * sizeof(floatX);      // innermost dimension first
+    const cuuint64_t dims[] = {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B};
+    const cuuint64_t strides[] = {row_bytes, 64 * sizeof(floatX), row_bytes * T};
+    const cuuint32_t box[] = {64, 64, 1, 1}, steps[] = {1, 1, 1, 1};
+    CUtensorMap map;
+    const CUresult result =
+        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+               (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+        die("tensor map of 64 x %d x %d x %d at %p refused (CUDA error %d)", T, slots, B, tensor,
+            (int)result);
+    }
+    return map;
 }
 
 // ---- launchers of each form, and which form runs ----
@@ -3246,8 +3212,7 @@ template <bool kDrops, class Args> static void attention_by_form(const Args& a, 
 }
 template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
-    const std::string error = attention_error(a.HS);
-    if (!error.empty()) { die("%s", error.c_str()); }
+    die_if(attention_error(a.HS));
     if (a.keep.bits) { attention_by_form<true>(a, stream); }
     else { attention_by_form<false>(a, stream); }
 }
@@ -3267,24 +3232,11 @@ static void attention_backward(const AttentionBackwardX& a, Stream s) { attentio
 // Positions and tokens are read from the device, so one CUDA graph serves all steps. A row is summed in an
 // order that does not depend on N, so a text is the same alone and in a batch; cuBLASLt splits sums by N.
 //
-// On Hopper a kernel begins while the one before it still runs (PTX griddepcontrol, "programmatic dependent
-// launch"). It fetches weights and earlier keys and values, which no kernel of the step writes, to the L2.
-// Then it waits, before it reads what others write, and before it writes.
-__device__ __forceinline__ void decode_next_may_begin() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void decode_await_last() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void decode_prefetch(const void* p) {        // a line of 128 bytes, to the L2
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
+// On Hopper a kernel begins while the one before it still runs ("programmatic dependent launch"). It fetches
+// weights and earlier keys and values, which no kernel of the step writes, to the L2. Then it waits, before
+// it reads what others write, and before it writes.
 
-// The kernel may begin before its predecessor ends, so it must call decode_await_last().
+// The kernel may begin before its predecessor ends, so it must call await_last_kernel().
 template <class Args>
 static void decode_launch(void (*kernel)(Args), dim3 grid, int threads, Stream stream, const Args& args) {
     cudaLaunchAttribute early = {};
@@ -3301,7 +3253,7 @@ static void decode_check(int N) {
 
 // A block a row. It is the first of a step and launched in the ordinary way.
 __global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
-    decode_next_may_begin();
+    next_kernel_may_begin();
     const size_t n = blockIdx.x;
     const int token = max(a.tokens[n], 0);              // -1, none drawn: the host stops there
     const floatX* wte_ix = a.wte + (size_t)token * a.C;                 // (C)
@@ -3332,13 +3284,13 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
     if (first_o >= a.OC) { return; }
 
     // 1. While the kernel before runs: the rows of weights, which lie one behind the other, and the bias.
-    decode_next_may_begin();
+    next_kernel_may_begin();
     const floatX* weight = a.weight + (size_t)first_o * C;              // (kOutputs,C)
     const int outputs = min(kOutputs, a.OC - first_o), line = 128 / (int)sizeof(floatX);
-    for (int i = lane * line; i < outputs * C; i += kWarp * line) { decode_prefetch(weight + i); }
+    for (int i = lane * line; i < outputs * C; i += kWarp * line) { prefetch_l2(weight + i); }
     const int n = first_n + lane / kLanes / kOutputs, o = first_o + lane / kLanes % kOutputs;
     const float bias = a.bias && o < a.OC ? (float)a.bias[o] : 0.0f;
-    decode_await_last();
+    await_last_kernel();
 
     // 2. The products of this lane's vectors. All loads of a round are on their way at once. Behind the last
     // output and the last row these are read again, and their sums are not stored.
@@ -3418,14 +3370,14 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     const float scale = kLog2e / sqrtf((float)HS);
 
     // 1. While the kernel before runs: the keys and values so far.
-    decode_next_may_begin();
+    next_kernel_may_begin();
     for (int u = threadIdx.x; u < t; u += blockDim.x) {
         for (int i = 0; i < HS; i += 128 / (int)sizeof(floatX)) {
-            decode_prefetch(keys + u * C + i);
-            decode_prefetch(values + u * C + i);
+            prefetch_l2(keys + u * C + i);
+            prefetch_l2(values + u * C + i);
         }
     }
-    decode_await_last();
+    await_last_kernel();
 
     // 2. The new position joins them.
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
@@ -3570,7 +3522,7 @@ struct SampleRow {                      // as a block sees it
 
 __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens<floatX, float> a) {
     __shared__ Weight64 shared[kWarp];
-    decode_await_last();
+    await_last_kernel();
     const int n = blockIdx.x, V = a.V;
     const SampleRow row = {a.logits + (size_t)n * V, V, shared};
     const Sampling& s = a.sampling;
@@ -3657,13 +3609,6 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     bool graphs = true;         // on one GPU a micro-step is a CUDA graph
 };
 
-// A step's results on the device. The host reads them one step later; the next step starts from them.
-struct DeviceState {
-    UpdateState update;         // AdamW's t, loss scale, norm, the decision to skip
-    float loss;                 // mean over the total batch
-    float fp8_saturated;        // the largest part of a tensor that saturated
-};
-
 // One batch: on the device, or in a staging slot of pinned memory, with the same layout.
 struct Inputs {
     int *tokens, *targets;      // (B,T)
@@ -3705,16 +3650,14 @@ struct Feed {
 
 // The exchange between ranks. A job of one rank uses only the records.
 struct BucketExchange {
-    Event complete;             // the backward has computed the bucket's gradients
     Event arrived;              // the gradients of all ranks are here
-    Event summed;               // so are their sums
-    Event updated, gathered;    // parameters: this rank's shard is new; so are all shards
+    Event gathered;             // the updated parameters of all ranks' shards are here
     int slot;                   // the part of `received` that the gradients arrive in
 };
 struct Exchange {
     Stream stream;
     std::vector<BucketExchange> buckets;
-    Event begins, ends;         // of an exchange that the model's stream waits for at once
+    Event handover;             // of stream_follow
     char* received;             // other ranks' gradients, in three slots
     uint32_t next_slot;         // counts up: buckets take slots 0 and 1 in turn; the embedding has slot 2
     int bucket_in_flight;       // the bucket that is being exchanged; -1: none
@@ -3812,8 +3755,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("state", &model->state, sizeof(DeviceState), Memory::Plain);
     if (!o.trains) { return; }
 
-    // At stage 2 a power of two of ranks computes a whole subtree at a time. Other numbers of ranks compute
-    // parts of the tree, and a rank's shards need the buffers of all ranks' lanes.
+    // At stage 2 the micro-steps that ranks do at one time are summed together. A power of two of them is a
+    // subtree, so a rank keeps sums of as many lanes as are its own; else of as many as all ranks have.
     const bool parts = shards_grads && !o.nccl_order && !is_power_of_two(o.split.world);
     const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
     visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), Memory::Shared);
@@ -3915,12 +3858,10 @@ static void feed_init(Feed* feed, int B, int T) {
 
 static void exchange_init(Exchange* exchange, const Layout& layout) {
     exchange->stream = stream_create_urgent();
-    exchange->begins = event_create();
-    exchange->ends = event_create();
+    exchange->handover = event_create();
     exchange->bucket_in_flight = -1;
     for (size_t b = 0; b < layout.buckets.size(); b++) {
-        exchange->buckets.push_back({event_create(), event_create(), event_create(), event_create(),
-                                     event_create(), 0});
+        exchange->buckets.push_back({event_create(), event_create(), 0});
     }
 }
 
@@ -3984,10 +3925,10 @@ static void gpt2_free(GPT2* model) {
         event_destroy(model->feed.staged[i]);
     }
     for (const BucketExchange& b : model->exchange.buckets) {
-        for (Event e : {b.complete, b.arrived, b.summed, b.updated, b.gathered}) { event_destroy(e); }
+        event_destroy(b.arrived);
+        event_destroy(b.gathered);
     }
-    event_destroy(model->exchange.begins);
-    event_destroy(model->exchange.ends);
+    event_destroy(model->exchange.handover);
     gpt2_arrays(model, [&](const char*, auto** at, size_t, Memory kind) {
         const bool shared = kind == Memory::Shared && model->options.split.world > 1;
         if (*at && shared) { device_comm_free(*at); }
@@ -4190,10 +4131,6 @@ static void await_event(Event event) {
     CommWait waiting;
     event_wait(event);
 }
-static void await_stream(Stream stream) {
-    CommWait waiting;
-    stream_sync(stream);
-}
 
 // Copies a batch to the device, asynchronously, through one of two slots of pinned memory. It first waits
 // until the slot's last copy has ended. targets: null when text is generated. counted: see Inputs. For a
@@ -4235,8 +4172,11 @@ struct Pass {
     GPT2* model;
     const ActSpec* act_specs;           // the model's; section 9 has its own, for one row
     int B, T;
+    bool trains;                        // with dropout and FP8
+    float* scratch = nullptr;           // of a backward
     Params params(int l) const { return gpt2_params(model, l); }
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
+    Stream stream() const { return model->stream; }
 };
 
 // A point of the stream lies between two additions. Branches have just been added; norms read the sum:
@@ -4326,107 +4266,89 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 }
 
 // ---- linear layers ----
+// out (N,OC) = inp (N,C) weight^T + bias. N is the pass's B*T; the weight's shape says C and OC.
 // With --matmul-dtype fp8 they multiply e4m3 bytes (llmc/ops/fp8.h), in training only. A run's first step
 // multiplies as without FP8 and takes the largest elements alone; the second's scales come from these.
 enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
+constexpr struct { ParamId weight, bias; ActId inp8; } kLinears[] = {
+    {PARAM_qkvw, PARAM_qkvb, ACT_qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, ACT_attproj_inp8},
+    {PARAM_fcw, PARAM_fcb, ACT_fc_inp8}, {PARAM_fcprojw, PARAM_fcprojb, ACT_fcproj_inp8},
+    {PARAM_wte, NUM_PARAMS, ACT_head_inp8}};            // no bias
 enum class Fp8Mode { Off, Measure, On };
-static Fp8Mode gpt2_fp8_mode(const GPT2* model, Linear which) {
-    const Options& o = model->options;
-    if (!o.fp8 || (which == Linear::Head && !o.fp8_head)) { return Fp8Mode::Off; }
-    return model->step == 0 ? Fp8Mode::Measure : Fp8Mode::On;
+static Fp8Mode fp8_mode(const Pass& pass, Linear which) {
+    const Options& o = pass.model->options;
+    if (!pass.trains || !o.fp8 || (which == Linear::Head && !o.fp8_head)) { return Fp8Mode::Off; }
+    return pass.model->step == 0 ? Fp8Mode::Measure : Fp8Mode::On;
 }
 
-// A linear layer's operands. Each is read as rows of K bytes: an input or a gradient of the output row by row
-// for a product with the weights, and transposed for the weights' gradient.
-struct Fp8Linear {
-    int inp, dout, weight;              // numbers of its tensors
-    uint8_t *rows, *columns, *inp_t;    // see GPT2_ACTS
-    uint8_t *w, *w_t;                   // (OC,C) (C,OC)
+// One layer in one pass. An FP8 product reads each operand as rows of K bytes: an input or an output's
+// gradient row by row for a product with the weights, and transposed for the weights' gradient.
+struct Fp8Operand { Fp8Tensor* tensor; uint8_t *bytes, *transposed; };
+struct LinearLayer {
+    int N, C, OC;
+    const floatX *weight, *bias;        // (OC,C) (OC); bias: null in the LM head
+    Fp8Mode fp8;
+    Fp8Operand inp8, dout8, weight8;    // (N,C) (N,OC) (OC,C); see GPT2_ACTS
 };
-static Fp8Linear gpt2_fp8_linear(const Pass& pass, int l, Linear which) {
+static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     const GPT2* model = pass.model;
-    const Acts a = pass.acts(l);
-    const ParamId ids[] = {PARAM_qkvw, PARAM_attprojw, PARAM_fcw, PARAM_fcprojw, PARAM_wte};
-    uint8_t* const inputs[] = {a.qkv_inp8, a.attproj_inp8, a.fc_inp8, a.fcproj_inp8, a.head_inp8};
-    const int k = (int)which, L = model->config.L, i = which == Linear::Head ? 4 * L : 4 * l + k;
-    const ParamSpec& s = model->param_specs[ids[k]];
+    const auto& names = kLinears[(int)which];
+    const ParamSpec& s = model->param_specs[names.weight];
+    const bool head = which == Linear::Head;
+    auto param = [&](ParamId id) { return (const floatX*)gpt2_param_data(model, id, l); };
+    LinearLayer p = {pass.B * pass.T, (int)s.cols, (int)s.rows, param(names.weight),
+                     head ? nullptr : param(names.bias), fp8_mode(pass, which), {}, {}, {}};
+    if (p.fp8 == Fp8Mode::Off) { return p; }
+    const Acts acts = pass.acts(l);
+    const int L = model->config.L, i = head ? 4 * L : 4 * l + (int)which;
     const size_t layer = model->layout.buckets[1].elems;
-    uint8_t* w = model->fp8.weights + 2 * (which == Linear::Head ? L * layer : l * layer + s.offset);
-    return {2 * i, 2 * i + 1, fp8_saved(model->config) + i, a.rows8, a.columns8, inputs[k], w, w + s.slot};
+    uint8_t* weight = model->fp8.weights + 2 * (head ? L * layer : l * layer + s.offset);
+    Fp8Tensor* tensors = model->fp8.tensors;
+    p.inp8 = {tensors + 2 * i, acts.rows8, ((uint8_t* const*)&acts)[names.inp8]};
+    p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8};
+    p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
+    return p;
 }
 
-static void gpt2_fp8_cast(const GPT2* model, int tensor, uint8_t* out, uint8_t* out_t, const floatX* inp,
-                          int N, int C, Fp8Source source = Fp8Source::Plain, const floatX* pre_gelu = nullptr,
-                          Grad dbias = {}, float* scratch = nullptr) {
+// a.inp to the operand's bytes, or only_amax: what it takes of a.inp is the largest element.
+static void cast_fp8(const Pass& pass, const Fp8Operand& to, bool only_amax, Fp8Cast<floatX, float> a) {
+    const GPT2* model = pass.model;
     Fp8Stats* stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at);
-    fp8_cast({out, out_t, stats + tensor, model->fp8.tensors + tensor, dbias, scratch, inp, pre_gelu, source,
-              N, C}, model->stream);
+    if (!only_amax) { a.out = to.bytes, a.out_t = to.transposed; }
+    a.tensor = to.tensor, a.stats = stats + (to.tensor - model->fp8.tensors);
+    a.scratch = pass.scratch;
+    fp8_cast(a, pass.stream());
 }
 
-// trains: false: without FP8. pre_gelu: null, or the input is its GELU and has not been computed; a.inp is
-// memory for it.
-static void linear_forward(const Pass& pass, int l, Linear which, bool trains,
-                           const MatmulForward<floatX, float>& a, const floatX* pre_gelu = nullptr) {
-    const GPT2* model = pass.model;
-    const Fp8Mode mode = trains ? gpt2_fp8_mode(model, which) : Fp8Mode::Off;
-    if (mode != Fp8Mode::On && pre_gelu) {
-        gelu_forward({const_cast<floatX*>(a.inp), pre_gelu, (size_t)a.N * a.C}, model->stream);
+struct LinearForward {
+    floatX* out;                        // = inp weight^T + bias + residual
+    const floatX* inp;
+    const floatX* residual = nullptr;   // (N,OC) or null
+    const floatX* pre_gelu = nullptr;   // null; else inp is memory for its GELU, not yet computed
+};
+static void linear_forward(const Pass& pass, int l, Linear which, const LinearForward& a) {
+    const LinearLayer p = linear_layer(pass, l, which);
+    const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && a.pre_gelu;
+    if (a.pre_gelu && !is_fp8) {
+        gelu_forward({const_cast<floatX*>(a.inp), a.pre_gelu, (size_t)p.N * p.C}, pass.stream());
     }
-    if (mode == Fp8Mode::Off) { return matmul_forward(a, model->stream); }
-    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
-    if (mode == Fp8Mode::Measure) {
-        gpt2_fp8_cast(model, p.inp, nullptr, nullptr, a.inp, a.N, a.C);
-        return matmul_forward(a, model->stream);
+    if (p.fp8 != Fp8Mode::Off) {
+        cast_fp8(pass, p.inp8, !is_fp8, {.inp = gelu_in_cast ? a.pre_gelu : a.inp,
+                 .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
-    gpt2_fp8_cast(model, p.inp, p.rows, p.inp_t, pre_gelu ? pre_gelu : a.inp, a.N, a.C,
-                  pre_gelu ? Fp8Source::Gelu : Fp8Source::Plain);
-    if (model->fp8.casts_weights) {                     // first its largest element, then with that the cast
-        gpt2_fp8_cast(model, p.weight, nullptr, nullptr, a.weight, a.OC, a.C, Fp8Source::Weight);
-        gpt2_fp8_cast(model, p.weight, p.w, p.w_t, a.weight, a.OC, a.C, Fp8Source::Weight);
+    if (!is_fp8) {
+        return matmul_forward({.out = a.out, .inp = a.inp, .weight = p.weight, .bias = p.bias,
+                               .residual = a.residual, .N = p.N, .C = p.C, .OC = p.OC}, pass.stream());
     }
-    const Fp8Tensor* t = model->fp8.tensors;
-    fp8_matmul({.out = a.out, .grad = {}, .scratch = nullptr, .a = p.rows, .b = p.w, .a_tensor = t + p.inp,
-                .b_tensor = t + p.weight, .bias = a.bias, .residual = a.residual, .M = a.N, .N = a.OC,
-                .K = a.C, .fast = true}, model->stream);
-}
-
-// The gradient dout of a layer's output, for the next two functions. pre_gelu: null, or dout is that of the
-// output's GELU and is first multiplied by the slope there. dbias: null, or the sums of dout's columns.
-static void linear_dout(const Pass& pass, int l, Linear which, floatX* dout, int N, int OC, Grad dbias = {},
-                        float* scratch = nullptr, const floatX* pre_gelu = nullptr) {
-    const GPT2* model = pass.model;
-    const Fp8Mode mode = gpt2_fp8_mode(model, which);
-    const Fp8Linear p = mode == Fp8Mode::Off ? Fp8Linear() : gpt2_fp8_linear(pass, l, which);
-    if (mode == Fp8Mode::On) {
-        gpt2_fp8_cast(model, p.dout, p.rows, p.columns, dout, N, OC,
-                      pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain, pre_gelu, dbias, scratch);
-        return;
+    if (!pass.model->fp8.weights_cast) {                // first its largest element, then with that the cast
+        for (bool only_amax : {true, false}) {
+            cast_fp8(pass, p.weight8, only_amax, {.inp = p.weight, .source = Fp8Source::Weight, .N = p.OC,
+                     .C = p.C});
+        }
     }
-    if (pre_gelu) { gelu_backward_inplace({dout, dbias, scratch, pre_gelu, N, OC}, model->stream); }
-    else if (dbias.data) { bias_backward({dbias, scratch, dout, N, OC}, model->stream); }
-    if (mode == Fp8Mode::Measure) { gpt2_fp8_cast(model, p.dout, nullptr, nullptr, dout, N, OC); }
-}
-
-static void linear_backward_input(const Pass& pass, int l, Linear which,
-                                  const MatmulBackwardInput<floatX, float>& a) {
-    const GPT2* model = pass.model;
-    if (gpt2_fp8_mode(model, which) != Fp8Mode::On) { return matmul_backward_input(a, model->stream); }
-    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
-    const Fp8Tensor* t = model->fp8.tensors;
-    fp8_matmul({.out = a.dinp, .grad = {}, .scratch = nullptr, .a = p.rows, .b = p.w_t,
-                .a_tensor = t + p.dout, .b_tensor = t + p.weight, .bias = nullptr, .residual = a.residual,
-                .M = a.N, .N = a.C, .K = a.OC, .fast = false}, model->stream);
-}
-
-static void linear_backward_weight(const Pass& pass, int l, Linear which,
-                                   const MatmulBackwardWeight<floatX, float>& a) {
-    const GPT2* model = pass.model;
-    if (gpt2_fp8_mode(model, which) != Fp8Mode::On) { return matmul_backward_weight(a, model->stream); }
-    const Fp8Linear p = gpt2_fp8_linear(pass, l, which);
-    const Fp8Tensor* t = model->fp8.tensors;
-    fp8_matmul({.out = nullptr, .grad = a.dweight, .scratch = a.scratch, .a = p.columns, .b = p.inp_t,
-                .a_tensor = t + p.dout, .b_tensor = t + p.inp, .bias = nullptr, .residual = nullptr,
-                .M = a.OC, .N = a.C, .K = a.N, .fast = false}, model->stream);
+    fp8_matmul({.out = a.out, .a = p.inp8.bytes, .b = p.weight8.bytes, .a_tensor = p.inp8.tensor,
+                .b_tensor = p.weight8.tensor, .bias = p.bias, .residual = a.residual, .M = p.N, .N = p.OC,
+                .K = p.C, .fast = true}, pass.stream());
 }
 
 // ---- forward ----
@@ -4444,49 +4366,40 @@ struct CacheFill {
 // embedding. Nothing else uses that memory before the backward.
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
-    ClassifierMode mode;                // LossAndGrad: with dropout and FP8
     bool drops, adds_in_gemm;
     floatX* waiting[2];                 // (B,T,C)
-    void linear(int l, Linear which, const MatmulForward<floatX, float>& a,
-                const floatX* pre_gelu = nullptr) const {
-        linear_forward(*this, l, which, mode == ClassifierMode::LossAndGrad, a, pre_gelu);
-    }
 };
 
 // out = attention(inp) + before: (B,T,C) each; before: null for 0
 static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const floatX* before,
                                    const floatX* inp) {
-    const int B = f.B, T = f.T, N = B * T, C = f.model->config.C, NH = f.model->config.NH;
-    const Params p = f.params(l);
+    const int B = f.B, T = f.T, C = f.model->config.C, NH = f.model->config.NH;
     const Acts a = f.acts(l);
-    Stream stream = f.model->stream;
-    f.linear(l, Linear::Qkv, {a.qkv, inp, p.qkvw, p.qkvb, nullptr, nullptr, N, C, 3 * C});      // (B,T,3C)
+    linear_forward(f, l, Linear::Qkv, {a.qkv, inp});                                            // (B,T,3C)
     if (f.cache) {
         const size_t at = l * f.cache->layer_stride;
         cache_store({f.cache->keys + at, f.cache->values + at, a.qkv, f.cache->rows, f.cache->count,
-                     f.model->T, C}, stream);
+                     f.model->T, C}, f.stream());
     }
     AttentionKeep keep = {};
     if (f.drops) { keep = gpt2_attention_keep(f, l, false); }
-    attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, stream);              // (B,T,C)
-    f.linear(l, Linear::AttProj, {out, a.atty, p.attprojw, p.attprojb, before, nullptr, N, C, C});  // (B,T,C)
+    attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, f.stream());          // (B,T,C)
+    linear_forward(f, l, Linear::AttProj, {out, a.atty, before});                               // (B,T,C)
 }
 
 // out = mlp(inp) + before: as in gpt2_attention_forward
 static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX* before, const floatX* inp) {
-    const GPT2* model = f.model;
-    const int N = f.B * f.T, C = model->config.C;
+    const Options& o = f.model->options;
+    const int N = f.B * f.T, C = f.model->config.C;
     const Params p = f.params(l);
     const Acts a = f.acts(l);
-    Stream stream = model->stream;
-    const bool gelu_in_gemm = model->options.gelu_fusion >= 1 && model->options.recompute == 0;
-    if (gelu_in_gemm) {
-        matmul_forward({a.fch_gelu, inp, p.fcw, p.fcb, nullptr, a.fch, N, C, 4 * C}, stream);   // (B,T,4C)
+    const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
+    if (gelu_in_gemm) {                                                                         // (B,T,4C)
+        matmul_forward({a.fch_gelu, inp, p.fcw, p.fcb, nullptr, a.fch, N, C, 4 * C}, f.stream());
     } else {
-        f.linear(l, Linear::Fc, {a.fch, inp, p.fcw, p.fcb, nullptr, nullptr, N, C, 4 * C});     // (B,T,4C)
+        linear_forward(f, l, Linear::Fc, {a.fch, inp});                                         // (B,T,4C)
     }
-    f.linear(l, Linear::FcProj, {out, a.fch_gelu, p.fcprojw, p.fcprojb, before, nullptr, N, 4 * C, C},
-             gelu_in_gemm ? nullptr : a.fch);
+    linear_forward(f, l, Linear::FcProj, {out, a.fch_gelu, before, gelu_in_gemm ? nullptr : a.fch});
 }
 
 // The norms that read point x. Where no GEMM has added x's branches, the kernel first adds them to the sum of
@@ -4511,9 +4424,9 @@ static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const Re
 static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = ClassifierMode::LossOnly,
                          const CacheFill* cache = nullptr) {
     const Config& c = model->config;
-    const bool drops = mode == ClassifierMode::LossAndGrad && model->options.dropout > 0.0;
+    const bool trains = mode == ClassifierMode::LossAndGrad, drops = trains && model->options.dropout > 0.0;
     const bool apart = has_fp32_residual(c);
-    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T}, cache, mode, drops,
+    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T, trains}, cache, drops,
                  !drops && !apart, {}};
     f.waiting[0] = f.acts(0).dnarrow, f.waiting[1] = f.acts(0).dnarrow2;
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
@@ -4551,10 +4464,8 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
 // ---- loss ----
 // Logits (rows,Vp) of rows of lnf, (rows,C).
 static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, bool trains = false) {
-    const Pass pass = {model, model->acts.specs, 1, rows};
-    linear_forward(pass, 0, Linear::Head, trains,
-                   {pass.acts(0).logits, lnf, pass.params(0).wte, nullptr, nullptr, nullptr, rows,
-                    model->config.C, model->config.Vp});
+    const Pass pass = {model, model->acts.specs, 1, rows, trains};
+    linear_forward(pass, 0, Linear::Head, {pass.acts(0).logits, lnf});
 }
 
 // An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
@@ -4580,7 +4491,8 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weig
     const Acts a = gpt2_acts(model, 0);
     const float* loss_scale = &model->state->update.loss_scale;
     gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, a.lnf, N, mode == ClassifierMode::LossAndGrad);
+    gpt2_logits(model, a.lnf, N, trains);
+    if (trains) { model->fp8.weights_cast = model->step > 0; }
     classifier({a.logits, a.losses, model->feed.inputs.targets, weight, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
     loss_sum({mean, a.losses, weight, acc, N}, model->stream);
@@ -4590,18 +4502,54 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weig
 // A lane's first micro-step stores gradients, later ones add: no memset. exchanges: each bucket of gradients
 // goes to the other ranks as soon as it is complete.
 struct Backward : Pass {
-    float* scratch;
     Accumulate acc;
     bool exchanges;
+    Grad dwte;                          // see gpt2_backward
     Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
-    Stream stream() const { return model->stream; }
 };
+
+// A linear layer's backward is these three, in this order. dout: the gradient of its output.
+// First dout itself. pre_gelu: null, or dout is the gradient of the output's GELU and is first multiplied by
+// the slope there. dbias: null, or the sums of dout's columns.
+static void linear_dout(const Backward& b, int l, Linear which, floatX* dout, Grad dbias = {},
+                        const floatX* pre_gelu = nullptr) {
+    const LinearLayer p = linear_layer(b, l, which);
+    if (p.fp8 != Fp8Mode::On && pre_gelu) {
+        gelu_backward_inplace({dout, dbias, b.scratch, pre_gelu, p.N, p.OC}, b.stream());
+    } else if (p.fp8 != Fp8Mode::On && dbias.data) {
+        bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream());
+    }
+    if (p.fp8 == Fp8Mode::Measure) { cast_fp8(b, p.dout8, true, {.inp = dout, .N = p.N, .C = p.OC}); }
+    if (p.fp8 == Fp8Mode::On) {
+        cast_fp8(b, p.dout8, false, {.dbias = dbias, .inp = dout, .pre_gelu = pre_gelu,
+                 .source = pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain, .N = p.N, .C = p.OC});
+    }
+}
+static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {
+    const LinearLayer p = linear_layer(b, l, which);
+    const Grad dweight = which == Linear::Head ? b.dwte : b.grad(kLinears[(int)which].weight, l);
+    if (p.fp8 != Fp8Mode::On) {
+        return matmul_backward_weight({dweight, b.scratch, dout, inp, p.N, p.C, p.OC}, b.stream());
+    }
+    fp8_matmul({.grad = dweight, .scratch = b.scratch, .a = p.dout8.transposed, .b = p.inp8.transposed,
+                .a_tensor = p.dout8.tensor, .b_tensor = p.inp8.tensor, .M = p.OC, .N = p.C, .K = p.N},
+               b.stream());
+}
+// residual: another gradient of the input, or null. pre_gelu: null, or dinp is multiplied by the slope there.
+static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, const floatX* dout,
+                        const floatX* residual = nullptr, const floatX* pre_gelu = nullptr) {
+    const LinearLayer p = linear_layer(b, l, which);
+    if (p.fp8 != Fp8Mode::On) {
+        return matmul_backward_input({dinp, dout, p.weight, residual, pre_gelu, p.N, p.C, p.OC}, b.stream());
+    }
+    fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
+                .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC},
+               b.stream());
+}
 
 // The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
 static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
-    const int N = b.B * b.T, C = b.model->config.C;
-    linear_backward_weight(b, l, Linear::Qkv,
-                           {b.grad(PARAM_qkvw, l), b.scratch, b.acts(l).dwide, inp, N, C, 3 * C});
+    linear_dweight(b, l, Linear::Qkv, b.acts(l).dwide, inp);
     gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.exchanges);
 }
 
@@ -4609,48 +4557,37 @@ static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
 // last bias's is missing: gpt2_norms_backward computes it. dinp_mlp: the MLP's gradient of the same input,
 // added to dinp, or null. For layer 0, gpt2_backward calls gpt2_layer_complete itself, later.
 static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* dinp_mlp,
-                                    const floatX* dout, const floatX* inp) {
+                                    floatX* dout, const floatX* inp) {
     const GPT2* model = b.model;
-    const int N = b.B * b.T, C = model->config.C, NH = model->config.NH;
-    const Params p = b.params(l);
+    const int C = model->config.C, NH = model->config.NH;
     const Acts a = b.acts(l);
-    Stream stream = b.stream();
-    linear_dout(b, l, Linear::AttProj, const_cast<floatX*>(dout), N, C);
-    linear_backward_weight(b, l, Linear::AttProj,
-                           {b.grad(PARAM_attprojw, l), b.scratch, dout, a.atty, N, C, C});
-    linear_backward_input(b, l, Linear::AttProj,
-                          {a.dnarrow, dout, p.attprojw, nullptr, nullptr, N, C, C});            // (B,T,C)
+    linear_dout(b, l, Linear::AttProj, dout);
+    linear_dweight(b, l, Linear::AttProj, dout, a.atty);
+    linear_dinp(b, l, Linear::AttProj, a.dnarrow, dout);                                        // (B,T,C)
     AttentionKeep keep = {};
     if (model->options.dropout > 0.0) {
         keep = gpt2_attention_keep(b, l, model->options.recompute == 0);
     }
     attention_backward({a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH, keep},
-                       stream);                                                                 // (B,T,3C)
-    linear_dout(b, l, Linear::Qkv, a.dwide, N, 3 * C, b.grad(PARAM_qkvb, l), b.scratch);
+                       b.stream());                                                             // (B,T,3C)
+    linear_dout(b, l, Linear::Qkv, a.dwide, b.grad(PARAM_qkvb, l));
     if (l > 0) { gpt2_layer_complete(b, l, inp); }
-    linear_backward_input(b, l, Linear::Qkv, {dinp, a.dwide, p.qkvw, dinp_mlp, nullptr, N, C, 3 * C});
+    linear_dinp(b, l, Linear::Qkv, dinp, a.dwide, dinp_mlp);                                    // (B,T,C)
 }
 
-static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, const floatX* dout,
-                              const floatX* inp) {
+static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* dout, const floatX* inp) {
     const Options& o = b.model->options;
-    const int N = b.B * b.T, C = b.model->config.C;
-    const Params p = b.params(l);
     const Acts a = b.acts(l);
     const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
-    Stream stream = b.stream();
-    if (o.recompute >= 1 && gpt2_fp8_mode(b.model, Linear::FcProj) != Fp8Mode::On) {
-        gelu_forward({a.fch_gelu, a.fch, (size_t)N * 4 * C}, stream);
+    if (o.recompute >= 1 && fp8_mode(b, Linear::FcProj) != Fp8Mode::On) {
+        gelu_forward({a.fch_gelu, a.fch, (size_t)b.B * b.T * 4 * b.model->config.C}, b.stream());
     }
-    linear_dout(b, l, Linear::FcProj, const_cast<floatX*>(dout), N, C);
-    linear_backward_weight(b, l, Linear::FcProj,
-                           {b.grad(PARAM_fcprojw, l), b.scratch, dout, a.fch_gelu, N, 4 * C, C});
-    linear_backward_input(b, l, Linear::FcProj, {a.dwide, dout, p.fcprojw, nullptr,
-                          gelu_in_gemm ? a.fch : nullptr, N, 4 * C, C});                        // (B,T,4C)
-    linear_dout(b, l, Linear::Fc, a.dwide, N, 4 * C, b.grad(PARAM_fcb, l), b.scratch,
-                gelu_in_gemm ? nullptr : a.fch);
-    linear_backward_weight(b, l, Linear::Fc, {b.grad(PARAM_fcw, l), b.scratch, a.dwide, inp, N, C, 4 * C});
-    linear_backward_input(b, l, Linear::Fc, {dinp, a.dwide, p.fcw, nullptr, nullptr, N, C, 4 * C});
+    linear_dout(b, l, Linear::FcProj, dout);
+    linear_dweight(b, l, Linear::FcProj, dout, a.fch_gelu);
+    linear_dinp(b, l, Linear::FcProj, a.dwide, dout, nullptr, gelu_in_gemm ? a.fch : nullptr);  // (B,T,4C)
+    linear_dout(b, l, Linear::Fc, a.dwide, b.grad(PARAM_fcb, l), gelu_in_gemm ? nullptr : a.fch);
+    linear_dweight(b, l, Linear::Fc, a.dwide, inp);
+    linear_dinp(b, l, Linear::Fc, dinp, a.dwide);                                               // (B,T,C)
 }
 
 // Backward of the norms that read point x: dresidual (+)= their gradients; it is then the gradient of x's
@@ -4691,19 +4628,18 @@ static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accum
 static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges) {
     const Config& c = model->config;
     const Options& o = model->options;
-    const int N = B * T, C = c.C;
+    const int N = B * T;
     const bool apart = o.dropout > 0.0 || has_fp32_residual(c);    // branches have their own gradients
     Stream stream = model->stream;
-    Backward b = {{model, model->acts.specs, B, T}, model->acts.scratch, acc, exchanges};
+    Backward b = {{model, model->acts.specs, B, T, true, model->acts.scratch}, acc, exchanges, {}};
     auto recompute = [&](const ResidualPoint& x) {
-        if (o.recompute < 2 || gpt2_fp8_mode(model, Linear::Qkv) == Fp8Mode::On) { return; }
+        if (o.recompute < 2 || fp8_mode(b, Linear::Qkv) == Fp8Mode::On) { return; }
         norm_forward(point_norms(model, x, N), stream);
     };
     auto complete = [&](Kind kind) {
         gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), exchanges);
     };
 
-    const Params p = b.params(0);
     const Acts shared = b.acts(0);                    // tensors that all layers share
     floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2;
     floatX* const dresidual = (floatX*)shared.dresidual;
@@ -4712,12 +4648,11 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
     // parts are summed in fp32, at the start of scratch; other ops use the rest.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    Grad dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
+    b.dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
     if (o.grads_bf16) { b.scratch += wte_elems; }
-    linear_dout(b, 0, Linear::Head, shared.logits, N, c.Vp);
-    linear_backward_weight(b, 0, Linear::Head, {dwte, b.scratch, shared.logits, shared.lnf, N, C, c.Vp});
-    linear_backward_input(b, 0, Linear::Head, {shared.dnarrow, shared.logits, p.wte, nullptr, nullptr, N, C,
-                          c.Vp});
+    linear_dout(b, 0, Linear::Head, shared.logits);
+    linear_dweight(b, 0, Linear::Head, shared.logits, shared.lnf);
+    linear_dinp(b, 0, Linear::Head, shared.dnarrow, shared.logits);                             // dlnf
     gpt2_norms_backward(b, point_after_layer(b, c.L - 1), Accumulate::No);                  // lnf
     for (int l = c.L - 1; l >= 0; l--) {
         const Acts a = b.acts(l);
@@ -4742,10 +4677,10 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     // is computed, which hides a part of its way.
     complete(Kind::Norm);
     complete(Kind::Bias);
-    dwte.acc = Accumulate::Yes;
-    encoder_backward({dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->feed.buckets, B, T, c.maxT, C},
-                     stream);
-    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), dwte.data, wte_elems}, stream); }
+    b.dwte.acc = Accumulate::Yes;
+    encoder_backward({b.dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->feed.buckets, B, T, c.maxT,
+                      c.C}, stream);
+    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), b.dwte.data, wte_elems}, stream); }
     complete(Kind::Matrix);
     gpt2_layer_complete(b, 0, shared.ln1);
     gpt2_bucket_complete(model, -1, exchanges);
@@ -4789,10 +4724,11 @@ static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
     lane_sum(a, model->stream);
 }
 
-// From now on, work enqueued on `later` waits for the work that `earlier` has.
-static void stream_follow(Stream later, Event event, Stream earlier) {
-    event_record(event, earlier);
-    stream_wait(later, event);
+// From now on, work enqueued on `later` waits for the work that `earlier` has. A wait is for what the event
+// has recorded by then, so one event serves all.
+static void stream_follow(const GPT2* model, Stream later, Stream earlier) {
+    event_record(model->exchange.handover, earlier);
+    stream_wait(later, model->exchange.handover);
 }
 
 static char* exchange_slot(const GPT2* model, int slot) {
@@ -4859,7 +4795,7 @@ static void gpt2_sum_bucket(GPT2* model, int bucket) {
     else if (stage2) { gpt2_sum_micro_steps(model, bucket); }
     else if (!nccl) { gpt2_sum_pieces(model, bucket); }
     if (model->options.split.zero == 0 && !nccl) {
-        stream_follow(model->exchange.stream, x.summed, model->stream);
+        stream_follow(model, model->exchange.stream, model->stream);
         device_all_gather(model->grads.data + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
     }
 }
@@ -4878,7 +4814,7 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges) {
         BucketExchange& x = exchange.buckets[bucket];
         char* grads = model->grads.data + b.grads;
         if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
-        stream_follow(exchange.stream, x.complete, model->stream);  // the slot's last sums are done, too
+        stream_follow(model, exchange.stream, model->stream);       // the slot's last sums are done, too
         if (!o.nccl_order) {
             x.slot = bucket == 0 ? 2 : exchange.next_slot++ % 2;
             device_all_to_all(exchange_slot(model, x.slot), grads, b.shard * b.grad_bytes, exchange.stream);
@@ -4895,10 +4831,10 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges) {
 // An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
 template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
     if (model->options.split.world == 1) { return; }
-    const Exchange& exchange = model->exchange;
-    stream_follow(exchange.stream, exchange.begins, model->stream);
-    send(exchange.stream);
-    stream_follow(model->stream, exchange.ends, exchange.stream);
+    const Stream stream = model->exchange.stream;
+    stream_follow(model, stream, model->stream);
+    send(stream);
+    stream_follow(model, model->stream, stream);
 }
 
 // Gathers the updated parameters of `count` buckets from `first` on, while the next forward runs.
@@ -4906,7 +4842,7 @@ static void gpt2_gather_params(GPT2* model, int first, int count) {
     const Split& split = model->options.split;
     if (split.world == 1 || split.zero == 0) { return; }
     const Exchange& exchange = model->exchange;
-    stream_follow(exchange.stream, exchange.buckets[first].updated, model->stream);
+    stream_follow(model, exchange.stream, model->stream);
     for (int bucket = first; bucket < first + count; bucket++) {
         const Bucket& b = model->layout.buckets[bucket];
         device_all_gather(model->params + b.params, b.shard * b.elem_bytes, exchange.stream);
@@ -5189,7 +5125,7 @@ static void decoder_step(Decoder* d, int slot) {
     const Config& c = model->config;
     Stream stream = model->stream;
     const int n = d->rows, C = c.C;
-    const Pass pass = {model, d->act_specs, 1, model->T};       // for the points; no activations are read
+    const Pass pass = {model, d->act_specs, 1, model->T, false};    // for the points; no activations are read
     floatX* const branch[2] = {d->branches, d->branches + (size_t)n * C};           // (rows,C) each
     const floatX* const normalised[2] = {d->normalised, d->normalised + (size_t)n * C};
     graph_run(&d->step, stream, [&] {
@@ -5265,14 +5201,6 @@ static void checkpoint_load(GPT2* model, const char* path) {
     else { model_read(path, param_table, model->config, on_tensor); }
 }
 
-// Names in a state file: of layer 3's qkvw, "qkvw.3"; of the parameter's type.
-static std::string state_name(const ParamSpec& s, int l) {
-    return s.copies > 1 ? format("%s.%d", s.name, l) : s.name;
-}
-static const char* state_type(const ParamSpec& s) {
-    return s.elem_bytes == sizeof(float) ? "f32" : kFp16 ? "f16" : "bf16";
-}
-
 // ---- saving ----
 // All master weights of a tensor, on the device, valid until the next call. From ZeRO stage 1 on it gathers
 // the shards, so all ranks must call it at the same time.
@@ -5288,29 +5216,31 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     return all + at.offset;
 }
 
-// Each rank saves the master weights, m and v that it has; rank 0 also saves the parameters. FP16 builds
-// write fp32 models, from the master weights.
-static std::vector<SavedPiece> saved_pieces(GPT2* model) {
+// The pieces of this rank's state. Resuming reads those that have an address here. Of these, each rank saves
+// the master weights, m and v that no other rank saves; rank 0 also saves the parameters. FP16 builds write
+// fp32 models, from the master weights.
+static std::vector<SavedPiece> state_pieces(GPT2* model) {
     const Split& split = model->options.split;
     const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->opt.master;
     std::vector<SavedPiece> pieces;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
+        const char* type = s.elem_bytes == sizeof(float) ? "f32" : kFp16 ? "f16" : "bf16";
         for (int l = 0; l < s.copies; l++) {
-            const HeldPart part = gpt2_held_part(model, i, l);
             auto row = [&](const char* array, const char* type, size_t begin, size_t end) {
-                return state_row(array + ("." + state_name(s, l)), type, s.rows, s.cols, begin, end - begin);
+                const std::string layer = s.copies > 1 ? format(".%d", l) : "";         // "m.qkvw.3"
+                return state_row(format("%s.%s", array, s.name) + layer, type, s.rows, s.cols, begin,
+                                 end - begin);
             };
-            if (first) {
-                pieces.push_back({.row = row("param", state_type(s), 0, s.elems),
-                                  .device = gpt2_param_data(model, i, l),
-                                  .in_state = true, .in_model = !from_master});
-            }
+            pieces.push_back({.row = row("param", type, 0, s.elems), .device = gpt2_param_data(model, i, l),
+                              .in_state = first, .in_model = first && !from_master});
+            const HeldPart part = gpt2_held_part(model, i, l);
             for (const Held& held : part.in) {
-                if (!held.memory || (split.zero == 0 && !first)) { continue; }
-                const bool is_master = held.memory == part.in[0].memory;
+                if (!held.memory) { continue; }
+                const bool is_master = held.memory == part.in[0].memory, saves = split.zero > 0 || first;
                 pieces.push_back({.row = row(held.array, "f32", part.begin, part.end), .device = held.memory,
-                                  .in_state = true, .in_model = is_master && from_master && split.zero == 0});
+                                  .in_state = saves,
+                                  .in_model = first && is_master && from_master && split.zero == 0});
             }
             if (from_master && split.zero >= 1) {
                 pieces.push_back({.row = row("master", "f32", 0, s.elems),
@@ -5319,11 +5249,10 @@ static std::vector<SavedPiece> saved_pieces(GPT2* model) {
             }
         }
     }
-    if (model->options.fp8 && first) {
-        const int tensors = fp8_saved(model->config);
-        pieces.push_back({.row = state_row("fp8", "f32", tensors, kFp8TensorFloats, 0,
-                                           (uint64_t)tensors * kFp8TensorFloats),
-                          .device = model->fp8.tensors, .in_state = true});
+    if (model->options.fp8) {
+        const size_t tensors = fp8_saved(model->config), floats = tensors * kFp8TensorFloats;
+        pieces.push_back({.row = state_row("fp8", "f32", tensors, kFp8TensorFloats, 0, floats),
+                          .device = model->fp8.tensors, .in_state = first});
     }
     return pieces;
 }
@@ -5338,7 +5267,7 @@ static void gpt2_saver_init(Saver* saver, GPT2* model, const Logger* logger, con
     saver->compute = model->stream;
     saver->before_marker = [=] { logger_sync(logger); };
     saver->after_marker = [=] { logger_forget(folder); };
-    saver_init(saver, saved_pieces(model), at_once);
+    saver_init(saver, state_pieces(model), at_once);
 }
 
 // All ranks save after the same step. facts: what the state file says beside its tensors.
@@ -5361,35 +5290,17 @@ static Facts model_facts(GPT2* model) {
 static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     const PieceIndex index = checkpoint_index(*c);
     std::vector<char> data;
-    std::string error;
-    if (model->options.fp8) {
-        ParamSpec s = {};
-        s.rows = fp8_saved(model->config), s.cols = kFp8TensorFloats;
-        error = checkpoint_read(*c, index, "fp8", "f32", s, 0, s.rows * s.cols, &data);
+    for (const SavedPiece& piece : state_pieces(model)) {
+        if (!piece.device) { continue; }
+        DiskWait disk(c->step);
+        const std::string error = checkpoint_read(*c, index, piece.row, &data);
         if (!error.empty()) { return error; }
-        copy_to_device(model->fp8.tensors, data.data(), data.size(), model->stream);
+        copy_to_device(piece.device, data.data(), data.size(), model->stream);
         stream_sync(model->stream);
     }
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const ParamSpec& s = model->param_specs[i];
-        for (int l = 0; l < s.copies; l++) {
-            DiskWait disk(c->step);
-            auto load = [&](const char* array, const char* type, size_t begin, size_t end, void* device) {
-                if (!error.empty() || !device) { return; }
-                error = checkpoint_read(*c, index, array + ("." + state_name(s, l)), type, s, begin, end,
-                                        &data);
-                if (!error.empty()) { return; }
-                copy_to_device(device, data.data(), data.size(), model->stream);
-                stream_sync(model->stream);
-            };
-            const HeldPart part = gpt2_held_part(model, i, l);
-            load("param", state_type(s), 0, s.elems, gpt2_param_data(model, i, l));
-            for (const Held& held : part.in) { load(held.array, "f32", part.begin, part.end, held.memory); }
-            if (!error.empty()) { return error; }
-        }
-    }
+    model->fp8.weights_cast = false;
     DeviceState state = {};
-    error = facts_update(c->facts, &state.update);
+    const std::string error = facts_update(c->facts, &state.update);
     if (!error.empty()) { return error; }
     gpt2_write_state(model, state);
     model->step = (uint32_t)c->step;
@@ -5531,9 +5442,8 @@ static void take_device(Training* t, const Config& config, Options* options) {
     fit_texts(config, options, t->device);
     fit_lanes(config, options, t->device);
     gpt2_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
-    const std::string unfit = attention_error(config.C / config.NH);
-    if (!unfit.empty()) { die("%s", unfit.c_str()); }
-    if (options->fp8 && !fp8_error().empty()) { die("%s", fp8_error().c_str()); }
+    die_if(attention_error(config.C / config.NH));
+    if (options->fp8) { die_if(fp8_error()); }
 }
 
 // Opens the training, validation and evaluation data that the task needs.
@@ -5733,39 +5643,52 @@ static void print_plan() {
 
 // == 12 training loop ==
 // ---- validation, questions, texts ----
+// Calls work(i) for i < count; ranks take turns. Then waits for the device. False: a signal ended it early.
+template <class Work> static bool take_turns(GPT2* model, int64_t count, Work work) {
+    bool stopped = false;
+    for (int64_t first = 0; first < count && !stopped; first += comm.world) {
+        stopped = stop_agreed(model->step);
+        if (!stopped && first + comm.rank < count) { work(first + comm.rank); }
+    }
+    CommWait waiting;                       // the device may wait for other ranks
+    stream_sync(model->stream);
+    return !stopped;
+}
+
+// Each element is one rank's, and 0 elsewhere. All ranks get all.
+static void merge_ranks(std::vector<double>* x) {
+    const size_t n = x->size();
+    std::vector<double> all(n * comm.world);
+    std::copy(x->begin(), x->end(), all.begin() + n * comm.rank);
+    comm_all_gather(all.data(), n * sizeof(double));
+    x->assign(n, 0.0);
+    for (size_t i = 0; i < all.size(); i++) { (*x)[i % n] += all[i]; }
+}
+
 // Prints and logs the mean loss over the first val_batches*B rows of the set, or over all if there are fewer.
 // Each row counts once, so the last batch may be smaller, and B changes the mean by rounding only. Ranks take
 // batches in turns; their sums are added in the batches' order. Gradients and weights do not change. A signal
 // ends it early. False: the loss is not finite.
 static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
-    const int B = run.B, T = run.T, rank = comm.rank, world = comm.world;
-    const int64_t rows = std::min((int64_t)run.val_batches * B, loader->samples_per_epoch);
-    const int64_t rounds = ceil_div(rows, (int64_t)B * world);          // of one batch each
+    const int64_t B = run.B, T = run.T, rows = std::min(run.val_batches * B, loader->samples_per_epoch);
+    const int64_t batches = ceil_div(rows, B);
     const float weight = (float)(1.0 / ((double)rows * T));
-    float* mine = (float*)pinned_malloc(rounds * sizeof(float), "validation losses");
+    float* losses = (float*)pinned_malloc(batches * sizeof(float), "validation losses");
+    memset(losses, 0, batches * sizeof(float));
     dataloader_seek(loader, 0);
-    bool stopped = false;
-    for (int64_t round = 0; round < rounds && !stopped; round++) {
-        stopped = stop_agreed(model->step);
-        const int64_t row = (round * world + rank) * B;
-        mine[round] = 0.0f;
-        if (stopped || row >= rows) { continue; }
-        const int live = (int)std::min((int64_t)B, rows - row);
+    const bool done = take_turns(model, batches, [&](int64_t i) {
+        const int live = (int)std::min(B, rows - i * B);
         next_batch(loader, model->step);      // always B rows: the first ones follow the last
         gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, ClassifierMode::LossOnly, weight, &model->state->loss, Accumulate::No);
-        copy_to_host(&mine[round], &model->state->loss, sizeof(float), model->stream);
-    }
-    await_stream(model->stream);
-    std::vector<float> all((size_t)rounds * world);
-    std::copy(mine, mine + rounds, all.begin() + (size_t)rank * rounds);
-    pinned_free(mine);
-    if (stopped) { return true; }
-    comm_all_gather(all.data(), rounds * sizeof(float));
+        copy_to_host(&losses[i], &model->state->loss, sizeof(float), model->stream);
+    });
+    std::vector<double> all(losses, losses + batches);
+    pinned_free(losses);
+    if (!done) { return true; }
+    merge_ranks(&all);
     double sum = 0.0;
-    for (int64_t round = 0; round < rounds; round++) {
-        for (int r = 0; r < world; r++) { sum += all[r * rounds + round]; }
-    }
+    for (double part : all) { sum += part; }
     const float loss = (float)sum;
     DiskWait disk(step);
     report_val(*logger, run_task() == Task::Train ? step : -1, loss);
@@ -5778,17 +5701,12 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
 // sums: for each row of the set, the summed loss of its completion. Ranks take batches in turns. Gradients
 // and weights do not change. False: a signal ended it early.
 static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet* set) {
-    const int rank = comm.rank, world = comm.world;
-    const int64_t batches = (int64_t)set->batches.size();
-    const size_t room = (size_t)set->B * set->T, rows = set->rows.size();
+    const size_t room = (size_t)set->B * set->T, batches = set->batches.size();
     std::vector<int> inputs(room), counted(room), targets(room);
     float* losses = (float*)pinned_malloc(evalset_positions(set) * sizeof(float), "evaluation losses");
     size_t at = 0;                                      // in losses: this rank's batches lie in a row
-    bool stopped = false;
-    for (int64_t first = 0; first < batches && !stopped; first += world) {
-        stopped = stop_agreed(model->step);
-        if (stopped || first + rank >= batches) { continue; }
-        const EvalBatch& batch = set->batches[first + rank];
+    const bool done = take_turns(model, (int64_t)batches, [&](int64_t i) {
+        const EvalBatch& batch = set->batches[i];
         const int count = evalset_fill(set, batch, inputs.data(), counted.data(), targets.data());
         gpt2_feed(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly,
                   counted.data());
@@ -5796,19 +5714,15 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
         gpt2_counted_losses(model, batch.rows * batch.T, count);
         copy_to_host(losses + at, gpt2_acts(model, 0).losses, count * sizeof(float), model->stream);
         at += count;
-    }
-    await_stream(model->stream);
-    std::vector<double> all(rows * world);              // (world,rows); 0 where another rank has the row
+    });
+    sums->assign(set->rows.size(), 0.0);
     at = 0;
-    for (int64_t i = rank; i < batches && !stopped; i += world) {
-        at += evalset_sum(set, set->batches[i], losses + at, &all[rank * rows + set->batches[i].first]);
+    for (size_t i = comm.rank; i < batches && done; i += comm.world) {
+        at += evalset_sum(set, set->batches[i], losses + at, &(*sums)[set->batches[i].first]);
     }
     pinned_free(losses);
-    if (stopped) { return false; }
-    comm_all_gather(all.data(), rows * sizeof(double));
-    sums->assign(rows, 0.0);
-    for (size_t i = 0; i < all.size(); i++) { (*sums)[i % rows] += all[i]; }
-    return true;
+    if (done) { merge_ranks(sums); }
+    return done;
 }
 
 // Answers the questions, prints and logs the score. False: a loss is not finite.
@@ -5849,78 +5763,6 @@ static void generate(Training* t) {
     write_samples(text_task(*t),
                   {run.num_samples, t->decoder.rows, t->step, run.prompt, run_task() == Task::Train},
                   text_draw(t));
-}
-
-// ---- reports ----
-// Results of finished steps. The host enqueues step s+1 before it waits for the report of step s, so the
-// device always has work.
-struct Reports {
-    static const int kSlots = 2;
-    DeviceState* states;                    // (kSlots) pinned
-    Event begun[kSlots], ended[kSlots];     // the device's clock measures a step: the host may be far ahead
-    int64_t pending;                        // the step whose report is awaited; -1: none
-    Report report;                          // the terminal's lines
-};
-
-static void reports_init(Reports* r, const GPT2& model, const DeviceInfo& device) {
-    r->states = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
-    for (int slot = 0; slot < Reports::kSlots; slot++) {
-        r->begun[slot] = event_create();
-        r->ended[slot] = event_create();
-    }
-    r->pending = -1;
-    r->report = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
-    if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(device.bus_id); }
-    const double flops = step_flops(model.config, (double)report_parameters(model.param_specs, NUM_PARAMS),
-                                    model.T);
-    const GpuKind* gpu = gpu_kind(device.name);
-    r->report.peak_speed = kLowPrecision && gpu ? gpu->tflops * 1e12 * comm.world / flops : 0.0;
-    r->report.sparks = progress_utf8();
-    progress_start();
-}
-
-static void reports_free(Reports* r) {
-    for (int slot = 0; slot < Reports::kSlots; slot++) {
-        event_destroy(r->begun[slot]);
-        event_destroy(r->ended[slot]);
-    }
-    telemetry_end(&r->report.telemetry);
-    pinned_free(r->states);
-}
-
-// Enqueued before and after a step's work.
-static void reports_begin(Reports* r, const GPT2& model, int64_t step) {
-    event_record(r->begun[step % Reports::kSlots], model.stream);
-}
-static void reports_end(Reports* r, const GPT2& model, int64_t step) {
-    copy_to_host(&r->states[step % Reports::kSlots], model.state, sizeof(DeviceState), model.stream);
-    event_record(r->ended[step % Reports::kSlots], model.stream);
-    r->pending = step;
-}
-
-// Waits for the pending report, prints and logs it. True: too many updates in a row were skipped.
-static bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
-    if (r->pending < 0) { return false; }
-    const int64_t step = r->pending;
-    const int slot = (int)(step % Reports::kSlots);
-    r->pending = -1;
-    await_event(r->ended[slot]);
-    const DeviceState state = r->states[slot];
-    const double ms = event_ms(r->begun[slot], r->ended[slot]);
-    Report* report = &r->report;
-    const double tokens_per_s = (double)report->total_batch / ms * 1e3;
-    const TrainMetrics metrics = {step, state.loss, lr_at(schedule, step), state.update.norm,
-                                  (step + 1) * report->total_batch, ms, tokens_per_s};
-    report_add(report, metrics);
-    std::string more = report_gpu(report);
-    if (run.matmul_dtype == MatmulDtype::Fp8) {
-        more += ", \"saturated\": " + json_number(state.fp8_saturated);
-    }
-    DiskWait disk(step + 1);                // for the logs; stdout may be a file, too
-    report_show(report);
-    logger_train(logger, metrics, more);
-    if (comm.rank == 0) { report_skip(step, state.loss, state.update, state.fp8_saturated); }
-    return state.update.skipped_in_a_row >= kMaxSkipsInARow;
 }
 
 // ---- checkpoints ----
@@ -5999,7 +5841,8 @@ static void train(Training* t) {
     LrSchedule muon_schedule = schedule;
     muon_schedule.peak = run.muon_lr;
     Reports reports = {};
-    reports_init(&reports, *model, t->device);
+    reports_init(&reports, model->config, (double)report_parameters(model->param_specs, NUM_PARAMS),
+                 model->T, t->device, kLowPrecision);
     auto report_rewinds = [&] {                 // reports the pending step; true: the run went back
         if (!report_step(&reports, &t->logger, schedule)) { return false; }
         report_line(&reports.report);           // the steps that led here
@@ -6022,13 +5865,13 @@ static void train(Training* t) {
         if (eval_due) { evaluate(model, &t->questions, &t->logger, step); }
         if (sample_due) { generate(t); }
 
-        reports_begin(&reports, *model, step);
+        reports_begin(&reports, step, model->stream);
         const double lr = lr_at(schedule, step), muon_lr = lr_at(muon_schedule, step);
         if (!train_step(model, &t->train_loader, t->saver, lr, muon_lr)) { break; }
         t->step++;
         t->position = t->train_loader.position;
         if (kDeviceIsAsync && report_rewinds()) { continue; }               // the step before
-        reports_end(&reports, *model, step);
+        reports_end(&reports, step, model->state, model->stream);
         // the last step is awaited inside the loop, because it, too, may send the run back
         if (!kDeviceIsAsync || t->step == run.max_steps) { report_rewinds(); }
     }

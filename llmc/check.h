@@ -132,6 +132,9 @@ __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const cha
     if (at != std::string::npos) { line += hint + shown(text.substr(at + hint.size())); }
     die_now(line.c_str());
 }
+static inline void die_if(const std::string& error) {      // "": no error
+    if (!error.empty()) { die("%s", error.c_str()); }
+}
 
 // Out of memory and SIGXFSZ would end a program without a message.
 static struct SilentEnds {

@@ -5,7 +5,8 @@ Resuming: finds the checkpoint of a folder to resume from, and reads its files. 
     Checkpoint c = checkpoint_find(folder, checkpoint_newest(folder), &bad);    // all ranks get the same
     const Config config = facts_config(c.facts);                    // c.step is -1 if there is none
     const PieceIndex index = checkpoint_index(c);
-    std::string error = checkpoint_read(c, index, "m.qkvw.3", "f32", spec, begin, end, &data);
+    const StateRow row = state_row("m.qkvw.3", "f32", 2304, 768, begin, count);
+    std::string error = checkpoint_read(c, index, row, &data);
     if (checkpoint_refused(c.step, error)) { ... }                  // has any rank found a fault?
 
 config_facts and update_facts write facts; facts_config and facts_update read them.
@@ -29,7 +30,6 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 
 #include "../check.h"               // gives: die, format, shown
 #include "../comm/comm.h"           // gives: comm, comm_all_gather, comm_broadcast, comm_shorten, warn
-#include "../model/layout.h"        // gives: ParamSpec
 #include "../model/model_config.h"  // gives: Config, config_error
 #include "../numbers.h"             // gives: kLargestCount
 #include "../ops/op_types.h"        // gives: UpdateState, update_state_fields
@@ -183,23 +183,26 @@ static inline PieceIndex checkpoint_index(const Checkpoint& c) {
     return index;
 }
 
-// Reads elements [begin, end) of a tensor from the pieces in the files. Returns the error, or "".
+// Reads the piece of a tensor that `wanted` describes from the pieces in the files. Returns the error, or "".
 static inline std::string checkpoint_read(const Checkpoint& c, const PieceIndex& index,
-                                          const std::string& name, const char* type, const ParamSpec& s,
-                                          size_t begin, size_t end, std::vector<char>* to) {
-    const size_t elem = state_type_bytes(type);
+                                          const StateRow& wanted, std::vector<char>* to) {
+    const size_t elem = state_type_bytes(wanted.type), end = wanted.begin + wanted.count;
+    size_t begin = wanted.begin;
     std::vector<char> piece;
     std::vector<std::pair<size_t, size_t>> found;       // parts, [from, until)
-    to->resize((end - begin) * elem);
-    const auto range = index.equal_range(name);
+    to->resize(state_row_bytes(wanted));
+    const auto range = index.equal_range(wanted.name);
     for (auto it = range.first; it != range.second; ++it) {
         const StateFile& file = c.files[it->second.first];
         const StateRow& row = file.rows[it->second.second];
         const std::string file_name = file.path.substr(file.path.rfind('/') + 1);
-        if (strcmp(row.type, type) != 0 || row.rows != s.rows || row.cols != s.cols) {
-            return format("%s has %s as %s of %llu x %llu, not %s of %zu x %zu", file_name.c_str(), row.name,
-                          row.type, (unsigned long long)row.rows, (unsigned long long)row.cols, type, s.rows,
-                          s.cols);
+        if (strcmp(row.type, wanted.type) != 0 || row.rows != wanted.rows || row.cols != wanted.cols) {
+            auto text = [](const StateRow& r) {
+                return format("%s of %llu x %llu", r.type, (unsigned long long)r.rows,
+                              (unsigned long long)r.cols);
+            };
+            return format("%s has %s as %s, not %s", file_name.c_str(), row.name, text(row).c_str(),
+                          text(wanted).c_str());
         }
         const size_t from = std::max(begin, (size_t)row.begin);
         const size_t until = std::min(end, (size_t)(row.begin + row.count));
@@ -213,7 +216,7 @@ static inline std::string checkpoint_read(const Checkpoint& c, const PieceIndex&
     }
     std::sort(found.begin(), found.end());
     for (const auto& part : found) { if (part.first == begin) { begin = part.second; } }
-    return begin == end ? "" : "the files do not have all of " + name;
+    return begin == end ? "" : std::string("the files do not have all of ") + wanted.name;
 }
 
 #endif  // LLMC_FILES_RESUME_H

@@ -46,7 +46,7 @@ pieces are saved in groups, and the host waits for each group.
 
 struct SavedPiece {
     StateRow row;
-    const void* device = nullptr;       // null: all ranks call `gather` to get the address
+    void* device = nullptr;             // null: all ranks call `gather` to get the address
     std::function<const void*()> gather = nullptr;      // fills one shared buffer, on the stream `compute`
     bool in_state = false, in_model = false;    // which of this rank's files hold the piece
     size_t at = 0;              // offset in Saver.memory

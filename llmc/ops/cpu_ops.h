@@ -5,8 +5,7 @@ kernel is right when it agrees. Host only.
 
 The trainer's CPU build runs them in float (OpenMP over rows, OpenBLAS where it is found), tests in double:
 
-    matmul_forward_cpu<float>({.out = y, .inp = x, .weight = w, .bias = b, .residual = nullptr,
-                               .pre_gelu = nullptr, .N = N, .C = C, .OC = OC}, stream);
+    matmul_forward_cpu<float>({.out = y, .inp = x, .weight = w, .bias = b, .N = N, .C = C, .OC = OC}, stream);
     bias_backward_cpu<double>({{dbias, Accumulate::Yes}, nullptr, dout, N, OC}, 0);
 
 Rules that hold for every twin:
@@ -16,8 +15,8 @@ Rules that hold for every twin:
 - A GradOf<Real> output is = or += by its `acc`.
 - N = B*T rows. Products of two sizes are size_t.
 
-OP_DONE(a) ends each twin. Tests define it before they include this file, to disturb an output (--break) and
-see that a check notices.
+With a stream, each twin does the same and then OP_DONE(a). Tests define that before they include this file,
+to disturb an output (--break) and see that a check notices.
 */
 #ifndef LLMC_OPS_CPU_OPS_H
 #define LLMC_OPS_CPU_OPS_H
@@ -100,7 +99,7 @@ static inline void column_sums(GradOf<Real> dsum, const Real* x /*(N,C)*/, int N
 // ---- encoder: token and position embedding ----
 
 // out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c]
-template <class Real> void encoder_forward_cpu(const EncoderForward<Real, Real>& a, Stream) {
+template <class Real> void encoder_forward_cpu(const EncoderForward<Real, Real>& a) {
     const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
     #pragma omp parallel for
@@ -111,14 +110,13 @@ template <class Real> void encoder_forward_cpu(const EncoderForward<Real, Real>&
         #pragma omp simd
         for (int c = 0; c < C; c++) { out_bt[c] = wte_ix[c] + wpe_t[c]; }
     }
-    OP_DONE(a);
 }
 
 // dwte[v,c] += sum over positions bt of token v of dout[bt,c]; always added, to the LM head's gradient
 // dwpe[t,c] (=, +=) sum over b of dout[b,t,c]; rows t >= T get no gradient, so = makes them zero.
 // A bucket of up to 128 positions is one segment. A longer one is several, whose sums go to rows of scratch
 // and are added up in order by its entry in `splits`.
-template <class Real> void encoder_backward_cpu(const EncoderBackward<Real, Real>& a, Stream) {
+template <class Real> void encoder_backward_cpu(const EncoderBackward<Real, Real>& a) {
     const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
     assert(a.dwte.acc == Accumulate::Yes);
     #pragma omp parallel
@@ -156,7 +154,6 @@ template <class Real> void encoder_backward_cpu(const EncoderBackward<Real, Real
             for (int c = 0; c < C; c++) { store_grad(a.dwpe, (size_t)t * C + c, sum[c]); }
         }
     }
-    OP_DONE(a);
 }
 
 // ---- norms of the residual stream ----
@@ -204,7 +201,7 @@ static inline void norm_row(const NormOutput<Real, Real>& y, Real* out, const Re
 // residual = inp + both branches after their dropouts, rounded once; then y[i] = norm(residual as stored).
 // Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. residual may
 // be the buffer of inp or of a branch: each element is read before it is written.
-template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a, Stream) {
+template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a) {
     const int N = a.N, C = a.C;
     #pragma omp parallel
     {
@@ -228,7 +225,6 @@ template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a, St
             }
         }
     }
-    OP_DONE(a);
 }
 
 // The gradient of row n of the residual stream. dnorm(c): gradient of its normalised value times the weight.
@@ -267,7 +263,7 @@ static inline void norm_backward_row(const NormBackward<Real, Real>& a, int n, F
 // branch[i].dout = the new dresidual, times the factor of the branch's dropout in the forward
 // branch[i].dbias[c] (=, +=) sum over n of branch[i].dout[n,c], as stored, or of the new dresidual where dout
 // is null
-template <class Real> void norm_backward_cpu(const NormBackward<Real, Real>& a, Stream) {
+template <class Real> void norm_backward_cpu(const NormBackward<Real, Real>& a) {
     const int N = a.N, C = a.C;
     const bool two = a.y[1].dout;
     const Real *weight0 = a.y[0].weight, *weight1 = a.y[1].weight;
@@ -292,7 +288,6 @@ template <class Real> void norm_backward_cpu(const NormBackward<Real, Real>& a, 
     for (const BranchGrad<Real, Real>& b : a.branch) {
         column_sums(b.dbias, b.dout ? b.dout : a.dresidual, N, C);
     }
-    OP_DONE(a);
 }
 
 // ---- GELU, the tanh form ----
@@ -321,20 +316,18 @@ template <class Real> static inline Real gelu_derivative(Real x) {
 }
 
 // out[i] = gelu(inp[i]). out may be the buffer of inp.
-template <class Real> void gelu_forward_cpu(const GeluForward<Real, Real>& a, Stream) {
+template <class Real> void gelu_forward_cpu(const GeluForward<Real, Real>& a) {
     #pragma omp parallel for simd
     for (size_t i = 0; i < a.n; i++) { a.out[i] = gelu(a.inp[i]); }
-    OP_DONE(a);
 }
 
 // d[n,c] *= gelu'(inp[n,c]);   dbias[c] (=, +=) sum over n of the new d[n,c], as stored
-template <class Real> void gelu_backward_inplace_cpu(const GeluBackward<Real, Real>& a, Stream) {
+template <class Real> void gelu_backward_inplace_cpu(const GeluBackward<Real, Real>& a) {
     const int N = a.N, OC = a.OC;
     const size_t n = (size_t)N * OC;
     #pragma omp parallel for simd
     for (size_t i = 0; i < n; i++) { a.d[i] *= gelu_derivative(a.inp[i]); }
     column_sums(a.dbias, a.d, N, OC);
-    OP_DONE(a);
 }
 
 // ---- matmul: the linear layer ----
@@ -435,7 +428,7 @@ static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpos
 
 // x[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o] + residual[n,o]
 // out = x; or, where pre_gelu is wanted, pre_gelu = x and out = gelu(x).
-template <class Real> void matmul_forward_cpu(const MatmulForward<Real, Real>& a, Stream) {
+template <class Real> void matmul_forward_cpu(const MatmulForward<Real, Real>& a) {
     const int N = a.N, C = a.C, OC = a.OC;
     gemm_cpu(a.out, Accumulate::No, a.inp, Transpose::No, a.weight, Transpose::Yes, N, OC, C);
     #pragma omp parallel for
@@ -452,12 +445,11 @@ template <class Real> void matmul_forward_cpu(const MatmulForward<Real, Real>& a
             }
         }
     }
-    OP_DONE(a);
 }
 
 // dinp[n,c] = sum over o of dout[n,o]*weight[o,c] + residual[n,c]; where pre_gelu is given, times
 // gelu'(pre_gelu[n,c]): the layer's input was gelu(pre_gelu), and this is the gradient before that GELU.
-template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<Real, Real>& a, Stream) {
+template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<Real, Real>& a) {
     const size_t n = (size_t)a.N * a.C;
     gemm_cpu(a.dinp, Accumulate::No, a.dout, Transpose::No, a.weight, Transpose::No, a.N, a.C, a.OC);
     if (a.residual) {
@@ -468,26 +460,23 @@ template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<R
         #pragma omp parallel for simd
         for (size_t i = 0; i < n; i++) { a.dinp[i] *= gelu_derivative(a.pre_gelu[i]); }
     }
-    OP_DONE(a);
 }
 
 // dweight[o,c] (=, +=) sum over n of dout[n,o]*inp[n,c]
-template <class Real> void matmul_backward_weight_cpu(const MatmulBackwardWeight<Real, Real>& a, Stream) {
+template <class Real> void matmul_backward_weight_cpu(const MatmulBackwardWeight<Real, Real>& a) {
     gemm_cpu(a.dweight.data, a.dweight.acc, a.dout, Transpose::Yes, a.inp, Transpose::No, a.OC, a.C, a.N);
-    OP_DONE(a);
 }
 
 // grad[i] (=, +=) values[i]
-template <class Real> void grad_accumulate_cpu(const GradAccumulate<Real, Real>& a, Stream) {
+template <class Real> void grad_accumulate_cpu(const GradAccumulate<Real, Real>& a) {
     const bool add = a.grad.acc == Accumulate::Yes;
     #pragma omp parallel for simd
     for (size_t i = 0; i < a.n; i++) { a.grad.data[i] = add ? a.grad.data[i] + a.values[i] : a.values[i]; }
-    OP_DONE(a);
 }
 
 // out[n,c] and out_t[c,n] = e4m3(x[n,c] * scale); dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
 // |x|, and how many were counted and how many saturated.
-template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a, Stream) {
+template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
     const int N = a.N, C = a.C;
     if (a.source == Fp8Source::Weight && a.out) {
         fp8_set_scale(a.tensor, fp8_scale(fp8_float(a.stats->amax), 0));
@@ -513,7 +502,6 @@ template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a, Stream) {
     a.stats->amax = amax;
     a.stats->elements += (uint64_t)N * C;
     a.stats->saturated += saturated;
-    OP_DONE(a);
 }
 
 template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* bytes, size_t n,
@@ -527,7 +515,7 @@ template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* 
 
 // x[m,n] = sum over k of a[m,k]*b[n,k], each byte divided by its tensor's scale
 // out = x + bias[n] + residual[m,n], or grad (=, +=) x
-template <class Real> void fp8_matmul_cpu(const Fp8Matmul<Real, Real>& a, Stream) {
+template <class Real> void fp8_matmul_cpu(const Fp8Matmul<Real, Real>& a) {
     const std::vector<Real> left = fp8_values<Real>(a.a, (size_t)a.M * a.K, *a.a_tensor);
     const std::vector<Real> right = fp8_values<Real>(a.b, (size_t)a.N * a.K, *a.b_tensor);
     gemm_cpu(a.out ? a.out : a.grad.data, a.out ? Accumulate::No : a.grad.acc, left.data(), Transpose::No,
@@ -538,10 +526,9 @@ template <class Real> void fp8_matmul_cpu(const Fp8Matmul<Real, Real>& a, Stream
             out_m[n] += (a.bias ? a.bias[n] : 0) + (a.residual ? a.residual[(size_t)m * a.N + n] : 0);
         }
     }
-    OP_DONE(a);
 }
 
-template <class Real> void fp8_scales_cpu(const Fp8Scales<Real, Real>& a, Stream) {
+template <class Real> void fp8_scales_cpu(const Fp8Scales<Real, Real>& a) {
     auto stats_of = [&](int rank) { return (Fp8Stats*)(a.records + rank * a.record_bytes + a.stats_at); };
     float worst = 0.0f;
     for (int i = 0; i < a.count; i++) {
@@ -553,13 +540,11 @@ template <class Real> void fp8_scales_cpu(const Fp8Scales<Real, Real>& a, Stream
     }
     *a.saturated = (Real)worst;
     if (worst > kFp8MaxSaturated) { *(double*)a.records = INFINITY; }
-    OP_DONE(a);
 }
 
 // dbias[o] (=, +=) sum over n of dout[n,o]
-template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a, Stream) {
+template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a) {
     column_sums(a.dbias, a.dout, a.N, a.OC);
-    OP_DONE(a);
 }
 
 // ---- causal self-attention ----
@@ -579,7 +564,7 @@ template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, i
 }
 
 // f's bits. Each query is a row of the dropout's matrix, its keys are the columns.
-template <class Real> void attention_dropout_cpu(const AttentionDropout<Real, Real>& a, Stream) {
+template <class Real> void attention_dropout_cpu(const AttentionDropout<Real, Real>& a) {
     const size_t stride = padded_T(a.T);
     #pragma omp parallel for
     for (int bh = 0; bh < a.B * a.NH; bh++) {
@@ -593,7 +578,6 @@ template <class Real> void attention_dropout_cpu(const AttentionDropout<Real, Re
             });
         }
     }
-    OP_DONE(a);
 }
 
 // x[u] *= f[t,u0+u] of head bh
@@ -608,7 +592,7 @@ static inline void drop_keys(Real* x, const AttentionKeep& keep, size_t bh, int 
 }
 
 // Online softmax: while keys go by, `max` is the largest score so far; sum and out are relative to exp(max).
-template <class Real> void attention_forward_cpu(const AttentionForward<Real, Real>& a, Stream) {
+template <class Real> void attention_forward_cpu(const AttentionForward<Real, Real>& a) {
     const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
     const size_t C = (size_t)NH * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
@@ -650,14 +634,13 @@ template <class Real> void attention_forward_cpu(const AttentionForward<Real, Re
             }
         }
     }
-    OP_DONE(a);
 }
 
 // With p from lse and D[t] = sum over i of dout[t,i]*out[t,i] (= sum over u of p[t,u]*dp[t,u]):
 // dp[t,u] = f[t,u] * dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
 // dq[t] = sum over u <= t of ds[t,u]*k[u]
 // dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of f[t,u]*p[t,u]*dout[t]
-template <class Real> void attention_backward_cpu(const AttentionBackward<Real, Real>& a, Stream) {
+template <class Real> void attention_backward_cpu(const AttentionBackward<Real, Real>& a) {
     const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
     const size_t C = (size_t)NH * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
@@ -707,7 +690,6 @@ template <class Real> void attention_backward_cpu(const AttentionBackward<Real, 
             }
         }
     }
-    OP_DONE(a);
 }
 
 // ---- classifier: softmax, cross-entropy and its gradient, in place ----
@@ -730,7 +712,7 @@ template <class Real> static inline double sum_exp(const Real* x, Real max, int 
 // LossAndGrad: logits[n,v] = (softmax(logits[n,0:V])[v] - (v == targets[n])) * dloss * loss_scale, and 0 for
 // the padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
 // dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
-template <class Real> void classifier_cpu(const Classifier<Real, Real>& a, Stream) {
+template <class Real> void classifier_cpu(const Classifier<Real, Real>& a) {
     const int V = a.V, Vp = a.Vp;
     const Real gradient_scale = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
     #pragma omp parallel for
@@ -749,31 +731,28 @@ template <class Real> void classifier_cpu(const Classifier<Real, Real>& a, Strea
         logits[target] -= gradient_scale;
         for (int v = V; v < Vp; v++) { logits[v] = 0; }
     }
-    OP_DONE(a);
 }
 
 // out[n,c] = inp[rows[n],c]
-template <class Real> void gather_rows_cpu(const GatherRows<Real, Real>& a, Stream) {
+template <class Real> void gather_rows_cpu(const GatherRows<Real, Real>& a) {
     #pragma omp parallel for
     for (int n = 0; n < a.N; n++) {
         memcpy(a.out + (size_t)n * a.C, a.inp + (size_t)a.rows[n] * a.C, a.C * sizeof(Real));
     }
-    OP_DONE(a);
 }
 
 // mean (=, +=) weight * sum over n of losses[n], added in order
-template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a, Stream) {
+template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a) {
     double sum = 0.0;
     for (int n = 0; n < a.N; n++) { sum += a.losses[n]; }
     *a.mean = (Real)((a.acc == Accumulate::Yes ? *a.mean : 0.0) + a.weight * sum);
-    OP_DONE(a);
 }
 
 // ---- update: gradient norm, the decision to skip, AdamW ----
 
 // out[i] = chain[0][i] + (chain[1][i] + (... + tree(i))), each sum rounded to Real. tree(i) adds the pieces
 // in pairs, level by level, until one is left; the last of an odd number moves up unchanged.
-template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a, Stream) {
+template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a) {
     assert(!a.out.is_bf16 && !a.pieces.is_bf16);                // the twins keep no 16-bit gradients
     const Real* pieces = (const Real*)a.pieces.data;
     #pragma omp parallel
@@ -791,11 +770,10 @@ template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a, Stream) {
             a.out.data[i] = sum;
         }
     }
-    OP_DONE(a);
 }
 
 // sums[c] = sum over the kChunk elements of chunk c of grads[i]^2, row by row
-template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a, Stream) {
+template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a) {
     assert(!a.grads.is_bf16 && a.n % kChunk == 0);
     const size_t chunks = a.n / kChunk;                         // of a row
     #pragma omp parallel for
@@ -807,12 +785,11 @@ template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a, Stre
         for (size_t i = begin; i < begin + kChunk; i++) { sum += (double)g[i] * g[i]; }
         a.sums[k] = sum;
     }
-    OP_DONE(a);
 }
 
 // loss = sum of all lanes' losses; the norm is sqrt(sum of all live chunks' sums) / loss_scale. Both decide
 // about the update that follows: see decide_update in op_types.h.
-template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>& a, Stream) {
+template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>& a) {
     double sum = 0.0, loss = 0.0;
     for (int k = 0; k < a.num_ranges; k++) {
         const ChunkRange& range = a.ranges[k];
@@ -828,14 +805,13 @@ template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>&
     }
     *a.loss = (Real)loss;
     decide_update(a.state, a.policy, a.max_norm, sum, (float)loss);
-    OP_DONE(a);
 }
 
 // Skipped update: nothing changes. Else, with g = grads[i]*grad_scale:
 // m = m + (1-beta1)*(g - m);   v = beta2*v + (1-beta2)*g^2;
 // p = p*(1 - lr*weight_decay) - lr/(1-beta1^t) * m/(sqrt(v)/sqrt(1-beta2^t) + eps), in the master copy if
 // there is one; params = p.
-template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a, Stream) {
+template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a) {
     assert(!a.grads.is_bf16);
     if (a.state->skip) { return; }
     const double t = (double)a.state->t;
@@ -857,14 +833,13 @@ template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a, Stream) 
             params[i] = weights[i];
         }
     }
-    OP_DONE(a);
 }
 
 // ---- Muon ----
 
 // Skipped update: nothing changes. Else, with g = grads[i]*grad_scale:
 // m = m + (1-momentum)*(g - m);   update = g + momentum*(m - g)
-template <class Real> void muon_momentum_cpu(const MuonMomentum<Real, Real>& a, Stream) {
+template <class Real> void muon_momentum_cpu(const MuonMomentum<Real, Real>& a) {
     assert(!a.grads.is_bf16);
     if (a.state->skip) { return; }
     const Real part = (Real)(1.0 - a.momentum), ahead = (Real)a.momentum, grad_scale = a.state->grad_scale;
@@ -878,13 +853,12 @@ template <class Real> void muon_momentum_cpu(const MuonMomentum<Real, Real>& a, 
             update[i] = g + ahead * (m - g);
         }
     }
-    OP_DONE(a);
 }
 
 // For each matrix: x = inp / |inp| (zeros stay zeros); `steps` times, with G = x x^T (k,k):
 // x = kMuonA x + (kMuonB G + kMuonC G G) x; then out = x * sqrt(max(1, rows/cols)). Where there are more rows
 // than columns, G = x^T x and stands on the right of x.
-template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonalise<Real, Real>& a, Stream) {
+template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonalise<Real, Real>& a) {
     const bool tall = a.rows > a.cols;
     const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols;
     const size_t size = (size_t)a.rows * a.cols, square = (size_t)k * k;
@@ -910,12 +884,11 @@ template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonalise<Real, 
             gemm_cpu(y, Accumulate::Yes, tall ? x : poly, no, tall ? poly : x, no, a.rows, a.cols, k);
         }
     }
-    OP_DONE(a);
 }
 
 // Skipped update: nothing changes. Else p = p*(1 - lr*weight_decay) - lr*update, in the master copy if there
 // is one; params = p.
-template <class Real> void muon_update_cpu(const MuonUpdate<Real, Real>& a, Stream) {
+template <class Real> void muon_update_cpu(const MuonUpdate<Real, Real>& a) {
     if (a.state->skip) { return; }
     const Real keep = (Real)(1.0 - a.lr * a.weight_decay), rate = (Real)a.lr;
     for (int row = 0; row < a.rows.count; row++) {
@@ -928,24 +901,22 @@ template <class Real> void muon_update_cpu(const MuonUpdate<Real, Real>& a, Stre
             params[i] = weights[i];
         }
     }
-    OP_DONE(a);
 }
 
 // ---- writing text: one new token of each of N rows ----
 
 // out[n,c] = wte[tokens[n],c] + wpe[positions[n],c]
-template <class Real> void decode_encoder_cpu(const DecodeEncoder<Real, Real>& a, Stream) {
+template <class Real> void decode_encoder_cpu(const DecodeEncoder<Real, Real>& a) {
     for (int n = 0; n < a.N; n++) {
         const int token = a.tokens[n] < 0 ? 0 : a.tokens[n];        // the host stops where none was drawn
         const Real *wte_ix = a.wte + (size_t)token * a.C, *wpe_t = a.wpe + (size_t)a.positions[n] * a.C;
         for (int c = 0; c < a.C; c++) { a.out[(size_t)n * a.C + c] = wte_ix[c] + wpe_t[c]; }
     }
-    OP_DONE(a);
 }
 
 // out[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o], or gelu of it. Plain sums, because BLAS may sum in
 // another order for another number of rows.
-template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a, Stream) {
+template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a) {
     #pragma omp parallel for
     for (int o = 0; o < a.OC; o++) {
         for (int n = 0; n < a.N; n++) {
@@ -954,11 +925,10 @@ template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a, 
             a.out[(size_t)n * a.OC + o] = a.gelu ? gelu(sum) : sum;
         }
     }
-    OP_DONE(a);
 }
 
 // keys[n,t] = k and values[n,t] = v of this position t; out = softmax(q.k[u]/sqrt(HS), u <= t) v[u], by heads
-template <class Real> void decode_attention_cpu(const DecodeAttention<Real, Real>& a, Stream) {
+template <class Real> void decode_attention_cpu(const DecodeAttention<Real, Real>& a) {
     const int NH = a.NH, HS = a.HS;
     const size_t C = (size_t)NH * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
@@ -988,11 +958,10 @@ template <class Real> void decode_attention_cpu(const DecodeAttention<Real, Real
             for (int i = 0; i < HS; i++) { out[i] = (Real)(out[i] / sum); }
         }
     }
-    OP_DONE(a);
 }
 
 // keys[n,t] = k[t] and values[n,t] = v[t] of qkv, for each row n and t < count
-template <class Real> void cache_store_cpu(const CacheStore<Real, Real>& a, Stream) {
+template <class Real> void cache_store_cpu(const CacheStore<Real, Real>& a) {
     const size_t C = a.C;
     for (int n = 0; n < a.rows; n++) {
         for (int t = 0; t < a.count; t++) {
@@ -1000,11 +969,10 @@ template <class Real> void cache_store_cpu(const CacheStore<Real, Real>& a, Stre
             memcpy(a.values + ((size_t)n * a.T + t) * C, a.qkv + ((size_t)t * 3 + 2) * C, C * sizeof(Real));
         }
     }
-    OP_DONE(a);
 }
 
 // tokens[n] = what sample_token draws from row n with its next random number
-template <class Real> void sample_tokens_cpu(const SampleTokens<Real, Real>& a, Stream) {
+template <class Real> void sample_tokens_cpu(const SampleTokens<Real, Real>& a) {
     #pragma omp parallel for
     for (int n = 0; n < a.N; n++) {
         const Real* row = a.logits + (size_t)n * a.V;
@@ -1014,7 +982,11 @@ template <class Real> void sample_tokens_cpu(const SampleTokens<Real, Real>& a, 
         a.positions[n]++;
         a.draws[n]++;
     }
-    OP_DONE(a);
 }
+
+#define X(op, Args, ...) \
+    template <class Real> void op##_cpu(const Args<Real, Real>& a, Stream) { op##_cpu(a); OP_DONE(a); }
+GPT2_OPS(X)
+#undef X
 
 #endif  // LLMC_OPS_CPU_OPS_H

@@ -36,7 +36,7 @@ static inline cudaDataType_t cuda_type(half) { return CUDA_R_16F; }
 // D (m,n) = op(A) op(B) [+ C] and an epilogue, column-major as cuBLAS wants it: op(A) is (m,k), op(B) (k,n).
 // Leading dimensions follow from that: no matrix has gaps.
 struct Gemm {
-    void* d;
+    void* d = nullptr;
     const void *a, *b, *c = nullptr;    // c: null, or added; layout and type are D's, but for the stride
     const void* bias = nullptr;         // (m), or null; the epilogue must be one that adds it
     void* aux = nullptr;                // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null

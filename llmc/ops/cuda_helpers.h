@@ -83,18 +83,13 @@ __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pac
 
 // Kernels keep a row in registers as words and read them through this. In an array of 16-bit values each
 // element would take a register of its own.
-__device__ __forceinline__ x128 as_pack(uint4 word) {
-    x128 pack;
-    memcpy(&pack, &word, sizeof(pack));
-    return pack;
-}
-// For types whose Pack has one word or two; of one word, both arguments are it.
 template <class T> __device__ __forceinline__ Pack<T> as_pack(uint4 first, uint4 last) {
-    Pack<T> pack;
+    Pack<T> pack;                       // of one word or two; of one, both arguments are it
     memcpy(&pack, &first, 16);
     if constexpr (sizeof(pack) > 16) { memcpy((char*)&pack + 16, &last, 16); }
     return pack;
 }
+__device__ __forceinline__ x128 as_pack(uint4 word) { return as_pack<floatX>(word, word); }
 // Makes the compiler read these words anew. It would otherwise keep the floats that an earlier phase made of
 // them, in twice the registers.
 template <int kRows, int kVectors, int kWide>
@@ -422,6 +417,35 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
     uint32_t bits;
     asm("cvt.rn." MMA_TYPE "x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
     return bits;
+}
+
+// Rounds four values to e4m3 (PTX cvt, sm_89 and later), x[0] into the lowest byte.
+__device__ __forceinline__ uint32_t to_e4m3(const float* x) {
+    uint32_t quad = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};}" : "=r"(quad) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+#endif
+    return quad;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) {            // a line of 128 bytes
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// Programmatic dependent launch (PTX griddepcontrol): lets the stream's next kernel begin before this one
+// ends; waits until the one before has ended and its writes are visible. Nothing before Hopper.
+__device__ __forceinline__ void next_kernel_may_begin() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_last_kernel() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

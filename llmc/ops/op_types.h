@@ -127,6 +127,13 @@ struct UpdateState {
 };
 static_assert(std::is_trivially_copyable<UpdateState>::value, "it goes to and from the device as bytes");
 
+// A step's results on the device. The host reads them one step later; the next step starts from them.
+struct DeviceState {
+    UpdateState update;         // AdamW's t, loss scale, norm, the decision to skip
+    float loss;                 // mean over the total batch
+    float fp8_saturated;        // the largest part of a tensor that saturated
+};
+
 // Calls f(name, first element, count) for each field, in order; files use these names. The elements are long
 // long, int or float, and const if the state is.
 template <class State, class F> void update_state_fields(State& s, F f) {

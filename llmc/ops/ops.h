@@ -81,8 +81,8 @@ template <class X, class S> struct NormBackward {
 template <class X, class S> struct MatmulForward {      // out = inp weight^T + bias + residual
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
-    const X* residual;                  // (N,OC) or null; not `out`
-    X* pre_gelu;                        // (N,OC) or null; else pre_gelu = the sum and out = gelu(it), without
+    const X* residual = nullptr;        // (N,OC) or null; not `out`
+    X* pre_gelu = nullptr;              // (N,OC) or null; else pre_gelu = the sum and out = gelu(it), without
                                         // a residual
     int N, C, OC;
 };
@@ -119,25 +119,25 @@ template <class X, class S> struct GradAccumulate {     // grad (+)= values, rou
 //     Weight    x = inp          GeluGrad  x = inp * gelu'(pre_gelu)
 enum class Fp8Source { Plain, Weight, Gelu, GeluGrad };
 template <class X, class S> struct Fp8Cast {
-    uint8_t *out, *out_t;               // (N,C) (C,N) bytes of x * scale. Null, both: only amax is taken
-    Fp8Stats* stats;                    // added to
-    Fp8Tensor* tensor;                  // read; Weight: first set from stats->amax, where out is wanted
-    GradOf<S> dbias;                    // (C) or null: column sums of x
-    S* scratch;                         // where dbias is wanted
+    uint8_t *out = nullptr, *out_t = nullptr;   // (N,C) (C,N) bytes of x * scale. Null: only amax is taken
+    Fp8Stats* stats = nullptr;          // added to
+    Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where out is wanted
+    GradOf<S> dbias = {};               // (C) or null: column sums of x
+    S* scratch = nullptr;               // where dbias is wanted
     const X* inp;                       // (N,C)
-    const X* pre_gelu;                  // (N,C), or null if not GeluGrad
-    Fp8Source source;
+    const X* pre_gelu = nullptr;        // (N,C), or null if not GeluGrad
+    Fp8Source source = Fp8Source::Plain;
     int N, C;                           // multiples of 16
 };
 template <class X, class S> struct Fp8Matmul {          // a b^T, divided by both scales
-    X* out;                             // (M,N) = the product + bias + residual; null: grad is wanted
-    GradOf<S> grad;                     // (M,N) (+)= the product
-    S* scratch;                         // (M,N) where grad is bf16, else not used
+    X* out = nullptr;                   // (M,N) = the product + bias + residual; null: grad is wanted
+    GradOf<S> grad = {};                // (M,N) (+)= the product
+    S* scratch = nullptr;               // (M,N) where grad is bf16, else not used
     const uint8_t *a, *b;               // (M,K) (N,K)
     const Fp8Tensor *a_tensor, *b_tensor;
-    const X *bias, *residual;           // (N) (M,N), or null; of out
+    const X *bias = nullptr, *residual = nullptr;       // (N) (M,N), or null; of out
     int M, N, K;                        // multiples of 16
-    bool fast;                          // a GPU may add up some products with fewer bits than fp32's
+    bool fast = false;                  // a GPU may add up some products with fewer bits than fp32's
 };
 template <class X, class S> struct Fp8Scales {          // after a step: the next one's scales
     Fp8Tensor* tensors;                 // (count) their histories and scales

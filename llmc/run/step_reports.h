@@ -1,0 +1,110 @@
+/*
+Reports of finished steps. The host enqueues step s+1 before it waits for the results of step s, so the device
+always has work.
+
+    Reports reports = {};
+    reports_init(&reports, config, parameters, T, device);
+    reports_begin(&reports, step, stream);                      // enqueued before a step's work
+    reports_end(&reports, step, model.state, stream);           // and after it
+    const bool hopeless = report_step(&reports, &logger, schedule);     // waits, prints and logs
+    reports_free(&reports);
+*/
+#ifndef LLMC_RUN_STEP_REPORTS_H
+#define LLMC_RUN_STEP_REPORTS_H
+
+#include <stdint.h>     // gives: int64_t
+
+#include <string>       // gives: std::string
+
+#include "../comm/comm.h"               // gives: comm, CommWait, DiskWait
+#include "../files/json.h"              // gives: json_number
+#include "../model/model_config.h"      // gives: Config
+#ifdef GPT2_CPU
+#include "../ops/cpu_device.h"          // gives: Stream, Event, copy_to_host, pinned_malloc, DeviceInfo
+#else
+#include "../ops/cuda_device.h"         // gives: the same
+#endif
+#include "../ops/op_types.h"            // gives: DeviceState
+#include "logger.h"                     // gives: Logger, TrainMetrics, logger_train
+#include "plan.h"                       // gives: gpu_kind, step_flops
+#include "progress.h"                   // gives: progress_start, progress_utf8
+#include "report.h"                     // gives: Report, report_add, report_show, report_skip
+#include "run_config.h"                 // gives: run
+#include "schedulers.h"                 // gives: LrSchedule, lr_at
+#include "telemetry.h"                  // gives: telemetry_start, telemetry_end
+
+constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row: then the run stops
+
+struct Reports {
+    static const int kSlots = 2;
+    DeviceState* states;                    // (kSlots) pinned
+    Event begun[kSlots], ended[kSlots];     // the device's clock measures a step: the host may be far ahead
+    int64_t pending;                        // the step whose report is awaited; -1: none
+    Report report;                          // the terminal's lines
+};
+
+// low_precision: the build's type has 16 bits, of which the table of GPUs knows the speed.
+static inline void reports_init(Reports* r, const Config& config, double parameters, int T,
+                                const DeviceInfo& device, bool low_precision) {
+    r->states = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
+    for (int slot = 0; slot < Reports::kSlots; slot++) {
+        r->begun[slot] = event_create();
+        r->ended[slot] = event_create();
+    }
+    r->pending = -1;
+    r->report = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
+    if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(device.bus_id); }
+    const GpuKind* gpu = gpu_kind(device.name);
+    r->report.peak_speed = !low_precision || !gpu ? 0.0
+                         : gpu->tflops * 1e12 * comm.world / step_flops(config, parameters, T);
+    r->report.sparks = progress_utf8();
+    progress_start();
+}
+
+static inline void reports_free(Reports* r) {
+    for (int slot = 0; slot < Reports::kSlots; slot++) {
+        event_destroy(r->begun[slot]);
+        event_destroy(r->ended[slot]);
+    }
+    telemetry_end(&r->report.telemetry);
+    pinned_free(r->states);
+}
+
+static inline void reports_begin(Reports* r, int64_t step, Stream stream) {
+    event_record(r->begun[step % Reports::kSlots], stream);
+}
+static inline void reports_end(Reports* r, int64_t step, const DeviceState* state, Stream stream) {
+    copy_to_host(&r->states[step % Reports::kSlots], state, sizeof(DeviceState), stream);
+    event_record(r->ended[step % Reports::kSlots], stream);
+    r->pending = step;
+}
+
+// Waits for the pending report, prints and logs it. True: too many updates in a row were skipped.
+static inline bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
+    if (r->pending < 0) { return false; }
+    const int64_t step = r->pending;
+    const int slot = (int)(step % Reports::kSlots);
+    r->pending = -1;
+    {
+        CommWait waiting;                   // it may wait for other ranks
+        event_wait(r->ended[slot]);
+    }
+    const DeviceState state = r->states[slot];
+    const double ms = event_ms(r->begun[slot], r->ended[slot]);
+    Report* report = &r->report;
+    const double tokens_per_s = (double)report->total_batch / ms * 1e3;
+    const TrainMetrics metrics = {step, state.loss, lr_at(schedule, step), state.update.norm,
+                                  (step + 1) * report->total_batch, ms, tokens_per_s};
+    report_add(report, metrics);
+    std::string more = report_gpu(report);
+    if (run.matmul_dtype == MatmulDtype::Fp8) {
+        more += ", \"saturated\": " + json_number(state.fp8_saturated);
+    }
+    DiskWait disk(step + 1);                // for the logs; stdout may be a file, too
+    report_show(report);
+    logger_train(logger, metrics, more);
+    if (comm.rank == 0) { report_skip(step, state.loss, state.update, state.fp8_saturated); }
+    return state.update.skipped_in_a_row >= kMaxSkipsInARow;
+}
+
+#endif  // LLMC_RUN_STEP_REPORTS_H
