@@ -4340,7 +4340,7 @@ static void linear_forward(const Pass& pass, int l, Linear which, const LinearFo
         return matmul_forward({.out = a.out, .inp = a.inp, .weight = p.weight, .bias = p.bias,
                                .residual = a.residual, .N = p.N, .C = p.C, .OC = p.OC}, pass.stream());
     }
-    if (!pass.model->fp8.weights_cast) {                // first its largest element, then with that the cast
+    if (pass.model->fp8.casts_weights) {                // first its largest element, then with that the cast
         for (bool only_amax : {true, false}) {
             cast_fp8(pass, p.weight8, only_amax, {.inp = p.weight, .source = Fp8Source::Weight, .N = p.OC,
                      .C = p.C});
@@ -4491,8 +4491,7 @@ static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weig
     const Acts a = gpt2_acts(model, 0);
     const float* loss_scale = &model->state->update.loss_scale;
     gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, a.lnf, N, trains);
-    if (trains) { model->fp8.weights_cast = model->step > 0; }
+    gpt2_logits(model, a.lnf, N, mode == ClassifierMode::LossAndGrad);
     classifier({a.logits, a.losses, model->feed.inputs.targets, weight, loss_scale, N, c.V, c.Vp, mode},
                model->stream);
     loss_sum({mean, a.losses, weight, acc, N}, model->stream);
@@ -5298,7 +5297,6 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
         copy_to_device(piece.device, data.data(), data.size(), model->stream);
         stream_sync(model->stream);
     }
-    model->fp8.weights_cast = false;
     DeviceState state = {};
     const std::string error = facts_update(c->facts, &state.update);
     if (!error.empty()) { return error; }
