@@ -9,17 +9,19 @@ from trainer import refused, run_ok
 pytestmark = pytest.mark.cpu_only
 
 # ms a step, measured on H200s (docs/performance.md, docs/multi-gpu.md)
-MEASURED = [("d12", 64, 1, 106.2), ("d12", 4, 1, 8.85), ("d24", 48, 1, 214.0), ("d36", 32, 1, 306.5),
-            ("d48", 16, 1, 309.1), ("d12", 64, 2, 110.5), ("d48", 16, 2, 313.8)]
+FP8 = {"matmul-dtype": "fp8", "fp8-head": 1}
+MEASURED = [("d12", 64, 1, {}, 106.2), ("d12", 4, 1, {}, 8.85), ("d24", 48, 1, {}, 214.0),
+            ("d36", 32, 1, {}, 306.5), ("d48", 16, 1, {}, 309.1), ("d12", 64, 2, {}, 110.5),
+            ("d48", 16, 2, {}, 313.8), ("d12", 64, 1, FP8, 83.0), ("d48", 16, 1, FP8, 227)]
 
 def plan(model, batch, gpu="H200", **flags):
     names = {"-" + name if len(name) < 3 else "--" + name: value for name, value in flags.items()}
     return run_ok({"-e": model, "-t": 1024, "-b": batch, "--plan": gpu, **names}).out
 
 
-@pytest.mark.parametrize("model, batch, gpus, measured", MEASURED)
-def test_time(model, batch, gpus, measured):
-    out = plan(model, batch, gpus=gpus, zs=1 if gpus > 1 else 0)
+@pytest.mark.parametrize("model, batch, gpus, flags, measured", MEASURED, ids=str)
+def test_time(model, batch, gpus, flags, measured):
+    out = plan(model, batch, gpus=gpus, zs=1 if gpus > 1 else 0, **flags)
     planned = float(re.search(r"^speed: about ([\d.]+) ms a step", out, re.M)[1])
     assert abs(planned / measured - 1) < 0.05
 

@@ -233,7 +233,9 @@ def test_variant(flags):
     live(rng, flags, faults, [{}] * 3)
 
 
-ELASTIC = {"2 at zs 2, 4 at 1, 2 at 0": ({}, [ranks(2, 2), ranks(4, 1), ranks(2, 0)]),
+# V2000: a tensor of which each rank has a part
+ELASTIC = {"2 at zs 2, 4 at 1, 2 at 0": ({"-e": f"L2,NH2,C32,T{T_ROWS},V2000"},
+                                         [ranks(2, 2), ranks(4, 1), ranks(2, 0)]),
            "2 at zs 1, 1, 2 at zs 2": ({}, [ranks(2, 1), ranks(1), ranks(2, 2)]),
            "Muon, 1, 2 at zs 2, 4 at 1": ({"--optimizer": "muon"}, [ranks(1), ranks(2, 2), ranks(4, 1)]),
            "default lanes, 1, 4 at zs 1, 2": ({"--lanes": None}, [ranks(1), ranks(4, 1), ranks(2)]),
