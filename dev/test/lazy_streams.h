@@ -96,7 +96,7 @@ struct LazyLock {
     LazyLock(const LazyLock&) = delete;
 };
 
-static inline void capture_refuses(const char* what) {  // other threads may do it: the capture is thread-local
+static inline void capture_refuses(const char* what) {  // other threads may do it: the mode is thread-local
     if (std::this_thread::get_id() == lazy.main && lazy.capturing) {
         die("in a graph's capture: %s (cudaErrorStreamCaptureUnsupported)", what);
     }
