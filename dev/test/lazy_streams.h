@@ -16,6 +16,8 @@ and no more of it than that needs. Which of the streams that can go on does so i
 All of these are orders that CUDA allows. Like there, the host's waits are event_wait, event_ms, stream_sync,
 to free memory, and copies to memory that is not pinned. Copies from such memory take its data at once. Of
 all this, other threads than main's may call event_wait only.
+
+A graph's capture keeps work for later, as CUDA's does. What CUDA refuses ends the program: see "graphs".
 */
 #ifndef LLMC_LAZY_STREAMS_H
 #define LLMC_LAZY_STREAMS_H
@@ -25,6 +27,7 @@ all this, other threads than main's may call event_wait only.
 #include <string.h>     // gives: memcpy
 #include <unistd.h>     // gives: usleep
 
+#include <algorithm>    // gives: std::max
 #include <deque>        // gives: std::deque
 #include <functional>   // gives: std::function
 #include <map>          // gives: std::map
@@ -41,7 +44,8 @@ all this, other threads than main's may call event_wait only.
 
 constexpr bool kDeviceIsAsync = true;
 
-struct LazyPoint { Stream stream = 0; uint64_t number = 0; };   // behind so many pieces of the stream's work
+// Behind so many pieces of the stream's work; capture: of its nodes in that capture, 0: in no graph.
+struct LazyPoint { Stream stream = 0; uint64_t number = 0, capture = 0; };
 struct LazyEvent { LazyPoint recorded; double seconds = 0.0; };
 struct Event { std::shared_ptr<LazyEvent> at; };                // work in a queue may outlive its destruction
 struct LazyWork {
@@ -50,8 +54,18 @@ struct LazyWork {
     uint64_t turn;              // among the collectives, from 1 on; 0: it is none
 };
 struct LazyStream { std::deque<LazyWork> queue; uint64_t done = 0; };
+struct LazyNode { Stream stream; std::function<void()> run; LazyPoint after; };
+struct LazyGraph {
+    uint64_t capture;                           // from 1 on
+    Stream origin;                              // the captured stream; others join when they wait for it
+    std::vector<LazyNode> nodes;
+    std::map<Stream, uint64_t> ends;            // how many nodes each of its streams has
+};
 struct LazyState {
     std::vector<LazyStream> streams;
+    std::shared_ptr<LazyGraph> capturing;       // null: no capture goes on
+    uint64_t captures = 0;
+    std::map<Stream, Stream> branches;          // where graphs run the nodes of streams that joined
     uint64_t turns_queued = 0, turns_done = 0;
     bool met = false;           // all ranks have agreed on the next collective
     uint64_t calls = 0;         // how often work was queued or waited for
@@ -82,6 +96,12 @@ struct LazyLock {
     LazyLock(const LazyLock&) = delete;
 };
 
+static inline void capture_refuses(const char* what) {  // other threads may do it: the mode is thread-local
+    if (std::this_thread::get_id() == lazy.main && lazy.capturing) {
+        die("in a graph's capture: %s (cudaErrorStreamCaptureUnsupported)", what);
+    }
+}
+
 // ---- running ----
 
 static inline bool lazy_passed(const LazyPoint& p) {
@@ -89,7 +109,7 @@ static inline bool lazy_passed(const LazyPoint& p) {
 }
 static inline LazyPoint lazy_end(Stream stream) {
     LazyLock lock;
-    return {stream, lazy.streams[stream].done + lazy.streams[stream].queue.size()};
+    return {stream, lazy.streams[stream].done + lazy.streams[stream].queue.size(), 0};
 }
 
 // Runs one piece of work.
@@ -114,6 +134,8 @@ static inline void lazy_step() {
 
 static inline void lazy_run(const LazyPoint& until) {
     LazyLock lock;
+    capture_refuses("the host waits");
+    if (until.capture) { die("the host waits for an event of a graph (cudaErrorCapturedEvent)"); }
     lazy.calls++;
     while (!lazy_passed(until)) { lazy_step(); }
 }
@@ -122,6 +144,17 @@ static inline LazyPoint on_stream(Stream stream, std::function<void()> work, Laz
                                   uint64_t turn = 0) {
     LazyLock lock;
     lazy.calls++;
+    LazyGraph* graph = lazy.capturing.get();
+    const bool joins = graph && after.capture == graph->capture;
+    if (graph && (joins || graph->ends.count(stream))) {
+        if (turn) { die("in a graph's capture: a collective"); }
+        if (!joins && after.number) {
+            die("in a graph's capture: a wait for an event from outside (cudaErrorStreamCaptureIsolation)");
+        }
+        graph->nodes.push_back({stream, std::move(work), after});
+        return {stream, ++graph->ends[stream], graph->capture};
+    }
+    if (after.capture) { die("a stream waits for an event of a graph (cudaErrorCapturedEvent)"); }
     lazy.streams[stream].queue.push_back({std::move(work), after, turn});
     return lazy_end(stream);
 }
@@ -207,6 +240,7 @@ static inline bool lazy_is_pinned(const void* p) {
 }
 static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
     if (lazy_is_pinned(host)) { on_stream(stream, [=] { memcpy(device, host, bytes); }); return; }
+    capture_refuses("a copy of memory that is not pinned, which would be read at each launch");
     std::vector<char> data((const char*)host, (const char*)host + bytes);
     on_stream(stream, [device, data = std::move(data)] { memcpy(device, data.data(), data.size()); });
 }
@@ -217,5 +251,59 @@ static inline void copy_to_host(void* host, const void* device, size_t bytes, St
 // llmc/ops/cpu_device.h tells of pinned memory here.
 static inline void pinned_begins(const void* p, size_t bytes) { lazy.pinned[(const char*)p] = bytes; }
 static inline void pinned_ends(const void* p) { lazy.pinned.erase((const char*)p); }
+
+// ---- graphs, as in llmc/ops/cuda_device.h ----
+// In a capture, work becomes nodes of a graph. They keep the arguments that they had, and run after a launch.
+// What memory holds counts then, also the host's.
+static inline void capture_begin(Stream stream) {
+    capture_refuses("a second capture begins");
+    lazy.capturing = std::make_shared<LazyGraph>();
+    lazy.capturing->capture = ++lazy.captures;
+    lazy.capturing->origin = stream;
+    lazy.capturing->ends[stream] = 0;
+}
+
+static inline std::shared_ptr<LazyGraph> capture_end() {
+    const std::shared_ptr<LazyGraph> graph = std::move(lazy.capturing);
+    // How many nodes of each stream come before the origin's end, directly or through other streams?
+    std::map<Stream, uint64_t> joined = {{graph->origin, graph->ends[graph->origin]}}, left = graph->ends;
+    for (auto node = graph->nodes.rbegin(); node != graph->nodes.rend(); ++node) {
+        if (left[node->stream]-- > joined[node->stream] || !node->after.capture) { continue; }
+        uint64_t& other = joined[node->after.stream];
+        other = std::max(other, node->after.number);
+    }
+    if (joined != graph->ends) { die("a graph's branch is never joined (cudaErrorStreamCaptureUnjoined)"); }
+    return graph;
+}
+
+static inline void graph_launch(const LazyGraph& graph, Stream stream) {
+    std::map<Stream, LazyPoint> begins;         // of each of its streams: where its nodes run, behind what
+    for (const auto& [its, count] : graph.ends) {
+        const bool branch = its != graph.origin;
+        if (branch && !lazy.branches.count(its)) { lazy.branches[its] = stream_create(); }
+        begins[its] = lazy_end(branch ? lazy.branches[its] : stream);
+    }
+    for (const LazyNode& node : graph.nodes) {
+        LazyPoint after;
+        if (node.after.capture) {
+            after = begins[node.after.stream];
+            after.number += node.after.number;
+        }
+        on_stream(begins[node.stream].stream, node.run, after);
+    }
+}
+
+struct Graph { std::shared_ptr<LazyGraph> exec; bool begun = false; };
+static inline void graph_free(Graph* g) { *g = Graph(); }
+template <class Work>
+static inline void graph_run(Graph* g, Stream stream, const Work& work, bool changes = false) {
+    if (!g->begun) { g->begun = true; work(); return; }
+    if (!g->exec || changes) {
+        capture_begin(stream);
+        work();
+        g->exec = capture_end();
+    }
+    graph_launch(*g->exec, stream);
+}
 
 #endif  // LLMC_LAZY_STREAMS_H

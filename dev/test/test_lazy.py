@@ -1,6 +1,7 @@
 """Does everything wait for what it needs? On a GPU a missing stream_wait or event_wait is a race that most
 runs win. lazy_streams.h makes a CPU build whose streams do their work late, in several orders; a run has
-to leave the same bytes as the ordinary build, ./train_gpt2cpu, which does everything at once.
+to leave the same bytes as the ordinary build, ./train_gpt2cpu, which does everything at once. Graphs are
+recorded and run as on a GPU: what CUDA's capture of a stream refuses ends the program.
 
     pytest dev/test/test_lazy.py -k "Muon and 210"
     pytest dev/test/test_lazy.py --slow             # many random orders
@@ -29,6 +30,10 @@ ONE_LAYER, FIVE = {"-e": "L1,NH2,C16,T16,V3000"}, {"-e": "L5,NH3,C24,T16,V300"}
 QUESTIONS = {"-h": 1, "--eval-data": "q.bin", "--eval-every": 2}
 # ranks that have no validation rows, and rank 0's samples: some run ahead of the others
 AHEAD = {**FIVE, "-v": 2, "-m": 3, "-s": 2, "-g": 4}
+# On one rank micro-steps are graphs: one for those that store gradients, one for those that add to them; and
+# others for those in which a token stands more than 128 times, as in a third of LARGE's. So are tokens' steps
+ADDS = {"--lanes": 1, "-z": 4 * 16}
+LARGE = {"-e": "L1,NH2,C16,T32,V256", "-b": 16, "-z": 4 * 512, "--lanes": 1, "-x": 8}
 
 
 def saved(flags):
@@ -36,7 +41,10 @@ def saved(flags):
 
 
 # Flags of runs, one after another in one folder
-RUNS = [[{}], [{"-v": 2, "-s": 2, "-g": 4, "-z": 32}], saved({"-z": 32}), [QUESTIONS],
+RUNS = [[{}], [{"-v": 2, "-s": 2, "-g": 4, "-z": 32}], saved({"-z": 32}), [QUESTIONS], [LARGE],
+        *([{**ADDS, **more}] for more in ({"--dropout": 0.2}, {"--dropout": 0.2, "-r": 1}, {"-r": 2},
+                                          {"--optimizer": "muon"}, {"--block": "parallel", "--lanes": 2})),
+        saved({**ADDS, **QUESTIONS, "--dropout": 0.2, "-v": 2, "-s": 2, "-g": 20}),
         [{**ranks(2, 1), **QUESTIONS}], *(saved({**ranks(2, zs), **ONE_LAYER}) for zs in (0, 1, 2)),
         *([ranks(2, zs)] for zs in (0, 1, 2)), [{**ranks(2, 1), "--check-ranks": 1}],
         [{**ranks(2, 1), **ONE_LAYER}],

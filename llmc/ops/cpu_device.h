@@ -71,11 +71,11 @@ static inline void copy_to_host(void* host, const void* device, size_t bytes, St
 }
 static inline void pinned_begins(const void*, size_t) {}
 static inline void pinned_ends(const void*) {}
-#endif
-
 struct Graph {};
 template <class Work> static inline void graph_run(Graph*, Stream, const Work& work, bool = false) { work(); }
 static inline void graph_free(Graph*) {}
+static inline void capture_refuses(const char*) {}
+#endif
 
 // Two libraries read the environment before main() and choose badly on common machines. So the program sets
 // the environment and starts itself again, once:
@@ -145,7 +145,10 @@ static inline DeviceInfo device_init(int /*index*/ = 0) {
 
 static inline void device_use() {}
 
-static inline void* device_try(size_t bytes) { return aligned_alloc(256, (bytes + 255) / 256 * 256 + 256); }
+static inline void* device_try(size_t bytes) {
+    capture_refuses("an allocation");
+    return aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);
+}
 static inline void* device_malloc(size_t bytes, const char* what) {
     void* p = device_try(bytes);
     if (!p) {

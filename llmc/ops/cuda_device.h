@@ -196,9 +196,11 @@ static inline Event event_create() {
 static inline void event_destroy(Event event) { cudaCheck(cudaEventDestroy(event)); }
 static inline void event_record(Event event, Stream stream) { cudaCheck(cudaEventRecord(event, stream)); }
 static inline void event_wait(Event event) { cudaCheck(cudaEventSynchronize(event)); }
-// A CUDA graph of work that repeats: recorded, then replayed in one call. The first run is not recorded,
-// because a kernel's first launch makes the driver load code, which cannot be recorded. `changes`: the work's
-// arguments are others each time. It is then recorded each time, and the graph takes the new arguments.
+// A CUDA graph of work that repeats: recorded, then replayed in one call. The work must not wait for events
+// from outside, let the host wait, allocate, or copy memory of the host that is not pinned (lazy_streams.h
+// sees that in tests); other threads may, because the capture is thread-local. The first run is not recorded:
+// a kernel's first launch loads code and may allocate. `changes`: the work's arguments are others each time.
+// It is then recorded each time, and the graph takes the new arguments.
 struct Graph { cudaGraphExec_t exec = nullptr; bool begun = false; };
 static inline void graph_free(Graph* g) {
     if (g->exec) { cudaCheck(cudaGraphExecDestroy(g->exec)); }
