@@ -1541,9 +1541,9 @@ static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
 }
 
 // == 6.7 gradients: lanes and the norm ==
-// out = chain[0] + (chain[1] + (... + tree of the pieces)). A thread adds up its elements' pieces like a binary
-// counter: piece r takes one earlier sum from a stack for each trailing one bit of r, and the new sum goes
-// onto it. At the end the stack is added up, the last sum first. These are the twin's pairs.
+// out = chain[0] + (chain[1] + (... + tree of the pieces)). A thread adds up its elements' pieces like a
+// binary counter: piece r takes one earlier sum from a stack for each trailing one bit of r, and the new sum
+// goes onto it. At the end the stack is added up, the last sum first. These are the twin's pairs.
 constexpr int kLaneThreads = 256;
 constexpr int kMaxPieceLevels = 13;
 static_assert(kCommMaxWorld <= 1 << (kMaxPieceLevels - 1), "a piece from each rank");
