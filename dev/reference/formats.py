@@ -1,7 +1,8 @@
 """The reference without PyTorch: shapes, the parameter table, random numbers, data order, files.
 
 An independent second reading of what the C++ side does (llmc/rand.h, dataloader.h, the file formats), in
-numpy: where the two disagree, one of them is wrong. Nothing here is shared with the C++ code.
+numpy: where the two disagree, one of them is wrong. Nothing here is shared with the C++ code. The export to
+Hugging Face's files (dev/eval/export_hf.py) reads models with it.
 
     dims = parse_model("L2,NH2,C40,T33,V509")
     params = init_params(dims, seed=1337)              # {"wte": (Vp,C), "qkvw": (L,3C,C), ...} float32
