@@ -484,6 +484,7 @@ static void test_marker() {
             write_checkpoint(order, r.step, 1,
                              {{"rewinds", r.rewinds}, {"update.skipped_in_a_row", r.skipped}});
         }
+        unlink(checkpoint_marker(order, 20).c_str());               // a checkpoint without its DONE, too
         CHECK_TEXT(numbers(checkpoint_newest(order)), "10 13 20 25 30 15");
         CHECK_TEXT(numbers(checkpoint_before(order, 25, 5)), "13 20 25 10 15");
         write_text(checkpoint_state(order, 20, 0), "");             // it may be the newest: it is named first

@@ -745,6 +745,7 @@ static void test_run() {
                 settings_resume(all, descriptor_config("d12"), cuda);
             }, {"'" + all.back().first + "' is " + all.back().second});
         }
+        check_dies("no model", [] { facts_config({}); }, {"does not say which model"});
 
         UpdateState update = {}, again = {};
         update.norm = 0.1f, update.norms.count = 3, update.losses.values[kWindow - 1] = -1e30f;
