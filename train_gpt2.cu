@@ -56,7 +56,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/data/evalloader.h"    // gives: EvalSet
 #include "llmc/data/tokenizer.h"     // gives: Tokenizer
 #include "llmc/data/sampler.h"       // gives: Sampling, sample_weight, sample_target
-#include "llmc/run/schedulers.h"     // gives: LrSchedule, lr_at
+#include "llmc/run/schedulers.h"     // gives: LrSchedule, lr_at, momentum_at
 #include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
@@ -3597,6 +3597,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     float grad_clip = 1.0f;     // largest norm of the gradient; 0: no clipping
     bool muon = false;          // for the layers' matrices; AdamW for the others
     int muon_steps = 5;         // of Newton-Schulz
+    int64_t muon_warmup = 0;    // steps in which the momentum rises
     double muon_momentum = 0.95, muon_decay = 0.0;
     float loss_scale;           // FP16: the first one; 0: kFirstLossScale
     float skip_loss, skip_norm; // UpdatePolicy's max_loss_score and max_norm_score; 0: no update is skipped
@@ -4904,6 +4905,7 @@ static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare share = gpt2_muon_share(model);
+    const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
     muonX* updates = (muonX*)model->opt.muon_updates;
     for (int first = 0; first < model->config.L; first += share.together) {
         const int layers = std::min(share.together, model->config.L - first), bucket = 1 + first;
@@ -4911,7 +4913,7 @@ static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
         rows.count = layers;
         muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
                        .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = b.held,
-                       .update_row = b.padded, .rows = rows, .momentum = o.muon_momentum}, model->stream);
+                       .update_row = b.padded, .rows = rows, .momentum = momentum}, model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {
@@ -5373,6 +5375,7 @@ static Options run_options() {
     o.muon = run.optimizer == OptimizerKind::Muon;
     o.muon_steps = run.muon_steps;
     o.muon_momentum = run.muon_momentum;
+    o.muon_warmup = run.muon_warmup;
     o.muon_decay = run.muon_decay;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
     o.skip_loss = (float)run.skip_loss;

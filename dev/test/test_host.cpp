@@ -817,6 +817,14 @@ static void test_schedulers() {
             CHECK(near(lr, c.lr, 1e-15 * c.s.peak), "kind %d, step %lld: %.17g, not %.17g", c.s.kind,
                   (long long)c.step, lr, c.lr);
         }
+        const struct { double last; int64_t warmup, step; double momentum; } momenta[] = {
+            {0.95, 300, 0, 0.85}, {0.95, 300, 150, 0.9}, {0.95, 300, 300, 0.95}, {0.95, 0, 0, 0.95},
+            {0.8, 300, 0, 0.8}, {0.8, 300, 150, 0.8}};
+        for (const auto& m : momenta) {
+            const double got = momentum_at(m.last, m.warmup, m.step);
+            CHECK(near(got, m.momentum, 1e-15), "momentum %g, warm-up %lld, step %lld: %.17g", m.last,
+                  (long long)m.warmup, (long long)m.step, got);
+        }
     }
 }
 

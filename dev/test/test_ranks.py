@@ -88,7 +88,7 @@ def worlds(sizes, *stages, lanes=None):
 LOUD = {"-v": 2, "-m": 7, "-s": 3, "-g": 8}
 ODD_ROWS = {**LOUD, "-e": ODD, "-m": 1000, **batch(16, ODD_T, rows=2)}
 FEW = worlds((1, 2), 0) + worlds((4,), 1, 2)
-MUON = {"-e": ODD, "--optimizer": "muon", "-v": 3, "-m": 4, **batch(8, ODD_T)}
+MUON = {"-e": ODD, "--optimizer": "muon", "--muon-warmup": 4, "-v": 3, "-m": 4, **batch(8, ODD_T)}
 # What must not change a bit: name -> (flags, in each of these worlds). Rows of validation and of training are
 # shared out unevenly, some shards hold nothing but padding; at -zs 2 each micro-step is a lane.
 BITS = {

@@ -27,7 +27,7 @@ VALUES = """
 --top-k -1 | --top-p 1.5 | --chat 2 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
 --matmul-dtype fp16 | --fp8-head 2 | --reduction ring nccl | --check-ranks 2 | -pi udp | -pn 4097
--pg -1 | --start-timeout 0 | --cooldown 1.1
+-pg -1 | --start-timeout 0 | --cooldown 1.1 | --muon-warmup -1
 """
 
 
@@ -51,6 +51,7 @@ REFUSED = f"""
 --cooldown 0.6              => --cooldown is for -k wsd | -k cosine
 --muon-lr 0.05              => --muon-lr is for --optimizer muon
 --muon-momentum 0.5         => --muon-momentum is for --optimizer muon
+--muon-warmup 9             => --muon-warmup is for --optimizer muon
 --muon-steps 4              => --muon-steps is for --optimizer muon
 --muon-decay 5              => --muon-decay is for --optimizer muon
 -z 130                      => 130 | use -z 128

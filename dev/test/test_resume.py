@@ -211,7 +211,7 @@ VARIANTS = [{"-n": 1, "-r": 1, "-a": 1}, {"-n": 0, "-b": 4, "--lanes": None, "--
             {"-n": 5, "-nk": 0, "-s": 5, "-g": 4, "-r": 2, "-w": 0},
             {"-z": 2 * T_ROWS, "-b": 2, "-x": 60, "-n": 20, "-u": 10, "-k": "wsd", "--cooldown": 0.6,
              "--lanes": None},
-            {"-x": "epoch", "-z": 48, "--lanes": None, "--optimizer": "muon"},
+            {"-x": "epoch", "-z": 48, "--lanes": None, "--optimizer": "muon", "--muon-warmup": 9},
             {"-b": 16, "--lanes": None, "--dropout": 0.2, "--block": "parallel-tied", "--norm": "rmsnorm"},
             {"--dropout": 0.1, "--block": "parallel", "-r": 2},
             {"--dropout": 0.1, "--residual-dtype": "fp32"},
@@ -310,7 +310,7 @@ FIXED = flags_of("""
 --grad-clip 2 --seed 3 --shuffle 0 --overfit 1 --tf32 1 --master-weights 0 --gelu-fusion 1 --kernels portable
 --grad-dtype bf16 --lanes 4 --reduction nccl --optimizer muon --muon-lr 0.03 --muon-momentum 0.9
 --muon-steps 4 --muon-decay 0.1 --block parallel --norm rmsnorm --dropout 0.1 --residual-dtype fp32
---matmul-dtype fp8 --fp8-head 1 --cooldown 0.6""")
+--matmul-dtype fp8 --fp8-head 1 --cooldown 0.6 --muon-warmup 9""")
 
 
 def stopped_run(folder, flags=None):

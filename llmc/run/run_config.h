@@ -62,6 +62,7 @@ struct RunConfig {
     int schedule, overfit, shuffle; // schedule: LrKind
     OptimizerKind optimizer;
     int muon_steps;
+    int64_t muon_warmup;
     double muon_lr, muon_momentum, muon_decay;
     OnBadLoss on_bad_loss;
 
@@ -147,6 +148,8 @@ static const Flag kFlags[] = {
         "Muon: peak learning rate; -k, -u and -q are those of -l", FLAG_FIXED},
     {"",    "muon-momentum",   FLAG_FLOAT,  &run.muon_momentum,  "0.95",    0, 0.9999999, nullptr,
         "Muon: Nesterov's", FLAG_FIXED},
+    {"",    "muon-warmup",     FLAG_INT64,  &run.muon_warmup,    "0",       0, 1e15, nullptr,
+        "Muon: steps in which its momentum rises from 0.85", FLAG_FIXED},
     {"",    "muon-steps",      FLAG_INT,    &run.muon_steps,     "5",       1, 20, nullptr,
         "Muon: steps of Newton and Schulz", FLAG_FIXED},
     {"",    "muon-decay",      FLAG_FLOAT,  &run.muon_decay,     "0.01",    0, 10, nullptr,
@@ -280,8 +283,8 @@ static const std::vector<FlagGroup> kFlagGroups = {
     {"batch and schedule",
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
-     "final-fraction cooldown beta1 beta2 eps muon-lr muon-momentum muon-steps muon-decay grad-clip "
-     "skip-loss skip-norm on-bad-loss"},
+     "final-fraction cooldown beta1 beta2 eps muon-lr muon-momentum muon-warmup muon-steps muon-decay "
+     "grad-clip skip-loss skip-norm on-bad-loss"},
     {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p chat keep "
      "major-every log-every"},
@@ -590,7 +593,7 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
         die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
             "one", run.gelu_fusion);
     }
-    for (const char* name : {"muon-lr", "muon-momentum", "muon-steps", "muon-decay"}) {
+    for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-steps", "muon-decay"}) {
         if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {
             die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
                 "hint: give --optimizer muon, or leave --%s out", name, name);

@@ -1,9 +1,10 @@
 /*
 Learning rate as a function of the optimizer step (0, 1, 2, ...): a linear warm-up to the peak, then one of
-four shapes. Host only.
+four shapes. Muon's momentum, too. Host only.
 
     LrSchedule s = {LR_COSINE, 6e-4, 700, 18865, 0.1};    // kind, peak, warm-up, total, final fraction
     double lr = lr_at(s, step);
+    double momentum = momentum_at(0.95, 300, step);       // the last, warm-up
 
 Step k of a warm-up over W steps gets peak*(k+1)/W: the first step already learns, step W-1 is at the peak.
 From step `total` on the rate is peak*final_fraction; the last trained step, total-1, is just before that.
@@ -14,7 +15,7 @@ From step `total` on the rate is peak*final_fraction; the last trained step, tot
 #include <math.h>       // gives: cos, sqrt
 #include <stdint.h>     // gives: int64_t
 
-#include <algorithm>    // gives: std::max
+#include <algorithm>    // gives: std::max, std::min
 
 enum LrKind { LR_COSINE, LR_LINEAR, LR_CONSTANT, LR_WSD };
 static const char* const kLrKinds = "cosine|linear|constant|wsd";      // for the flag table, in enum order
@@ -43,6 +44,12 @@ static inline double lr_at(const LrSchedule& s, int64_t step) {
                 : 1.0 - sqrt(x);
     const double last = s.peak * s.final_fraction;
     return last + left * (s.peak - last);
+}
+
+// Rises over `warmup` steps from 0.85, or stays where it is lower: early gradients are soon out of date.
+static inline double momentum_at(double last, int64_t warmup, int64_t step) {
+    const double first = std::min(last, 0.85);
+    return step < warmup ? first + (last - first) * (double)step / (double)warmup : last;
 }
 
 #endif  // LLMC_RUN_SCHEDULERS_H
