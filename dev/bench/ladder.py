@@ -100,31 +100,30 @@ class Ladder:
         """The runs of the setting and of its base, which may be itself; None: not made yet."""
         return [self.runs.get(self.words(s, seed)) for s in (setting, self.bases[setting.base])]
 
-    def hopeless(self, setting, seed):
+    def hopeless(self, setting):
         run, base = self.pair(setting, FIRST_SEED)
-        both = seed > FIRST_SEED and run and base
-        return both and run is not base and base["val"] - run["val"] < self.args.first
+        return run and base and run is not base and base["val"] - run["val"] < self.args.first
 
     def run_all(self):
         gpus = queue.Queue()
         for gpu in range(self.args.jobs):
             gpus.put(str(gpu))
         order = sorted(self.settings, key=lambda setting: setting.name != setting.base)
+        turns = [(setting, FIRST_SEED + i) for i in range(self.args.seeds) for setting in order]
         with concurrent.futures.ThreadPoolExecutor(self.args.jobs) as pool:
-            begun = [pool.submit(self.run, setting, FIRST_SEED + i, gpus)
-                     for i in range(self.args.seeds) for setting in order]
-        for run in begun:
-            run.result()                        # raises what it raised
+            list(pool.map(lambda turn: self.run(*turn, gpus), turns))       # raises what a run raises
 
     def run(self, setting, seed, gpus):
         words, start = self.words(setting, seed), time.monotonic()
-        if words in self.runs or self.hopeless(setting, seed) or start + self.longest > self.end:
+        if words in self.runs or self.hopeless(setting) or start + self.longest > self.end:
             return
         gpu = gpus.get()
         data = ["-i", f"{self.args.data}_train*.bin", "-j", f"{self.args.data}_val*.bin"]
-        done = subprocess.run([self.args.program, *shlex.split(words), *data], capture_output=True, text=True,
-                              check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu})
-        gpus.put(gpu)
+        try:
+            done = subprocess.run([self.args.program, *shlex.split(words), *data], capture_output=True,
+                                  text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu})
+        finally:
+            gpus.put(gpu)
         took = time.monotonic() - start
         with self.lock:
             what = f"{setting.base}, {setting.name}, seed {seed}, {took:.0f} s"

@@ -70,6 +70,7 @@ def test_ladder(table, monkeypatch, capsys):
     code, out, runs = climb(monkeypatch, capsys)
     assert (code, len(runs), out.count("failed: error: ")) == (1, 8, 2)
     assert all(len(run["losses"]) == 4 and [at for at, _ in run["vals"]] == [0, 2, 4] for run in runs)
+    assert all(run["train"] == pytest.approx(sum(run["losses"]) / 4) for run in runs)
     assert len({run["losses"][0] for run in runs}) == 2, "the seeds' first losses"
     rows = {row.split(" | ")[0].strip("| "): row.strip("| ").split(" | ") for row in out.splitlines()
             if row.startswith("| ")}
