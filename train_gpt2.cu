@@ -4304,11 +4304,11 @@ static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     return p;
 }
 
-// a.inp to the operand's bytes, or only_amax: what it takes of a.inp is the largest element.
-static void cast_fp8(const Pass& pass, const Fp8Operand& to, bool only_amax, Fp8Cast<floatX, float> a) {
+// Casts a.inp to the operand's bytes. Measure: only takes its largest element.
+static void cast_operand(const Pass& pass, const Fp8Operand& to, Fp8Mode mode, Fp8Cast<floatX, float> a) {
     const GPT2* model = pass.model;
     Fp8Stats* stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at);
-    if (!only_amax) { a.out = to.bytes, a.out_t = to.transposed; }
+    if (mode == Fp8Mode::On) { a.out = to.bytes, a.out_t = to.transposed; }
     a.tensor = to.tensor, a.stats = stats + (to.tensor - model->fp8.tensors);
     a.scratch = pass.scratch;
     fp8_cast(a, pass.stream());
@@ -4327,17 +4327,17 @@ static void linear_forward(const Pass& pass, int l, Linear which, const LinearFo
         gelu_forward({const_cast<floatX*>(a.inp), a.pre_gelu, (size_t)p.N * p.C}, pass.stream());
     }
     if (p.fp8 != Fp8Mode::Off) {
-        cast_fp8(pass, p.inp8, !is_fp8, {.inp = gelu_in_cast ? a.pre_gelu : a.inp,
-                 .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
+        cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? a.pre_gelu : a.inp,
+                     .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
     if (!is_fp8) {
         return matmul_forward({.out = a.out, .inp = a.inp, .weight = p.weight, .bias = p.bias,
                                .residual = a.residual, .N = p.N, .C = p.C, .OC = p.OC}, pass.stream());
     }
     if (pass.model->fp8.casts_weights) {                // first its largest element, then with that the cast
-        for (bool only_amax : {true, false}) {
-            cast_fp8(pass, p.weight8, only_amax, {.inp = p.weight, .source = Fp8Source::Weight, .N = p.OC,
-                     .C = p.C});
+        for (Fp8Mode mode : {Fp8Mode::Measure, Fp8Mode::On}) {
+            cast_operand(pass, p.weight8, mode, {.inp = p.weight, .source = Fp8Source::Weight, .N = p.OC,
+                         .C = p.C});
         }
     }
     fp8_matmul({.out = a.out, .a = p.inp8.bytes, .b = p.weight8.bytes, .a_tensor = p.inp8.tensor,
@@ -4507,16 +4507,14 @@ struct Backward : Pass {
 static void linear_dout(const Backward& b, int l, Linear which, floatX* dout, Grad dbias = {},
                         const floatX* pre_gelu = nullptr) {
     const LinearLayer p = linear_layer(b, l, which);
-    if (p.fp8 != Fp8Mode::On && pre_gelu) {
-        gelu_backward_inplace({dout, dbias, b.scratch, pre_gelu, p.N, p.OC}, b.stream());
-    } else if (p.fp8 != Fp8Mode::On && dbias.data) {
-        bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream());
+    if (p.fp8 == Fp8Mode::On) {                         // the slope and dbias ride in the cast
+        const Fp8Source source = pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain;
+        return cast_operand(b, p.dout8, p.fp8, {.dbias = dbias, .inp = dout, .pre_gelu = pre_gelu,
+                            .source = source, .N = p.N, .C = p.OC});
     }
-    if (p.fp8 == Fp8Mode::Measure) { cast_fp8(b, p.dout8, true, {.inp = dout, .N = p.N, .C = p.OC}); }
-    if (p.fp8 == Fp8Mode::On) {
-        cast_fp8(b, p.dout8, false, {.dbias = dbias, .inp = dout, .pre_gelu = pre_gelu,
-                 .source = pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain, .N = p.N, .C = p.OC});
-    }
+    if (pre_gelu) { gelu_backward_inplace({dout, dbias, b.scratch, pre_gelu, p.N, p.OC}, b.stream()); }
+    else if (dbias.data) { bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream()); }
+    if (p.fp8 == Fp8Mode::Measure) { cast_operand(b, p.dout8, p.fp8, {.inp = dout, .N = p.N, .C = p.OC}); }
 }
 static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {
     const LinearLayer p = linear_layer(b, l, which);
@@ -5200,10 +5198,9 @@ static void checkpoint_load(GPT2* model, const char* path) {
 static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[at.bucket];
-    const Split& split = model->options.split;
-    if (split.zero == 0) { return model->opt.master + b.state + at.offset; }
+    if (model->options.split.zero == 0) { return model->opt.master + b.state + at.offset; }
     float* all = (float*)model->exchange.received;
-    copy_on_device(all + split.rank * b.shard, model->opt.master + b.state, b.shard * sizeof(float),
+    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(float),
                    model->stream);
     device_all_gather(all, b.shard * sizeof(float), model->stream);
     return all + at.offset;
@@ -5213,8 +5210,8 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
 // the master weights, m and v that no other rank saves; rank 0 also saves the parameters. FP16 builds write
 // fp32 models, from the master weights.
 static std::vector<SavedPiece> state_pieces(GPT2* model) {
-    const Split& split = model->options.split;
-    const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->opt.master;
+    const bool sharded = model->options.split.zero >= 1, first = model->options.split.rank == 0;
+    const bool from_master = !kModelIsBf16 && model->opt.master;
     std::vector<SavedPiece> pieces;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
@@ -5230,12 +5227,12 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
             const HeldPart part = gpt2_held_part(model, i, l);
             for (const Held& held : part.in) {
                 if (!held.memory) { continue; }
-                const bool is_master = held.memory == part.in[0].memory, saves = split.zero > 0 || first;
+                const bool is_master = held.memory == part.in[0].memory;
                 pieces.push_back({.row = row(held.array, "f32", part.begin, part.end), .device = held.memory,
-                                  .in_state = saves,
-                                  .in_model = first && is_master && from_master && split.zero == 0});
+                                  .in_state = sharded || first,
+                                  .in_model = first && is_master && from_master && !sharded});
             }
-            if (from_master && split.zero >= 1) {
+            if (from_master && sharded) {
                 pieces.push_back({.row = row("master", "f32", 0, s.elems),
                                   .gather = [=] { return (const void*)gpt2_whole_master(model, i, l); },
                                   .in_model = first});
