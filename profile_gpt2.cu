@@ -84,7 +84,7 @@ WORK(MuonUpdate) { return {elements(a.rows, a.n) * (sizeof(muonX) + kX + (a.mast
 #undef WORK
 
 // ---- what it took ----
-struct Timed { std::string name; Work work; cudaEvent_t begin, end; };
+struct Timed { std::string name; Work work; Event begin, end; };
 static struct {
     bool on = false;
     int depth = 0;                              // an op that another one calls is part of that
@@ -93,17 +93,15 @@ static struct {
     double gemm_flops = 0;
 } profile;
 
-static cudaEvent_t event_now(Stream stream) {
-    cudaEvent_t event;
-    cudaCheck(cudaEventCreate(&event));
-    cudaCheck(cudaEventRecord(event, stream));
+static Event event_now(Stream stream) {
+    const Event event = event_create();
+    event_record(event, stream);
     return event;
 }
-static double ms_between(cudaEvent_t begin, cudaEvent_t end) {
-    float ms = 0;
-    cudaCheck(cudaEventElapsedTime(&ms, begin, end));
-    cudaCheck(cudaEventDestroy(begin));
-    cudaCheck(cudaEventDestroy(end));
+static double ms_between(Event begin, Event end) {
+    const double ms = event_ms(begin, end);
+    event_destroy(begin);
+    event_destroy(end);
     return ms;
 }
 
@@ -137,9 +135,9 @@ template <class Args> static void profile_end(const Args&, Stream stream) {
 static double sustained_ms(const std::function<void()>& op, Stream stream, double seconds) {
     std::vector<double> ms;
     for (double sum = 0; sum < 1e3 * seconds; sum += ms.back()) {
-        const cudaEvent_t begin = event_now(stream);
+        const Event begin = event_now(stream);
         op();
-        const cudaEvent_t end = event_now(stream);
+        const Event end = event_now(stream);
         cudaCheck(cudaDeviceSynchronize());
         ms.push_back(ms_between(begin, end));
     }
@@ -230,12 +228,12 @@ int main(int argc, char** argv) {
         profile.gemms.clear();
         profile.gemm_flops = 0;
         if (step == steps - 1) { cudaCheck(cudaProfilerStart()); }      // for ncu --profile-from-start off
-        const cudaEvent_t begin = event_now(model.stream);
+        const Event begin = event_now(model.stream);
         for (int micro = 0; micro < micro_steps; micro++) {
             gpt2_micro_step(&model, x.data(), y.data(), B, T, micro, micro_steps);
         }
         gpt2_update(&model, run.lr, run.muon_lr);
-        const cudaEvent_t end = event_now(model.stream);
+        const Event end = event_now(model.stream);
         gpt2_read_state(&model);                                        // waits
         const double ms = ms_between(begin, end);
         if (profile.on) { step_ms += ms / timed; }

@@ -473,9 +473,9 @@ static Vector short_run(const Config& c, const Options& o, int B, int steps, int
 }
 
 // ---- arenas and lanes ----
-static void check_layout(const ParamSpec* specs, const Config& c, const Split& split, bool bf16,
+static void check_layout(const std::vector<ParamSpec>& specs, const Config& c, const Split& split, bool bf16,
                          const Layout& alone) {
-    const Layout layout = param_layout(specs, NUM_PARAMS, c.L, split, bf16, false);
+    const Layout layout = param_layout(specs, c.L, split, bf16, false);
     const int buckets = (int)layout.buckets.size();
     std::vector<std::vector<std::pair<size_t, size_t>>> taken(buckets);
     bool good = buckets == c.L + 3;
@@ -523,11 +523,11 @@ static void test_layout() {
     const Config one_layer = {8, 67, 128, 1, 1, 8}, seven_layers = {70, 300, 384, 7, 2, 40};
     for (const Config& c : {kTiny, kTensorCore, one_layer, seven_layers}) {
         const std::vector<ParamSpec> specs = param_table(c);
-        const Layout alone = param_layout(specs.data(), NUM_PARAMS, c.L, {0, 1, 0}, false, false);
+        const Layout alone = param_layout(specs, c.L, {0, 1, 0}, false, false);
         for (int world = 1; world <= 64; world++) {
             for (int zero = 0; zero <= (world > 1 ? 2 : 0); zero++) {
                 for (bool bf16 : {false, true}) {
-                    check_layout(specs.data(), c, {world - 1, world, zero}, bf16, alone);
+                    check_layout(specs, c, {world - 1, world, zero}, bf16, alone);
                 }
             }
         }
@@ -1145,9 +1145,9 @@ static void test_scratch() {
             const Config shape = {N, 256, 256, 2, 1, C};
             const std::vector<ParamSpec> specs = param_table(shape);
             Options o = default_options();
-            const size_t bytes = gpt2_scratch_bytes(shape, o, 1, N, specs.data());
+            const size_t bytes = gpt2_scratch_bytes(shape, o, 1, N);
             o.grads_bf16 = true;
-            const size_t bf16 = gpt2_scratch_bytes(shape, o, 1, N, specs.data());
+            const size_t bf16 = gpt2_scratch_bytes(shape, o, 1, N);
             const size_t dwte = specs[PARAM_wte].elems * sizeof(float);     // behind it: both parts of dwte
             CHECK(bf16 >= bytes + dwte && bf16 >= dwte + (size_t)C * C * 16, "C=%d N=%d: bf16 gradients", C,
                   N);

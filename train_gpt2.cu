@@ -228,22 +228,17 @@ static_assert(sizeof(Params) == NUM_PARAMS * sizeof(void*) && sizeof(Acts) == NU
               "one pointer per table row: the loops below address the fields by row");
 
 // The rows of the tables as numbers.
-static void param_specs(ParamSpec* specs, const Config& c) {
+static std::vector<ParamSpec> param_table(const Config& c) {
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT;
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
-    int i = 0;
+    std::vector<ParamSpec> specs;
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, hf_)                               \
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
-    specs[i++] = param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, Init::init_, Kind::kind_,    \
-                            live_, muon_, hf_, c.L);
+    specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, Init::init_, Kind::kind_, \
+                               live_, muon_, hf_, c.L));
     GPT2_PARAMS(X)
 #undef X
-    param_offsets(specs, NUM_PARAMS, c.L);
-}
-
-static std::vector<ParamSpec> param_table(const Config& c) {       // for files
-    std::vector<ParamSpec> specs(NUM_PARAMS);
-    param_specs(specs.data(), c);
+    param_offsets(&specs, c.L);
     return specs;
 }
 
@@ -3682,7 +3677,7 @@ struct GPT2 {
     Config config;
     Options options;
     int B, T;                   // the largest batch; a pass may be over less
-    ParamSpec param_specs[NUM_PARAMS];
+    std::vector<ParamSpec> param_specs;
     Layout layout;
     char* params;               // bucket by bucket (llmc/model/layout.h)
     Optimizer opt;              // all null, as in grads, where nothing is trained
@@ -3712,8 +3707,7 @@ static Inputs inputs_layout(char* base, int B, int T) {
     return in;
 }
 
-static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B, int T,
-                                 const ParamSpec* specs) {
+static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B, int T) {
     const int N = B * T;
     if (!options.trains) { return 0; }          // only backward passes need any
     // GPT-2: a norm's weight and bias and a branch's bias; other blocks have up to two of each. qkvb and fcb:
@@ -3724,6 +3718,7 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
                              attention_backward_scratch_bytes(B, T, c.NH)});
     if (options.fp8) { bytes = std::max(bytes, fp8_cast_scratch_bytes(N, 4 * c.C)); }
     if (options.grads_bf16) {                   // a weight gradient in fp32, behind that of wte
+        const std::vector<ParamSpec> specs = param_table(c);
         for (int i = 0; i < NUM_PARAMS; i++) {
             if (i != PARAM_wte) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
         }
@@ -3748,8 +3743,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     const bool shards_grads = o.split.zero == 2;
     visit("parameters", &model->params, layout.params_bytes, Memory::Shared);
     visit("activations", &model->acts.data, model->acts.bytes, Memory::Plain);
-    visit("scratch", &model->acts.scratch,
-          gpt2_scratch_bytes(c, o, model->B, model->T, model->param_specs), Memory::Plain);
+    visit("scratch", &model->acts.scratch, gpt2_scratch_bytes(c, o, model->B, model->T), Memory::Plain);
     visit("matmul workspace", &model->acts.workspace, gemm_workspace_bytes(), Memory::Plain);
     visit("inputs", &model->feed.inputs.tokens, inputs_layout(nullptr, model->B, model->T).bytes,
           Memory::Plain);
@@ -3790,10 +3784,10 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
     model->config = config;
     model->options = options;
     model->B = B, model->T = T;
-    param_specs(model->param_specs, config);
+    model->param_specs = param_table(config);
     // --grad-dtype bf16 leaves LayerNorms and biases in fp32: 0.1 % of the gradients, and sums over all
     // tokens, which have the most digits to lose
-    model->layout = param_layout(model->param_specs, NUM_PARAMS, config.L, options.split, options.grads_bf16,
+    model->layout = param_layout(model->param_specs, config.L, options.split, options.grads_bf16,
                                  options.muon);
     Activations& acts = model->acts;
     const size_t passes = act_specs(acts.specs, config, B, T, options.recompute, options.trains,
@@ -4311,11 +4305,11 @@ static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     return p;
 }
 
-// a.inp to the operand's bytes, or only_amax: what it takes of a.inp is the largest element.
-static void cast_fp8(const Pass& pass, const Fp8Operand& to, bool only_amax, Fp8Cast<floatX, float> a) {
+// Casts a.inp to the operand's bytes. Measure: only takes its largest element.
+static void cast_operand(const Pass& pass, const Fp8Operand& to, Fp8Mode mode, Fp8Cast<floatX, float> a) {
     const GPT2* model = pass.model;
     Fp8Stats* stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at);
-    if (!only_amax) { a.out = to.bytes, a.out_t = to.transposed; }
+    if (mode == Fp8Mode::On) { a.out = to.bytes, a.out_t = to.transposed; }
     a.tensor = to.tensor, a.stats = stats + (to.tensor - model->fp8.tensors);
     a.scratch = pass.scratch;
     fp8_cast(a, pass.stream());
@@ -4334,17 +4328,17 @@ static void linear_forward(const Pass& pass, int l, Linear which, const LinearFo
         gelu_forward({const_cast<floatX*>(a.inp), a.pre_gelu, (size_t)p.N * p.C}, pass.stream());
     }
     if (p.fp8 != Fp8Mode::Off) {
-        cast_fp8(pass, p.inp8, !is_fp8, {.inp = gelu_in_cast ? a.pre_gelu : a.inp,
-                 .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
+        cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? a.pre_gelu : a.inp,
+                     .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
     if (!is_fp8) {
         return matmul_forward({.out = a.out, .inp = a.inp, .weight = p.weight, .bias = p.bias,
                                .residual = a.residual, .N = p.N, .C = p.C, .OC = p.OC}, pass.stream());
     }
     if (pass.model->fp8.casts_weights) {                // first its largest element, then with that the cast
-        for (bool only_amax : {true, false}) {
-            cast_fp8(pass, p.weight8, only_amax, {.inp = p.weight, .source = Fp8Source::Weight, .N = p.OC,
-                     .C = p.C});
+        for (Fp8Mode mode : {Fp8Mode::Measure, Fp8Mode::On}) {
+            cast_operand(pass, p.weight8, mode, {.inp = p.weight, .source = Fp8Source::Weight, .N = p.OC,
+                         .C = p.C});
         }
     }
     fp8_matmul({.out = a.out, .a = p.inp8.bytes, .b = p.weight8.bytes, .a_tensor = p.inp8.tensor,
@@ -4514,16 +4508,14 @@ struct Backward : Pass {
 static void linear_dout(const Backward& b, int l, Linear which, floatX* dout, Grad dbias = {},
                         const floatX* pre_gelu = nullptr) {
     const LinearLayer p = linear_layer(b, l, which);
-    if (p.fp8 != Fp8Mode::On && pre_gelu) {
-        gelu_backward_inplace({dout, dbias, b.scratch, pre_gelu, p.N, p.OC}, b.stream());
-    } else if (p.fp8 != Fp8Mode::On && dbias.data) {
-        bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream());
+    if (p.fp8 == Fp8Mode::On) {                         // the slope and dbias ride in the cast
+        const Fp8Source source = pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain;
+        return cast_operand(b, p.dout8, p.fp8, {.dbias = dbias, .inp = dout, .pre_gelu = pre_gelu,
+                            .source = source, .N = p.N, .C = p.OC});
     }
-    if (p.fp8 == Fp8Mode::Measure) { cast_fp8(b, p.dout8, true, {.inp = dout, .N = p.N, .C = p.OC}); }
-    if (p.fp8 == Fp8Mode::On) {
-        cast_fp8(b, p.dout8, false, {.dbias = dbias, .inp = dout, .pre_gelu = pre_gelu,
-                 .source = pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain, .N = p.N, .C = p.OC});
-    }
+    if (pre_gelu) { gelu_backward_inplace({dout, dbias, b.scratch, pre_gelu, p.N, p.OC}, b.stream()); }
+    else if (dbias.data) { bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream()); }
+    if (p.fp8 == Fp8Mode::Measure) { cast_operand(b, p.dout8, p.fp8, {.inp = dout, .N = p.N, .C = p.OC}); }
 }
 static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {
     const LinearLayer p = linear_layer(b, l, which);
@@ -4890,7 +4882,7 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
 static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[1].padded;
     auto product = [&](int i) { return model->opt.muon_products + i * share.place; };
-    for (const MuonShape& s : muon_shapes(model->param_specs, NUM_PARAMS, stride, layers)) {
+    for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
                             .gram = (muonX*)product(2), .poly = (muonX*)product(3),
                             .sums = (double*)product(4), .places = s.places, .rows = s.rows, .cols = s.cols,
@@ -5208,10 +5200,9 @@ static void checkpoint_load(GPT2* model, const char* path) {
 static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[at.bucket];
-    const Split& split = model->options.split;
-    if (split.zero == 0) { return model->opt.master + b.state + at.offset; }
+    if (model->options.split.zero == 0) { return model->opt.master + b.state + at.offset; }
     float* all = (float*)model->exchange.received;
-    copy_on_device(all + split.rank * b.shard, model->opt.master + b.state, b.shard * sizeof(float),
+    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(float),
                    model->stream);
     device_all_gather(all, b.shard * sizeof(float), model->stream);
     return all + at.offset;
@@ -5221,8 +5212,8 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
 // the master weights, m and v that no other rank saves; rank 0 also saves the parameters. FP16 builds write
 // fp32 models, from the master weights.
 static std::vector<SavedPiece> state_pieces(GPT2* model) {
-    const Split& split = model->options.split;
-    const bool first = split.rank == 0, from_master = !kModelIsBf16 && model->opt.master;
+    const bool sharded = model->options.split.zero >= 1, first = model->options.split.rank == 0;
+    const bool from_master = !kModelIsBf16 && model->opt.master;
     std::vector<SavedPiece> pieces;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
@@ -5238,12 +5229,12 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
             const HeldPart part = gpt2_held_part(model, i, l);
             for (const Held& held : part.in) {
                 if (!held.memory) { continue; }
-                const bool is_master = held.memory == part.in[0].memory, saves = split.zero > 0 || first;
+                const bool is_master = held.memory == part.in[0].memory;
                 pieces.push_back({.row = row(held.array, "f32", part.begin, part.end), .device = held.memory,
-                                  .in_state = saves,
-                                  .in_model = first && is_master && from_master && split.zero == 0});
+                                  .in_state = sharded || first,
+                                  .in_model = first && is_master && from_master && !sharded});
             }
-            if (from_master && split.zero >= 1) {
+            if (from_master && sharded) {
                 pieces.push_back({.row = row("master", "f32", 0, s.elems),
                                   .gather = [=] { return (const void*)gpt2_whole_master(model, i, l); },
                                   .in_model = first});
@@ -5518,7 +5509,7 @@ static void print_model(const GPT2& model) {
         printf("ranks: %d, ZeRO stage %d, gradients summed %s\n", split.world, split.zero,
                model.options.nccl_order ? "in NCCL's order" : format("over %d lanes", run.lanes).c_str());
     }
-    report_model(c, model.param_specs, NUM_PARAMS, model.options.muon, run.verbose > 0);
+    report_model(c, model.param_specs, model.options.muon, run.verbose > 0);
     if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
     if (model.options.fp8) {
         printf("matrix products: e4m3, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
@@ -5622,10 +5613,9 @@ static void print_plan() {
     Options least = options;
     if (may_lower_lanes()) { least.lanes = 1; }
 
-    ParamSpec specs[NUM_PARAMS];
-    param_specs(specs, config);
+    const std::vector<ParamSpec> specs = param_table(config);
     printf("plan: %s on %d x %s, %s\n", run.model, comm.world, device.name.c_str(), build.precision);
-    report_model(config, specs, NUM_PARAMS, options.muon, false);
+    report_model(config, specs, options.muon, false);
     memory_print(gpt2_memory_plan(config, options, run.B, run.T), run.verbose > 0);
     const int largest = memory_largest([&](int B) { return gpt2_memory_plan(config, least, B, run.T); },
                                        memory_room(device), std::min(65536, INT_MAX / run.T));
@@ -5636,7 +5626,7 @@ static void print_plan() {
            run.B, run.B > largest ? "does not fit" : "fits", largest, (long long)run.total_batch,
            rank_micro_steps(), options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
-    plan_print_time(*gpu, config, (double)report_parameters(specs, NUM_PARAMS),
+    plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,
                      options.muon, options.split.zero > 0, options.fp8, options.fp8_head}, run.max_steps,
                     run.price);
@@ -5842,8 +5832,8 @@ static void train(Training* t) {
     LrSchedule muon_schedule = schedule;
     muon_schedule.peak = run.muon_lr;
     Reports reports = {};
-    reports_init(&reports, model->config, (double)report_parameters(model->param_specs, NUM_PARAMS),
-                 model->T, t->device, kLowPrecision);
+    reports_init(&reports, model->config, (double)report_parameters(model->param_specs), model->T, t->device,
+                 kLowPrecision);
     auto report_rewinds = [&] {                 // reports the pending step; true: the run went back
         if (!report_step(&reports, &t->logger, schedule)) { return false; }
         report_line(&reports.report);           // the steps that led here

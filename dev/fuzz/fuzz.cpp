@@ -462,9 +462,8 @@ static void fuzz_descriptor(Bytes input) {
     const Config again = descriptor_config(text.c_str());
     PROPERTY(memcmp(&c, &again, sizeof(c)) == 0, "%s is another model", text.c_str());
     double elements = 0.0;                              // sizes must not wrap: as numbers that cannot
-    ParamSpec specs[NUM_PARAMS];
-    param_specs(specs, c);
-    const Layout layout = param_layout(specs, NUM_PARAMS, c.L, Split(), false, false);
+    const std::vector<ParamSpec> specs = param_table(c);
+    const Layout layout = param_layout(specs, c.L, Split(), false, false);
     for (const ParamSpec& s : specs) { elements += (double)s.rows * (double)s.cols * s.copies; }
     PROPERTY((double)layout.state_elems >= elements * 0.999999, "%zu elements", layout.state_elems);
     ActSpec acts[NUM_ACTS];

@@ -2,11 +2,11 @@
 Where a model's tensors lie in memory. The rows of its two tables (train_gpt2.cu, section 3) become specs.
 The buckets of parameters, gradients and optimizer state follow from the specs, and so do each rank's shards.
 
-    ParamSpec specs[2] = {
+    std::vector<ParamSpec> specs = {
         param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, 0, "", L),
         param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C, 3, "", L)};
-    param_offsets(specs, 2, L);
-    const Layout layout = param_layout(specs, 2, L, {.rank = 0, .world = 8, .zero = 1}, false, false);
+    param_offsets(&specs, L);
+    const Layout layout = param_layout(specs, L, {.rank = 0, .world = 8, .zero = 1}, false, false);
     const ParamAddress at = param_address(specs, layout, 1, l);     // of layer l's qkvw: bucket and element
 */
 #ifndef LLMC_MODEL_LAYOUT_H
@@ -98,22 +98,22 @@ static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems
 }
 
 // Fills in offset and stride of each tensor in its bucket (see Bucket).
-static inline void param_offsets(ParamSpec* specs, int n, int L) {
+static inline void param_offsets(std::vector<ParamSpec>* specs, int L) {
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
         size_t layer = 0;                   // elements of one layer's tensors of this kind
-        for (int i = 0; i < n; i++) {
-            if (specs[i].kind != kind || specs[i].where != Where::Block) { continue; }
-            specs[i].offset = layer;
-            layer += specs[i].slot;
+        for (ParamSpec& s : *specs) {
+            if (s.kind != kind || s.where != Where::Block) { continue; }
+            s.offset = layer;
+            layer += s.slot;
         }
         size_t behind = kind == Kind::Matrix ? 0 : layer * L;       // global tensors follow the layers'
-        for (int i = 0; i < n; i++) {
-            if (specs[i].kind != kind) { continue; }
-            if (specs[i].where == Where::Block) {
-                specs[i].stride = kind == Kind::Matrix ? 0 : layer;
+        for (ParamSpec& s : *specs) {
+            if (s.kind != kind) { continue; }
+            if (s.where == Where::Block) {
+                s.stride = kind == Kind::Matrix ? 0 : layer;
             } else {
-                specs[i].offset = behind;
-                behind += specs[i].slot;
+                s.offset = behind;
+                behind += s.slot;
             }
         }
     }
@@ -160,18 +160,18 @@ struct Layout {
 };
 
 // grads_bf16: matrices have bf16 gradients. muon: Muon updates the layers' matrices.
-static inline Layout param_layout(const ParamSpec* specs, int n, int L, const Split& split, bool grads_bf16,
-                                  bool muon) {
+static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, const Split& split,
+                                  bool grads_bf16, bool muon) {
     Layout layout = {};
     layout.L = L;
     layout.buckets.resize(L + 3);
-    for (int i = 0; i < n; i++) {
-        for (int l = 0; l < specs[i].copies; l++) {
-            Bucket& b = layout.buckets[layout.bucket_of(specs[i].kind, specs[i].where, l)];
-            b.kind = specs[i].kind;
-            b.elem_bytes = specs[i].elem_bytes;
-            b.muon = muon && specs[i].muon > 0;
-            b.elems = std::max(b.elems, specs[i].offset + l * specs[i].stride + specs[i].slot);
+    for (const ParamSpec& s : specs) {
+        for (int l = 0; l < s.copies; l++) {
+            Bucket& b = layout.buckets[layout.bucket_of(s.kind, s.where, l)];
+            b.kind = s.kind;
+            b.elem_bytes = s.elem_bytes;
+            b.muon = muon && s.muon > 0;
+            b.elems = std::max(b.elems, s.offset + l * s.stride + s.slot);
         }
     }
     size_t first = 0;
@@ -207,8 +207,10 @@ static inline Layout param_layout(const ParamSpec* specs, int n, int L, const Sp
 
 // Where layer l's copy of tensor i begins: its bucket, and the elements before it there.
 struct ParamAddress { int bucket; size_t offset; };
-static inline ParamAddress param_address(const ParamSpec* specs, const Layout& layout, int i, int l) {
-    return {layout.bucket_of(specs[i].kind, specs[i].where, l), specs[i].offset + l * specs[i].stride};
+static inline ParamAddress param_address(const std::vector<ParamSpec>& specs, const Layout& layout, int i,
+                                         int l) {
+    const ParamSpec& s = specs[i];
+    return {layout.bucket_of(s.kind, s.where, l), s.offset + l * s.stride};
 }
 
 #endif  // LLMC_MODEL_LAYOUT_H

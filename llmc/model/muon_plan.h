@@ -5,7 +5,7 @@ memory that takes. Host only.
     const MuonShare share = muon_share(layout, C, split, sizeof(float), (size_t)576 << 20);
     for (int first = 0; first < L; first += share.together) {
         ...                                     // rank r: layers first + r * share.each and on, share.each
-        for (const MuonShape& s : muon_shapes(specs, n, stride, layers)) { ... }        // of one shape each
+        for (const MuonShape& s : muon_shapes(specs, stride, layers)) { ... }           // of one shape each
     }
 */
 #ifndef LLMC_MODEL_MUON_PLAN_H
@@ -47,17 +47,18 @@ static inline MuonShare muon_share(const Layout& layout, int C, const Split& spl
 // Matrices of `layers` layers that have the same shape are multiplied in one call. stride: elements from a
 // layer's bucket to the next one's.
 struct MuonShape { int rows, cols; MuonPlaces places; };
-static inline std::vector<MuonShape> muon_shapes(const ParamSpec* specs, int n, size_t stride, int layers) {
+static inline std::vector<MuonShape> muon_shapes(const std::vector<ParamSpec>& specs, size_t stride,
+                                                 int layers) {
     std::vector<MuonShape> shapes;
-    for (int i = 0; i < n; i++) {
-        for (int part = 0; part < specs[i].muon; part++) {
-            const int rows = (int)specs[i].rows / specs[i].muon, cols = (int)specs[i].cols;
-            auto same = [&](const MuonShape& s) {
-                return s.rows == rows && s.cols == cols && s.places.parts < kMuonParts;
+    for (const ParamSpec& s : specs) {
+        for (int part = 0; part < s.muon; part++) {
+            const int rows = (int)s.rows / s.muon, cols = (int)s.cols;
+            auto same = [&](const MuonShape& m) {
+                return m.rows == rows && m.cols == cols && m.places.parts < kMuonParts;
             };
             auto it = std::find_if(shapes.begin(), shapes.end(), same);
             if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
-            it->places.at[it->places.parts++] = specs[i].offset + part * (specs[i].elems / specs[i].muon);
+            it->places.at[it->places.parts++] = s.offset + part * (s.elems / s.muon);
         }
     }
     return shapes;

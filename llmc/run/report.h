@@ -2,7 +2,7 @@
 A run's lines on the terminal: its model, the mean of the last steps, progress, validations, skipped updates.
 Host only.
 
-    report_model(config, specs, num_specs, uses_muon);          // at the start
+    report_model(config, specs, uses_muon, false);              // at the start
     Report report = {max_steps, tokens_per_step, 10, 0};        // a line every 10 steps, no GPU telemetry
     report_add(&report, {step, loss, lr, norm, tokens, ms, tokens_per_s});      // after each step
     const std::string gpu = report_gpu(&report);                // fields for metrics.jsonl
@@ -62,18 +62,19 @@ static inline std::string duration_text(double seconds) {
 }
 
 // The number of parameters, padding not counted.
-static inline size_t report_parameters(const ParamSpec* specs, int n) {
+static inline size_t report_parameters(const std::vector<ParamSpec>& specs) {
     size_t count = 0;
-    for (const ParamSpec* s = specs; s < specs + n; s++) { count += s->copies * s->live_rows * s->cols; }
+    for (const ParamSpec& s : specs) { count += s.copies * s.live_rows * s.cols; }
     return count;
 }
 
-static inline void report_model(const Config& c, const ParamSpec* specs, int n, bool muon, bool details) {
+static inline void report_model(const Config& c, const std::vector<ParamSpec>& specs, bool muon,
+                                bool details) {
     size_t decayed = 0, muons = 0;
-    const size_t all = report_parameters(specs, n);
-    for (const ParamSpec* s = specs; s < specs + n; s++) {
-        decayed += s->kind == Kind::Matrix ? s->copies * s->live_rows * s->cols : 0;
-        muons += s->muon ? s->copies * s->elems : 0;
+    const size_t all = report_parameters(specs);
+    for (const ParamSpec& s : specs) {
+        decayed += s.kind == Kind::Matrix ? s.copies * s.live_rows * s.cols : 0;
+        muons += s.muon ? s.copies * s.elems : 0;
     }
     printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V, all);
     if (details) {
