@@ -4263,7 +4263,8 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // ---- linear layers ----
 // out (N,OC) = inp (N,C) weight^T + bias. N is the pass's B*T; the weight's shape says C and OC.
 // With --matmul-dtype fp8 they multiply e4m3 bytes (llmc/ops/fp8.h), in training only. A run's first step
-// multiplies as without FP8 and takes the largest elements alone; the second's scales come from these.
+// multiplies as without FP8 and takes the largest elements alone; the second's scales come from these. If the
+// first step is not finite, scales stay 1 until later steps have found largest elements.
 enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
 constexpr struct { ParamId weight, bias; ActId inp8; } kLinears[] = {
     {PARAM_qkvw, PARAM_qkvb, ACT_qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, ACT_attproj_inp8},
