@@ -473,48 +473,42 @@ static Vector short_run(const Config& c, const Options& o, int B, int steps, int
 }
 
 // ---- arenas and lanes ----
+typedef std::vector<std::pair<size_t, size_t>> Ranges;         // [begin, end)
+static bool are_apart(Ranges ranges) {
+    std::sort(ranges.begin(), ranges.end());
+    bool apart = true;
+    for (size_t i = 1; i < ranges.size(); i++) { apart = apart && ranges[i - 1].second <= ranges[i].first; }
+    return apart;
+}
+
 static void check_layout(const std::vector<ParamSpec>& specs, const Config& c, const Split& split, bool bf16,
                          const Layout& alone) {
     const Layout layout = param_layout(specs, c.L, split, bf16, false);
-    const int buckets = (int)layout.buckets.size();
-    std::vector<std::vector<std::pair<size_t, size_t>>> taken(buckets);
-    bool good = buckets == c.L + 3;
+    std::vector<Ranges> tensors(layout.buckets.size());
+    Ranges grads;                               // bytes of the buckets'
+    bool good = layout.buckets.size() == alone.buckets.size();
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = specs[i];
         for (int l = 0; l < s.copies; l++) {
             const ParamAddress at = param_address(specs, layout, i, l);
-            const ParamAddress there = param_address(specs, alone, i, l);
             const Bucket& b = layout.buckets[at.bucket];
-            // wte and wpe, then layer by layer; vectors of all layers behind
-            const int expected = s.kind == Kind::Matrix ? (i <= PARAM_wpe ? 0 : 1 + l)
-                               : s.elem_bytes == 4 && strncmp(s.name, "ln", 2) == 0 ? c.L + 2 : c.L + 1;
-            good = good && b.kind == s.kind && at.offset % 128 == 0 && at.offset + s.elems <= b.elems &&
-                   at.offset == there.offset && at.bucket == there.bucket && at.bucket == expected;
-            taken[at.bucket].push_back({at.offset, at.offset + s.elems});
+            good = good && b.kind == s.kind && b.elem_bytes == s.elem_bytes && at.offset % 128 == 0 &&
+                   at.offset + s.elems <= b.elems;
+            tensors[at.bucket].push_back({at.offset, at.offset + s.elems});
         }
     }
-    auto grad_bytes = [&](const Bucket& b) { return b.padded * (bf16 && b.kind == Kind::Matrix ? 2 : 4); };
-    size_t first = 0;
-    for (int k = 0; k < buckets; k++) {
+    for (int k = 0; k < (int)layout.buckets.size(); k++) {
         const Bucket& b = layout.buckets[k];
-        std::sort(taken[k].begin(), taken[k].end());
-        for (size_t t = 1; t < taken[k].size(); t++) {
-            good = good && taken[k][t - 1].second <= taken[k][t].first;
-        }
-        good = good && b.padded == b.shard * split.world && b.shard % kChunk == 0 && b.padded >= b.elems &&
-               b.padded - b.elems < kChunk * split.world + split.world * (size_t)128;
-        good = good && b.first == first && b.params % kAlign == 0 && b.grads % kAlign == 0;
-        first += alone.buckets[k].padded;
-        good = good && b.grads + grad_bytes(b) <= layout.grads_bytes;
-        for (int j = 0; j < k; j++) {           // at stage 2 layers of one parity share a place, else none do
-            const Bucket& other = layout.buckets[j];
-            const bool shared = split.zero == 2 && j >= 1 && k <= c.L && (k - j) % 2 == 0;
-            good = good && (shared ? other.grads == b.grads
-                                   : other.grads + grad_bytes(other) <= b.grads ||
-                                         b.grads + grad_bytes(b) <= other.grads);
-        }
+        good = good && are_apart(tensors[k]) && b.padded == b.shard * split.world && b.shard % kChunk == 0 &&
+               b.padded >= b.elems && b.padded - b.elems < kChunk * (size_t)split.world + split.world &&
+               b.first == alone.buckets[k].first && b.params % kAlign == 0 && b.grads % kAlign == 0;
+        const size_t end = b.grads + b.padded * (bf16 && b.kind == Kind::Matrix ? 2 : 4);
+        const bool shares = split.zero == 2 && k > 2 && k <= c.L;       // a place with the layer before last
+        if (shares) { good = good && b.grads == layout.buckets[k - 2].grads; }
+        else { grads.push_back({b.grads, end}); }
+        good = good && end <= layout.grads_bytes;
     }
-    CHECK(good, "L=%d, %d ranks, stage %d, bf16 %d", c.L, split.world, split.zero, bf16);
+    CHECK(good && are_apart(grads), "L=%d, %d ranks, stage %d, bf16 %d", c.L, split.world, split.zero, bf16);
 }
 
 // Every tensor's place: whole, aligned, in a bucket of its kind, alone; every bucket cut into equal shards of
@@ -524,6 +518,9 @@ static void test_layout() {
     for (const Config& c : {kTiny, kTensorCore, one_layer, seven_layers}) {
         const std::vector<ParamSpec> specs = param_table(c);
         const Layout alone = param_layout(specs, c.L, {0, 1, 0}, false, false);
+        Ranges keys;
+        for (const Bucket& b : alone.buckets) { keys.push_back({b.first, b.first + b.padded}); }
+        CHECK(are_apart(keys), "L=%d: two elements have one key", c.L);
         for (int world = 1; world <= 64; world++) {
             for (int zero = 0; zero <= (world > 1 ? 2 : 0); zero++) {
                 for (bool bf16 : {false, true}) {
@@ -970,15 +967,6 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     CHECK(host_state(&a) == host_state(&b), "a resumed run ends with other bits");
     CHECK(memcmp(&end_a.update, &end_b.update, sizeof(UpdateState)) == 0 && end_a.loss == end_b.loss,
           "a resumed run ends in another state");
-    std::string replaced;
-    die_throw = [](const char* text) { throw std::string(text); };
-    b.config.NH++;                          // as if the file had been replaced by another of its size
-    try { checkpoint_load(&b, checkpoint_model(folder.name, 1).c_str()); }
-    catch (const std::string& text) { replaced = text; }
-    b.config.NH--;
-    die_throw = nullptr;
-    CHECK(replaced.find("is another model than it was at the start") < replaced.size(), "'%s'",
-          replaced.c_str());
     checkpoint_remove(folder.name, 1);
     logger_free(&logger);
     for (const char* file : {"/main.log", "/metrics.jsonl", "/run.json"}) {

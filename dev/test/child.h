@@ -18,6 +18,7 @@ function in a child process, to test what ends a process: errors, --help, kills.
 #include <dirent.h>         // gives: opendir
 #include <stdio.h>          // gives: tmpfile, fread
 #include <stdlib.h>         // gives: mkdtemp, system
+#include <sys/resource.h>   // gives: setrlimit
 #include <sys/wait.h>       // gives: waitpid
 #include <unistd.h>         // gives: fork, dup2
 
@@ -116,6 +117,11 @@ static inline int folder_end() {    // main's last line
 }
 
 // ---- child processes ----
+
+static inline void limit_to(int resource, rlim_t most) {        // of this process: RLIMIT_NOFILE, ...
+    const struct rlimit limit = {most, most};
+    if (setrlimit(resource, &limit) != 0) { _exit(99); }
+}
 
 struct Child { int code; std::string out, err; };   // code: exit status, or -signal
 

@@ -4,7 +4,6 @@ tried exhaustively on small files: each byte, each length, each field. test_resu
 files, reads the format with a program of its own, and calls build/checkpoint.
 */
 #include <stddef.h>                     // gives: offsetof
-#include <sys/resource.h>               // gives: setrlimit
 
 #include <atomic>                       // gives: std::atomic
 #include <new>                          // gives: std::bad_alloc
@@ -186,8 +185,7 @@ static void test_state_round_trip() {
     TEST("state file: more of them than a process may open") {
         check_lives("40 of them", [&] {
             write_state(path);
-            const rlimit few = {16, 16};
-            setrlimit(RLIMIT_NOFILE, &few);
+            limit_to(RLIMIT_NOFILE, 16);
             std::vector<StateFile> files(40);
             for (StateFile& file : files) { if (!state_open(&file, path).empty()) { _exit(1); } }
             for (StateFile& file : files) { if (!read_piece(file, 0, &data).empty()) { _exit(2); } }
@@ -381,26 +379,19 @@ static void test_names() {
         CHECK_TEXT(checkpoint_model("r", 12), "r/model_00000012.bin");
         CHECK_TEXT(checkpoint_state("r", 5000000000, 7), "r/state_5000000000_00007.bin");
         CHECK_TEXT(checkpoint_marker("r", 0), "r/DONE_00000000");
-        const struct { const char *name, *before, *after; int64_t number; } names[] = {
-            {"DONE_00000012", "DONE_", "", 12}, {"DONE_", "DONE_", "", -1}, {"DONE_1x", "DONE_", "", -1},
-            {"DONE_-1", "DONE_", "", -1}, {"DONE_ 1", "DONE_", "", -1}, {"xDONE_1", "DONE_", "", -1},
-            {"DONE_999999999999999999", "DONE_", "", 999999999999999999},
-            {"DONE_9999999999999999999", "DONE_", "", -1}, {"DONE_1.7.0.part", "DONE_", "", -1},
-            {"a1.bin", "a", ".bin", 1}, {"a.bin", "a", ".bin", -1}, {"a1.binx", "a", ".bin", -1}};
-        for (const auto& n : names) {
-            CHECK(checkpoint_number(n.name, n.before, n.after) == n.number, "%s: %lld", n.name,
-                  (long long)checkpoint_number(n.name, n.before, n.after));
-        }
         const std::string run = new_folder("names");
         for (const char* name : {"DONE_00000100", "DONE_00000020", "DONE_5000000000", "DONE_00000003",
-                                 "DONE_7", "DONE_000000020", "DONE_00000001.8.0.part", "done_00000002",
-                                 "DONE_0000000x", "state_00000001_00000.bin", "state_00000002_00007.bin",
-                                 "HALF_00000001", "state_00000003_00000.bin", "state_7_00000.bin",
+                                 "DONE_999999999999999999", "DONE_7", "DONE_000000020", "DONE_0000000x",
+                                 "DONE_-0000001", "DONE_ 0000001", "DONE_9999999999999999999", "DONE_",
+                                 "xDONE_00000001", "DONE_00000001.8.0.part", "done_00000002",
+                                 "state_00000001_00000.bin", "HALF_00000001", "state_00000002_00007.bin",
+                                 "state_00000003_00000.bin", "state_7_00000.bin", "state_00000008_00000.binx",
                                  "model_00000009.bin"}) {
             write_text(run + "/" + name, "");
         }
-        CHECK_TEXT(numbers(checkpoint_steps(run)), "3 20 100 5000000000");
-        CHECK_TEXT(numbers(checkpoint_steps(run, true)), "2 3 20 100 5000000000");     // without a marker
+        CHECK_TEXT(numbers(checkpoint_steps(run)), "3 20 100 5000000000 999999999999999999");
+        CHECK_TEXT(numbers(checkpoint_steps(run, true)),                // without a marker, too
+                   "2 3 20 100 5000000000 999999999999999999");
         CHECK_TEXT(numbers(checkpoint_steps(run + "/none")), "");
     }
 }
@@ -489,12 +480,6 @@ static void test_marker() {
         CHECK_TEXT(numbers(checkpoint_before(order, 25, 5)), "13 20 25 10 15");
         write_text(checkpoint_state(order, 20, 0), "");             // it may be the newest: it is named first
         CHECK_TEXT(numbers(checkpoint_newest(order)), "10 13 25 30 15 20");
-    }
-    TEST("checkpoints: of more ranks than fit a megabyte") {
-        const std::string many = new_folder("many");
-        checkpoint_done(many, 1, std::vector<std::string>(30000, write_checkpoint(many, 1)[0]));
-        CHECK(file_size(checkpoint_marker(many, 1).c_str()) > 1 << 20, "the marker is small");
-        CHECK_TEXT(check(many, 1), "");
     }
 }
 
@@ -689,19 +674,6 @@ static void test_refusals() {
             checkpoint_remove(run, 2);
         }
     }
-    TEST("checkpoints: a disk that refuses the writer's thread ends the program") {
-        const std::string run = new_folder("thread");
-        write_checkpoint(run, 1);
-        check_dies("fsync", [&] {
-            Worker* worker = worker_start();
-            fail_at(SYNC, 3);
-            worker_post(worker, [&] { write_checkpoint(run, 2); });
-            worker_wait(worker);
-            _exit(0);
-        }, {"cannot write", "model_00000002.bin", "No space left"});
-        CHECK_TEXT(check(run, 1), "");
-        CHECK(!holds(listing(run), ".part"), "%s", listing(run).c_str());
-    }
 }
 
 // ---- the thread ----
@@ -719,19 +691,15 @@ static void test_worker() {
     TEST("worker: one thing after the other, and waiting for it") {
         alarm(120);                                 // a wait that never ends
         Worker *worker = worker_start(), *other = worker_start();
-        CHECK(!worker_busy(worker), "it is busy before there is work");
-        worker_wait(worker);
-        int sum = 0;                                // no lock: the worker's own one has to do
-        bool in_order = true;
+        worker_wait(worker);                        // for nothing
+        int sum = 0, wrong = 0;                     // no lock: the worker's own one has to do
         for (int i = 1; i <= 1000; i++) {
-            worker_post(i % 2 ? worker : other, [&, i] {
-                in_order = in_order && sum == i * (i - 1) / 2;
-                sum += i;
-            });
-            worker_wait(i % 2 ? worker : other);
-            in_order = in_order && sum == i * (i + 1) / 2 && !worker_busy(worker);
+            Worker* const w = i % 2 ? worker : other;
+            worker_post(w, [&, i] { wrong += sum != i * (i - 1) / 2; sum += i; });
+            worker_wait(w);
+            wrong += sum != i * (i + 1) / 2 || worker_busy(w);
         }
-        CHECK(in_order && sum == 500500, "the sum is %d", sum);
+        CHECK(wrong == 0, "%d things are done too early or too late", wrong);
         std::atomic<bool> go(false), began(false);
         worker_post(worker, [&] {
             began = true;

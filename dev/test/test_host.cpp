@@ -67,8 +67,7 @@ static void test_check_disk() {
         struct stat st;
         CHECK(stat(path.c_str(), &st) == 0 && (st.st_mode & 0600) == 0600, "nobody may read the file");
         check_dies("a limit on size", [&] {             // a write in the middle fails, not the last one
-            struct rlimit limit = {4096, 4096};
-            setrlimit(RLIMIT_FSIZE, &limit);
+            limit_to(RLIMIT_FSIZE, 4096);
             write_atomic(path, std::string(1000000, 'x'));
         }, {path, "too large"});
         CHECK_TEXT(read_text(path), "old");
@@ -79,37 +78,21 @@ static void test_check_disk() {
                     [&] { fail_folder_sync(EINVAL); write_atomic(path, "3"); });
         check_dies("folder missing", [] { atomic_open(in_folder("none/x")); }, {"none/x", "No such file"});
         check_lives("more files than descriptors", [&] {
-            struct rlimit limit = {24, 24};
-            setrlimit(RLIMIT_NOFILE, &limit);
+            limit_to(RLIMIT_NOFILE, 24);
             for (int i = 0; i < 100; i++) { write_atomic(path, "4"); }
         });
     }
-    // Each keeps the name of its unfinished file until that is whole, or until another one's error takes it.
     TEST("check: files of several threads") {
-        std::atomic<int> lost(0), stop(0);
         std::vector<std::thread> threads;
         for (int t = 0; t < 4; t++) {
-            threads.emplace_back([&, t] {
-                for (int i = 0; i < 200; i++) {
-                    AtomicFile a = atomic_open(in_folder(format("thread%d", t)));
-                    const PartName& part = part_names[a.slot];
-                    lost += part.state != PART_NAMED || a.temp != part.text;
-                    atomic_commit(&a);
-                }
+            threads.emplace_back([t] {
+                for (int i = 0; i < 200; i++) { write_atomic(in_folder(format("thread%d", t)), "5"); }
             });
         }
         for (std::thread& t : threads) { t.join(); }
-        for (const PartName& part : part_names) { lost += part.state != PART_FREE; }
-        CHECK(lost == 0, "%d names of unfinished files were lost, doubled or kept", lost.load());
-        std::thread remover([&] { while (!stop) { atomic_remove_parts(); std::this_thread::yield(); } });
-        for (int i = 0; i < 200; i++) {
-            AtomicFile a = atomic_open(in_folder(format("removed%d", i)));
-            fclose(a.f);
-            while (access(a.temp.c_str(), F_OK) == 0) { std::this_thread::yield(); }
-        }
-        stop = 1;
-        remover.join();
-        CHECK_TEXT(joined(parts(in_folder("thread"))), "");
+        int kept = 0;                               // of the places that names of unfinished files have
+        for (const PartName& part : part_names) { kept += part.state != PART_FREE; }
+        CHECK(kept == 0 && parts(in_folder("thread")).empty(), "%d unfinished files are remembered", kept);
     }
 }
 
@@ -218,16 +201,10 @@ static void test_check_paths() {
             {"\xC2\x9B" "31m", "\\u009b31m"}};
         for (const auto& c : cases) { CHECK_TEXT(shown(c[0]), c[1]); }
         const std::string evil = in_folder("x\nerror: \x1b[2Jforged");
-        const struct { std::function<void()> fails; long lines; } errors[] = {
-            {[&] { fopen_check(evil.c_str(), "rb"); }, 1}, {[&] { atomic_open(evil + "/y"); }, 1},
-            {[&] { write_atomic(evil, ""); mkdir_check((evil + "/y").c_str()); }, 1},
-            {[&] { die("'%s' is wrong\nhint: choose another than '%s'", evil.c_str(), evil.c_str()); }, 2}};
-        for (const auto& e : errors) {
-            const Child c = run_child(e.fails);
-            CHECK_IS(std::count(c.err.begin(), c.err.end(), '\n'), e.lines);
-            CHECK(c.code == 1 && !holds(c.err, "\x1b"), "exit code %d: %s", c.code, shown(c.err).c_str());
-            CHECK_HOLDS(c.err, "x\\nerror: \\x1b[2Jforged");
-        }
+        const std::function<void()> errors[] = {
+            [&] { fopen_check(evil.c_str(), "rb"); }, [&] { atomic_open(evil + "/y"); },
+            [&] { die("it is wrong\nhint: choose another than '%s'", evil.c_str()); }};
+        for (const auto& fails : errors) { check_dies("evil", fails, {"x\\nerror: \\x1b[2Jforged"}); }
     }
 }
 
@@ -553,21 +530,6 @@ static void test_flag_errors() {
             check_dies(joined(c.words).substr(0, 40), [&] { parse(c.words); }, c.message);
         }
     }
-    TEST("flags: mistakes in a table") {
-        CHECK(flags_table_ok(flags, num_flags), "the table of this test is refused");
-        const struct { const char* what; Flag row; } rows[] = {
-            {"a name twice", {"", "micro-batch", FLAG_INT, &cfg.B, "4", 1, 2, nullptr, ""}},
-            {"a letter twice", {"d", "other", FLAG_INT, &cfg.B, "4", 1, 2, nullptr, ""}},
-            {"--help", {"", "help", FLAG_INT, &cfg.B, "4", 1, 2, nullptr, ""}},
-            {"no options", {"", "other", FLAG_ENUM, &cfg.kind, "a", 0, 0, nullptr, ""}},
-            {"options of a number", {"", "other", FLAG_INT, &cfg.B, "4", 1, 2, "a|b", ""}},
-            {"an empty range", {"", "other", FLAG_FLOAT, &cfg.lr, "4", 2, 1, nullptr, ""}},
-        };
-        for (const auto& r : rows) {
-            const Flag table[] = {flags[0], flags[1], r.row};
-            CHECK(!flags_table_ok(table, 3), "%s: nobody notices", r.what);
-        }
-    }
 }
 
 static void test_flag_texts() {
@@ -614,33 +576,19 @@ static void test_flag_texts() {
                    "\"lr-schedule\": \"cosine\", \"master\": true, \"output\": \"a\\\"\\u000a\", "
                    "\"prompt\": \"\", \"name\": \"x\"}");
     }
-    TEST("flags: settings of an earlier start") {
+    TEST("flags: settings of an earlier start; test_resume.py has those that it fixes") {
         static Flag table[num_flags];
         std::copy(flags, flags + num_flags, table);
-        table[0].resume = FLAG_FIXED;           // -b, and the others as they are: kept
         table[6].resume = FLAG_NOW;             // -o
         const JsonValues saved = {              // neither --seed nor --name, which there were not yet
             {"micro-batch", "8"}, {"total-batch", "1024"}, {"lr", "0.25"}, {"lr-schedule", "linear"},
             {"master", "0"}, {"output", "then"}, {"prompt", "a = b\n"}};
-        auto resume = [&](const std::vector<std::string>& words) {
-            parse_table(table, num_flags, words);
-            flags_resume(table, num_flags, [&](const char* name) {
-                const std::string* text = facts_find(saved, name);
-                return text ? text->c_str() : nullptr;
-            });
-        };
-        resume({});
-        CHECK_TEXT(settings(table), "[8] [1024] [1337] [0.25] [linear] [0] [] [a = b\n] [x]");
-        resume({"-z", "2048", "-o", "now", "-l=0.5", "-b", "8"});
-        CHECK_TEXT(settings(table), "[8] [2048] [1337] [0.5] [linear] [0] [now] [a = b\n] [x]");
-        for (std::string other : {"16", "4"}) {             // 4 is the default
-            check_dies("-b " + other, [&] { resume({"-b", other}); },
-                       {"-b (--micro-batch) " + other + ":", "began with 8", "hint:"});
-        }
-        parse({});
-        check_dies("out of range", [] {
-            flags_resume(flags, num_flags, [](const char*) { return "0"; });
-        }, {"-b (--micro-batch)", "1 to 65536", "'0'"});
+        parse_table(table, num_flags, {"-z", "2048", "-l=0.5"});
+        flags_resume(table, num_flags, [&](const char* name) {
+            const std::string* text = facts_find(saved, name);
+            return text ? text->c_str() : nullptr;
+        });
+        CHECK_TEXT(settings(table), "[8] [2048] [1337] [0.5] [linear] [0] [] [a = b\n] [x]");
     }
 }
 
@@ -653,35 +601,6 @@ static void parse_run(const std::vector<std::string>& words) {
 
 static void test_run() {
     const Build cuda = {"BF16", true, true};
-    TEST("run: the task") {
-        const struct { std::vector<std::string> words; Task task; bool writes_text, validates; } cases[] = {
-            {{}, Task::Train, true, true},
-            {{"--prompt", "a", "-s", "0", "-v", "0"}, Task::Train, false, false},
-            {{"-x", "0"}, Task::Evaluate, false, true},
-            {{"-x", "0", "-h", "1"}, Task::Evaluate, false, false},
-            {{"-x", "0", "-h", "1", "-j", "a"}, Task::Evaluate, false, true},
-            {{"-x", "0", "--prompt", "", "-h", "1", "-j", "a"}, Task::Write, true, false},
-            {{"-x", "0", "--chat", "1"}, Task::Write, true, false},
-        };
-        for (const auto& c : cases) {
-            parse_run(c.words);
-            const bool texts = run_writes_text(), validates = run_validates();
-            CHECK(run_task() == c.task && texts == c.writes_text && validates == c.validates, "%s: %d %d %d",
-                  joined(c.words).c_str(), (int)run_task(), texts, validates);
-        }
-    }
-    TEST("run: words become enums, and what is left open is filled in") {
-        comm.world = 4;
-        parse_run({"--reduction", "nccl", "--optimizer", "muon", "--block", "parallel-tied", "-b", "2"});
-        CHECK(run.reduction == Reduction::Nccl && run.optimizer == OptimizerKind::Muon &&
-              run.grad_dtype == GradDtype::Fp32 && run.block == Block::ParallelTied, "other words");
-        Config c = descriptor_config("d12");
-        settings_keep();
-        config_check(&c, true, cuda);
-        CHECK(run.T == 1024 && run.total_batch == 8192 && run.lanes == 4 && c.block == Block::ParallelTied,
-              "-t %d -z %lld --lanes %d", run.T, (long long)run.total_batch, run.lanes);
-        CHECK_TEXT(settings_left_open(), "sequence-length total-batch lanes");
-    }
     TEST("run: what builds with several GPUs refuse") {
         const struct { Build build; std::vector<std::string> words; const char* message; } cases[] = {
             {{"BF16", true, false}, {"--reduction", "nccl"}, "needs NCCL"},
@@ -689,6 +608,7 @@ static void test_run() {
             {cuda, {"--reduction", "nccl", "--lanes", "8"}, "each of the 4 ranks has one lane"},
             {cuda, {"-b", "1", "-z", "4096", "--lanes", "2"}, "hint: --lanes 4 fits"},
         };
+        comm.world = 4;
         for (const auto& c : cases) {
             check_dies(c.message, [&] {
                 parse_run(c.words);
@@ -728,15 +648,14 @@ static void test_run() {
         }
     }
     TEST("run: numbers of a state to resume from") {
-        const Facts facts = {{"n", "7"}, {"negative", "-5"}, {"short", "1e9"}, {"huge", "1099511627776"}};
+        const Facts facts = {{"n", "7"}, {"short", "1e9"}, {"huge", "1099511627776"}};
         CHECK(fact_number(facts, "n", 7, 7) == 7, "it is another number");
-        const struct { const char *name, *message; } cases[] = {
-            {"none", "does not say 'none'"}, {"negative", "'negative' is -5: expected 0 to 2147483647"},
-            {"short", "'short' is 1e9"}, {"huge", "'huge' is 1099511627776"}};
+        const struct { const char* name; int64_t least; const char* message; } cases[] = {
+            {"none", 0, "does not say 'none'"}, {"n", 8, "'n' is 7: expected 8 to 2147483647"},
+            {"short", 0, "'short' is 1e9"}, {"huge", 0, "'huge' is 1099511627776"}};
         for (const auto& c : cases) {
-            check_dies(c.name, [&] { fact_number(facts, c.name, 0, INT_MAX); }, {c.message});
+            check_dies(c.name, [&] { fact_number(facts, c.name, c.least, INT_MAX); }, {c.message});
         }
-        check_dies("too small", [&] { fact_number(facts, "n", 8, 9); }, {"'n' is 7: expected 8 to 9"});
         const Facts forged[] = {{{"T", "0"}}, {{"T", "8"}, {"total_batch", "1e308"}},
                                 {{"T", "8"}, {"total_batch", "8"}, {"lanes", "-1"}}};
         for (const Facts& all : forged) {
@@ -746,27 +665,17 @@ static void test_run() {
             }, {"'" + all.back().first + "' is " + all.back().second});
         }
         check_dies("no model", [] { facts_config({}); }, {"does not say which model"});
-
-        UpdateState update = {}, again = {};
-        update.norm = 0.1f, update.norms.count = 3, update.losses.values[kWindow - 1] = -1e30f;
-        Facts said;
-        update_facts(update, &said);
-        CHECK_TEXT(facts_update(said, &again), "");
-        CHECK(again.norm == 0.1f && again.norms.count == 3 && again.losses.values[kWindow - 1] == -1e30f,
-              "%.9g %lld", again.norm, again.norms.count);
+        UpdateState update = {};
         for (const char* bad : {"", "x", "-1", "1e308"}) {
-            Facts forged = said;
+            Facts forged;
+            update_facts(update, &forged);
             for (auto& fact : forged) { if (fact.first == "update.norms_count") { fact.second = bad; } }
-            CHECK(holds(facts_update(forged, &again), "update.norms_count"), "'%s' is taken", bad);
+            CHECK_HOLDS(facts_update(forged, &update), "update.norms_count");
         }
     }
-    TEST("run: flags of programs that had others") {
-        settings_known({{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.seed", "1"}, {"T", "8"}},
-                       "flag.");
-        check_dies("--residual", [&] {
-            settings_resume({{"flag.residual", "layernorm"}}, descriptor_config("d12"), cuda);
-        }, {"began with --residual layernorm", "hint:"});
-    }
+    check_lives("flags of old programs", [] {
+        settings_known({{"flag.residual", "gemm"}, {"flag.quiet", "1"}}, "flag.");
+    });
 }
 
 // ---- lanes.h ----
@@ -914,7 +823,6 @@ static void test_sampler() {
             CHECK_IS(draw({0, 0, 0, 0}, 1.0f, 0, coin, 0.5f), half);
             CHECK_IS(draw({0, 0, 0, 9}, 1.0f, 3, coin, 0.9998f), coin > 0 ? 3 : 0);
             CHECK_IS(draw({inf, 0, inf}, 1.0f, 0, coin), 2 * half);
-            CHECK_IS(draw({-inf, 0, -inf}, 1.0f, 0, coin), 1);
             CHECK_IS(draw({-inf, -inf}, 1.0f, 0, coin), half);
             CHECK_IS(draw({nan, 2, nan}, 1.0f, 2, coin), 1);
             CHECK_IS(draw({-FLT_MAX, FLT_MAX, 0}, 1.0f, 2, coin), 1);
@@ -931,24 +839,6 @@ static void test_sampler() {
 // ---- rand.h ----
 
 static void test_permutation() {
-    TEST("permutation: an independent program's values") {
-        // rand_permuted of dev/reference/formats.py
-        const struct { uint64_t seed; uint32_t id; uint64_t n; std::vector<uint64_t> i, x; } cases[] = {
-            {1337, 5, 10, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, {9, 2, 0, 8, 5, 3, 1, 6, 4, 7}},
-            {1337, 0, 1000, {0, 1, 2, 3, 4, 5, 6, 7}, {353, 169, 339, 841, 318, 152, 333, 885}},
-            {(1ull << 40) + 7, 3, 500000000000, {0, 1, 2, 499999999999},
-             {178612030304, 15959690548, 365489328980, 401387331412}},
-            {1, 0xFFFFFFFF, 1ull << 63, {0, 1, 1ull << 62},
-             {1375563812516118945, 8712765427021297227, 7137619255648286411}},
-        };
-        for (const auto& c : cases) {
-            for (size_t k = 0; k < c.i.size(); k++) {
-                const uint64_t x = rand_permuted(c.seed, c.id, c.n, c.i[k]);
-                CHECK(x == c.x[k], "n=%llu: element %llu is %llu", (unsigned long long)c.n,
-                      (unsigned long long)c.i[k], (unsigned long long)x);
-            }
-        }
-    }
     TEST("permutation: a bijection") {
         int wrong = 0;
         for (uint64_t n = 1; n <= 700; n++) {
@@ -1109,11 +999,15 @@ static void test_logger() {
             }, {"cannot write", run, "No space left", "hint:"});
             mkdir_check(odd.c_str());
             CHECK(mkfifo((odd + "/" + name).c_str(), 0600) == 0, "cannot make a pipe: %s", strerror(errno));
-            check_dies("a pipe", [&] {
-                Logger log = log_of(odd);
-                log_step(&log, 0);
-            }, {odd + "/" + name, "a pipe"});
+            check_dies("a pipe", [&] { Logger log = log_of(odd); log_step(&log, 0); },
+                       {odd + "/" + name, "a pipe"});
         }
+        check_dies("sync", [] {
+            Logger log = log_of(in_folder("sync"));
+            log_step(&log, 0);
+            file_layer.fsync = [](int) { return refuse(EIO); };
+            logger_sync(&log);
+        }, {"cannot write the logs in '" + in_folder("sync"), "Input/output error"});
     }
 }
 
@@ -1208,15 +1102,6 @@ static void test_logger_go_back() {
         CHECK_TEXT(gap.err, "warning: '" + main_log + "' lost its last lines: it goes on behind the gap\n");
         CHECK_TEXT(read_text(main_log), ten.substr(0, ten.rfind("s:9 ")) + "s:11 tel:1.000000\n");
     }
-    TEST("logger: a disk that refuses") {
-        log = log_of(run);
-        log_step(&log, 0);
-        check_dies("sync", [&] {
-            file_layer.fsync = [](int) { return refuse(EIO); };
-            logger_sync(&log);
-        }, {"cannot write the logs in '" + run, "Input/output error"});
-        logger_free(&log);
-    }
 }
 
 // ---- report.h: what a terminal is told of the steps ----
@@ -1239,7 +1124,8 @@ static void test_report() {
         progress_on = false;
         CHECK_IS(report_every(r), 1);                   // no terminal: a line each step
     }
-    TEST("report: lines of means, validations, skipped updates") {
+    // Forms of lines, the best validation and skipped updates are test_terminal.py's and test_runs.py's.
+    TEST("report: means, what is no number, the time that is left, the peak") {
         const Child c = run_child([] {
             Report r = {10, 1000, 2, 0};
             report_line(&r);                            // no step: no line
@@ -1247,62 +1133,30 @@ static void test_report() {
             const double loss[] = {5, 3, NAN}, ms[] = {9000, 1000, 2000};
             for (int step = 0; step < 3; step++) {
                 report_add(&r, {step, loss[step], 0.5 / (step + 1), 2.0 * step, 0, ms[step], 0});
-                if (report_gpu(&r) != "") { printf("of a GPU\n"); }
-                printf("%s\n", report_eta(r).c_str());
                 report_show(&r);
             }
             report_line(&r);
             r.begun_s = progress_now() - 61;
-            report_end(r, 2.5, 2);
+            report_end(r, INFINITY, 0);
             r.peak_speed = 2000, r.max_steps = 18865;
             report_add(&r, {9999, 10.5, 6e-4, 12.345, 10000000, 1000, 0});
             report_line(&r);
-            r.first = 7;
-            report_end(r, INFINITY, 0);
-            Logger log;
-            const double vals[] = {3, 1, 2, NAN};
-            for (int step = 0; step < 4; step++) {
-                report_val(log, step, vals[step]);
-                logger_val(&log, step, vals[step]);
-            }
+            report_val(Logger(), 3, NAN);
             report_val(Logger(), -1, 800);
-            UpdateState u = {};
-            u.norm = 7, u.loss_score = 8, u.norm_score = 9;
-            for (int skip : {SKIP_NO, SKIP_NOT_FINITE, SKIP_LOSS, SKIP_NORM}) {
-                u.skip = skip;
-                report_skip(4, 6, u);
-            }
         });
-        CHECK_TEXT(c.out, "0:01:21\n0:00:08\n"
+        CHECK_TEXT(c.out,
             "step 2/10 | loss 4.000000  | lr 2.50e-01 | norm 1.00  | 5000.0 ms | 200 tok/s | ETA 0:00:08\n"
-            "0:00:11\n"
             "step 3/10 | loss nan       | lr 1.67e-01 | norm 4.00  | 2000.0 ms | 500 tok/s | ETA 0:00:11\n"
-            "end: loss nan, best validation loss 2.500000 @2\n"
-            "3000 tokens in 0:01:01\n"
-            "mean step time 1500.0 ms, 667 tokens/s over 2 steps\n"
+            "end: loss nan\n3000 tokens in 0:01:01\nmean step time 1500.0 ms, 667 tokens/s over 2 steps\n"
             "step 10000/18865 | loss 10.500000 | lr 6.00e-04 | norm 12.35 | 1000.0 ms | 1000 tok/s | "
-            "MFU 50.0%\n"
-            "end: loss 10.500000\n"
-            "4000 tokens in 0:01:01 since step 7; 10000000 tokens in all\n"
-            "mean step time 1333.3 ms, 750 tokens/s over 3 steps\n"
-            "val loss 3.000000 @0 | ppl 20.09\n"
-            "val loss 1.000000 @1 (best, -2.0000) | ppl 2.72\n"
-            "val loss 2.000000 @2 (+1.0000, best @1) | ppl 7.39\n"
-            "val loss nan @3\n"
-            "val loss 800.000000 | ppl inf\n");
-        const std::string far = " standard deviations above the mean of the last 128: update skipped\n";
-        CHECK_TEXT(c.err,
-                   "step 5: the gradient is not finite (norm 7.000000, loss 6.000000): update skipped\n"
-                   "step 5: loss 6.000000 is 8.0" + far + "step 5: norm 7.000000 is 9.0" + far);
+            "MFU 50.0%\nval loss nan @3\nval loss 800.000000 | ppl inf\n");
     }
 }
 
 static void test_progress() {
-    TEST("report: the live block's sparkline, cut to the terminal") {
+    TEST("report: the live block's sparkline") {
         CHECK_TEXT(progress_sparkline({3, 1, 2, 3}), "\u2588\u2581\u2584\u2588");
         CHECK_TEXT(progress_sparkline({2, 2}), "\u2581\u2581");
-        CHECK_IS(text_columns("loss \u2588\u2581 |"), 9);
-        CHECK_TEXT(text_cut("loss \u2588\u2581 |", 6), "loss \u2588");
         Report trend = {400, 1, 0, 0};                  // a mark is four steps
         for (int step = 0; step < 47; step++) { report_add(&trend, {step, step / 4 + 1.0, 0, 0, 0, 1, 0}); }
         report_add(&trend, {47, NAN, 0, 0, 0, 1, 0});
@@ -1321,7 +1175,7 @@ static void test_progress() {
 // ---- samples.h: what a terminal is shown ----
 
 static void test_text_out() {
-    TEST("texts: whole characters, ends of sentences, speed") {
+    TEST("texts: whole characters, ends of sentences") {
         const struct { const char* text; size_t whole; } rows[] = {
             {"", 0}, {"a", 1}, {"a\xC3", 1}, {"a\xC3\xA9", 3}, {"a\xE2\x82", 1}, {"a\xE2\x82\xAC", 4},
             {"a\xF0", 1}, {"a\xF0\x9F", 1}, {"a\xF0\x9F\x98", 1}, {"a\xF0\x9F\x98\x80", 5},
@@ -1329,14 +1183,6 @@ static void test_text_out() {
         for (const auto& row : rows) { CHECK_IS(whole_characters(row.text), row.whole); }
         for (const char* text : {"Yes.", "No! He", "?", "a\n"}) { CHECK(ends_sentence(text), "'%s'", text); }
         for (const char* text : {"", "he said, and", ";"}) { CHECK(!ends_sentence(text), "'%s'", text); }
-        TextSpeed speed;
-        for (const bool begins : {true, false, true, false}) {
-            if (begins) { usleep(300000); }             // somebody types
-            speed.add(begins);
-        }
-        CHECK(speed.wait >= 0.3 && speed.seconds < 0.25 && speed.tokens == 4 && speed.later == 2,
-              "%lld tokens, %lld later ones in %g s, after %g", (long long)speed.tokens,
-              (long long)speed.later, speed.seconds, speed.wait);
     }
     // Three samples, two at a time: the one that is shown comes first, and the others wait for their turn.
     TEST("texts: samples whose tokens come in turns") {

@@ -1,6 +1,6 @@
 """What one sees of a run: its lines on a terminal and in a file, progress between them, the GPU's telemetry.
 
-A terminal is a pseudo-terminal here. The forms of single lines are test_host.cpp's.
+A terminal is a pseudo-terminal here. Means over several steps, NaN and MFU are test_host.cpp's.
 """
 import fcntl
 import json
