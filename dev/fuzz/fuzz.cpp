@@ -536,7 +536,7 @@ static void fuzz_json(Bytes input) {
     memcpy(&number, input.data(), std::min(input.size(), sizeof(number)));
     const std::string text = json_number(number);
     double back;
-    const bool read = parse_double(text.data(), text.data() + text.size(), &back);
+    const bool read = parse_double(text, &back);
     PROPERTY(isfinite(number) ? read && (float)back == number : text == "null", "%s", text.c_str());
 }
 

@@ -25,7 +25,7 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 #include <stdint.h>     // gives: uint32_t, uint64_t
 #include <stdio.h>      // gives: FILE
 #include <string.h>     // gives: memset
-#include <unistd.h>     // gives: readlink
+#include <unistd.h>     // gives: access, readlink
 
 #include <algorithm>    // gives: std::push_heap
 #include <functional>   // gives: std::greater
@@ -34,7 +34,7 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
 #include <vector>       // gives: std::vector
 
-#include "../check.h"           // gives: die, input_check
+#include "../check.h"           // gives: die, file_text
 #include "unicode_tables.h"     // gives: CharClass, its ranges
 
 static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
@@ -260,15 +260,10 @@ static inline void tokenizer_init_bytes(Tokenizer* tok) {
 }
 
 static inline std::string tokenizer_read_file(const char* path, const char* hint) {
-    input_check(path);
-    FILE* f = fopen(path, "rb");
-    if (!f) { die("cannot open the vocabulary '%s': %s\nhint: %s", path, strerror(errno), hint); }
-    std::string data;
-    char block[1 << 16];
-    for (size_t n; (n = fread(block, 1, sizeof(block), f)) > 0;) { data.append(block, n); }
-    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
-    fclose(f);
-    return data;
+    if (access(path, R_OK) != 0) {
+        die("cannot open the vocabulary '%s': %s\nhint: %s", path, strerror(errno), hint);
+    }
+    return file_text(path);
 }
 
 // The repository's vocabulary, seen from the current folder or from the program's.

@@ -23,7 +23,7 @@ The checkpoints in a run's folder. Host only.
 #include <string>           // gives: std::string
 #include <vector>           // gives: std::vector
 
-#include "../check.h"       // gives: AtomicFile, die
+#include "../check.h"       // gives: atomic_file, die, folder_names
 #include "../checksum.h"    // gives: checksum, checksum_text
 #include "model_file.h"     // gives: model_checksum, model_file_error
 #include "state_file.h"     // gives: StateHeader
@@ -54,15 +54,6 @@ static inline int64_t checkpoint_number(const std::string& name, const char* bef
     const std::string digits = name.substr(b, name.size() - a - b);
     if (digits.size() > 18 || digits.find_first_not_of("0123456789") != std::string::npos) { return -1; }
     return std::stoll(digits);
-}
-
-static inline std::vector<std::string> folder_names(const std::string& folder) {
-    std::vector<std::string> names;
-    DIR* dir = opendir(folder.c_str());
-    while (struct dirent* entry = dir ? readdir(dir) : nullptr) { names.push_back(entry->d_name); }
-    if (dir) { closedir(dir); }
-    std::sort(names.begin(), names.end());
-    return names;
 }
 
 // The step in the name of a state file; -1 for any other name.
@@ -139,9 +130,7 @@ static inline void checkpoint_done(const std::string& folder, int64_t step,
         text += line;
     }
     text += "sum " + checksum_text(checksum(text.data(), text.size())) + "\n";
-    AtomicFile out = atomic_open(checkpoint_marker(folder, step));
-    atomic_write(&out, text.data(), text.size());
-    atomic_commit(&out);
+    atomic_file(checkpoint_marker(folder, step), text);
     unlink(checkpoint_half(folder, step).c_str());
 }
 

@@ -65,7 +65,7 @@ static inline Config hf_read_json(const std::string& weights, bool* tied) {
         {"add_cross_attention", "false", ""}, {"quantization_config", "null", ""}};
     auto number_of = [](const std::string& text) {
         double x;
-        return parse_double(text.data(), text.data() + text.size(), &x) ? x : NAN;
+        return parse_double(text, &x) ? x : NAN;
     };
     for (const auto& value : values) {
         for (const auto& p : plain) {
@@ -78,7 +78,7 @@ static inline Config hf_read_json(const std::string& weights, bool* tied) {
     auto number = [&](const char* key) {
         const std::string* text = facts_find(values, key);
         int64_t n = 0;
-        if (!text || !parse_int(text->data(), text->data() + text->size(), &n)) {
+        if (!text || !parse_int(*text, &n)) {
             die("'%s' lacks a whole number for %s", path.c_str(), key);
         }
         return (int)std::max<int64_t>(-1, std::min<int64_t>(n, INT_MAX));

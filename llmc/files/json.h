@@ -21,7 +21,7 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 #include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
-#include "../check.h"   // gives: format, fopen_check, fread_check, file_size
+#include "../check.h"   // gives: format, file_text
 #include "../numbers.h" // gives: is_number
 
 // Bytes that are not UTF-8 become \udcXX, which Python turns back into these bytes in a file name.
@@ -134,7 +134,7 @@ static inline bool json_read_number(JsonReader* r, std::string* out) {
     const size_t point = out->find('.');                // unlike is_number, JSON wants digits on both sides
     auto is_digit = [&](size_t i) { return i < out->size() && isdigit((unsigned char)(*out)[i]); };
     const bool bare = point != std::string::npos && !(is_digit(point - 1) && is_digit(point + 1));
-    if (bare || !is_number(out->data(), out->data() + out->size())) { return false; }
+    if (bare || !is_number(*out)) { return false; }
     r->at = end;
     return true;
 }
@@ -200,11 +200,7 @@ static inline std::string json_read(const std::string& text, JsonValues* values)
 
 // Reads a file of at most 1 MB. Returns the error, to be printed behind its name, or "".
 static inline std::string json_file_read(const std::string& path, JsonValues* values) {
-    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
-    FILE* f = fopen_check(path.c_str(), "rb");
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
-    return json_read(text, values);
+    return json_read(file_text(path, 1 << 20), values);
 }
 
 #endif  // LLMC_FILES_JSON_H

@@ -52,7 +52,7 @@ static inline bool safetensors_numbers(const std::string& text, std::vector<int6
     for (size_t at = 1, end; at < text.size() && text.size() > 2; at = end + 1) {
         end = std::min(text.find(',', at), text.size() - 1);
         int64_t n;
-        if (!parse_int(&text[at], &text[end], &n) || n < 0) { return false; }
+        if (!parse_int(text.substr(at, end - at), &n) || n < 0) { return false; }
         numbers->push_back(n);
     }
     return true;

@@ -63,7 +63,7 @@ static inline int64_t fact_number(const Facts& facts, const std::string& key, in
     const std::string* text = facts_find(facts, key);
     if (!text) { die("the state to resume from does not say '%s'", key.c_str()); }
     int64_t n;
-    if (!parse_int(text->c_str(), text->c_str() + text->size(), &n) || n < least || n > most) {
+    if (!parse_int(*text, &n) || n < least || n > most) {
         die("the state to resume from says '%s' is %s: expected %lld to %lld", key.c_str(), text->c_str(),
             (long long)least, (long long)most);
     }

@@ -83,9 +83,9 @@ static inline Config descriptor_config(const char* text) {
             }
         }
     };
-    if (text[0] == 'd' && parse_int(text + 1, end, &key)) {
+    if (text[0] == 'd' && parse_int(text + 1, &key)) {
         from_table(gpt2_sizes, sizeof(gpt2_sizes) / sizeof(Size), 1024);
-    } else if (strncmp(text, "gpt3:c", 6) == 0 && parse_int(text + 6, end, &key)) {
+    } else if (strncmp(text, "gpt3:c", 6) == 0 && parse_int(text + 6, &key)) {
         from_table(gpt3_sizes, sizeof(gpt3_sizes) / sizeof(Size), 2048);
     } else {
         // letters in any order, each once
@@ -96,7 +96,7 @@ static inline Config descriptor_config(const char* text) {
             const char* comma = std::find(begin, end, ',');
             const char* number = std::find_if(begin, comma, [](char c) { return strchr("-0123456789", c); });
             int64_t value;
-            const bool whole = parse_int(number, comma, &value);
+            const bool whole = parse_int(std::string(number, comma), &value);
             for (const Field& field : fields) {
                 if (!whole || std::string(begin, number) != field.letters || *field.value != 0) { continue; }
                 if (value < 1 || value > INT_MAX) {

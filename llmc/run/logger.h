@@ -32,7 +32,7 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 #include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
-#include "../check.h"   // gives: mkdir_check, die, AtomicFile
+#include "../check.h"   // gives: mkdir_check, die, file_text, atomic_file
 #include "flags.h"      // gives: flags_json
 #include "../files/json.h" // gives: json_quote, json_number
 
@@ -68,12 +68,6 @@ static inline void logger_write(const Logger* log, FILE* f, const char* name, co
         log->folder.c_str(), name, strerror(errno));
 }
 
-static inline void logger_write_file(const std::string& path, const std::string& text) {
-    AtomicFile out = atomic_open(path);
-    atomic_write(&out, text.data(), text.size());
-    atomic_commit(&out);
-}
-
 // Opens the files for appending, creates what is missing.
 static inline void logger_open(Logger* log) {
     mkdir_check(log->folder.c_str());
@@ -83,18 +77,7 @@ static inline void logger_open(Logger* log) {
         die("-o %s: another process is writing this run\nhint: wait for its end, or choose another folder",
             log->folder.c_str());
     }
-    logger_write_file(log->folder + "/run.json", log->run_json);
-}
-
-// "" if there is no such file.
-static inline std::string logger_read(const std::string& path) {
-    std::string text;
-    if (file_size(path.c_str()) < 0) { return text; }
-    FILE* f = fopen_check(path.c_str(), "rb");
-    text.resize((size_t)file_size(path.c_str()));
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
-    return text;
+    atomic_file(log->folder + "/run.json", log->run_json);
 }
 
 constexpr char kAbandoned[] = ", \"abandoned\": ";     // then the number of rewinds so far
@@ -122,7 +105,8 @@ static inline LoggerTexts logger_texts(const Logger* log, const char* suffix, in
     const std::string last[2] = {format("s:%lld trl:", (long long)step - 1),
                                  format("{\"step\": %lld, \"loss\": ", (long long)step)};
     for (int i = 0; i < 2; i++) {
-        t.text[i] = logger_read(log->folder + "/" + kLogNames[i] + suffix);
+        const std::string path = log->folder + "/" + kLogNames[i] + suffix;
+        t.text[i] = file_size(path.c_str()) < 0 ? "" : file_text(path);
         t.end[i] = logger_end(t.text[i], step, last[i]);
     }
     const bool has_all = t.end[0] != std::string::npos && t.end[1] != std::string::npos;
@@ -166,7 +150,7 @@ static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, in
     const bool restores = !now.fit && kept.fit;
     if (!restores && now.end[0] < now.text[0].size() && now.text[0].size() > kept.text[0].size()) {
         for (int i = 0; i < 2; i++) {
-            logger_write_file(log->folder + "/" + kLogNames[i] + ".cut", now.text[i]);
+            atomic_file(log->folder + "/" + kLogNames[i] + ".cut", now.text[i]);
         }
     }
     for (int i = 0; i < 2; i++) {

@@ -574,7 +574,7 @@ static inline void fp8_check(const Config& c, const Build& build) {
 static inline int64_t max_steps_of(const char* text) {
     if (strcmp(text, "epoch") == 0) { return -1; }
     int64_t steps;
-    if (!parse_int(text, text + strlen(text), &steps) || steps < 0 || steps > kLargestCount) {
+    if (!parse_int(text, &steps) || steps < 0 || steps > kLargestCount) {
         const std::string digits = parse_int_hint(text);
         die("-x (--max-steps) wants a whole number, 0 to %lld, or `epoch`, not '%s'%s%s",
             (long long)kLargestCount, flags_show(text).c_str(), digits.empty() ? "" : "\nhint: ",

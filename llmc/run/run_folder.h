@@ -40,7 +40,7 @@ static inline bool model_is_folder() {
     struct stat st;
     const char* text = run.model;
     int64_t n;
-    const bool reads_so = (text[0] == 'd' && parse_int(text + 1, text + strlen(text), &n)) ||
+    const bool reads_so = (text[0] == 'd' && parse_int(text + 1, &n)) ||
                           strncmp(text, "gpt3:", 5) == 0 || strchr(text, ',');
     return (strchr(text, '/') || !reads_so) && stat(text, &st) == 0 && S_ISDIR(st.st_mode);
 }
