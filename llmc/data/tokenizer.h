@@ -27,8 +27,7 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 #include <string.h>     // gives: memset
 #include <unistd.h>     // gives: access, readlink
 
-#include <algorithm>    // gives: std::push_heap
-#include <functional>   // gives: std::greater
+#include <algorithm>    // gives: std::min
 #include <string>       // gives: std::string
 #include <string_view>  // gives: std::string_view
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
@@ -180,54 +179,27 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
 
 // ---- merging ----
 
-// Merges ids[0..n) in place and returns how many are left. The remaining tokens form a doubly linked list. A
-// heap holds (merged id, position), so the lowest id and then the leftmost pair come first. An entry is
-// outdated, and dropped, if it differs from merged[position].
-static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
-    std::vector<uint32_t> merged(n, kNoMerge);
-    std::vector<uint32_t> next(n), prev(n);     // 32 bits suffice for a prompt or a window
-    std::vector<uint64_t> heap;         // merged << 48 | position
-    auto look = [&](size_t i) {
-        merged[i] = next[i] < n ? tokenizer_pair(tok, ids[i], ids[next[i]]) : kNoMerge;
-        return merged[i] != kNoMerge;
-    };
-    for (size_t i = 0; i < n; i++) {
-        next[i] = (uint32_t)i + 1;
-        prev[i] = (uint32_t)i - 1;      // prev[0] is never read
-        if (look(i)) { heap.push_back((uint64_t)merged[i] << 48 | i); }
-    }
-    std::make_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
-    auto push = [&](size_t i) {
-        heap.push_back((uint64_t)merged[i] << 48 | i);
-        std::push_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
-    };
-    while (!heap.empty()) {
-        std::pop_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
-        uint32_t id = (uint32_t)(heap.back() >> 48);
-        size_t i = heap.back() & 0xFFFFFFFFFFFFull;
-        heap.pop_back();
-        if (merged[i] != id) { continue; }
-
-        size_t gone = next[i];
-        ids[i] = id;
-        merged[gone] = kNoMerge;
-        next[i] = next[gone];
-        if (next[i] < n) { prev[next[i]] = (uint32_t)i; }
-        if (look(i)) { push(i); }
-        if (i > 0 && look(prev[i])) { push(prev[i]); }
-    }
-    size_t left = 0;
-    for (size_t i = 0; i < n; i = next[i]) { ids[left++] = ids[i]; }
-    return left;
-}
-
-// Appends the ids of n bytes, merged as one piece. merge: merges ids in place and returns how many are left.
-typedef size_t (*TokenizerMerge)(const Tokenizer* tok, uint32_t* ids, size_t n);
+// Appends the ids of n bytes, merged as one piece, in up to n^2 steps. dev/data/tokenizer_tool.h cuts long
+// pieces into windows.
 static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, size_t n,
-                                   std::vector<uint32_t>& out, TokenizerMerge merge = tokenizer_merge_long) {
+                                   std::vector<uint32_t>& out) {
     const size_t start = out.size();
     for (size_t i = 0; i < n; i++) { out.push_back(tok->byte_id[bytes[i]]); }
-    out.resize(start + merge(tok, &out[start], n));
+    uint32_t* ids = out.data() + start;
+    static thread_local std::vector<uint32_t> merged;
+    merged.assign(n, kNoMerge);                 // merged[i]: the token of ids[i] and ids[i+1]
+    for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
+    for (;;) {
+        size_t best = 0;
+        for (size_t i = 1; i < n; i++) { if (merged[i] < merged[best]) { best = i; } }
+        if (n == 0 || merged[best] == kNoMerge) { break; }
+        ids[best] = merged[best];
+        n--;
+        for (size_t i = best + 1; i < n; i++) { ids[i] = ids[i + 1]; merged[i] = merged[i + 1]; }
+        merged[best] = best + 1 < n ? tokenizer_pair(tok, ids[best], ids[best + 1]) : kNoMerge;
+        if (best > 0) { merged[best - 1] = tokenizer_pair(tok, ids[best - 1], ids[best]); }
+    }
+    out.resize(start + n);
 }
 
 // ---- encode, decode ----
