@@ -30,6 +30,7 @@ A program that includes this header also ends in die() when memory runs out or a
 #include <string.h>     // gives: strerror
 #include <sys/file.h>   // gives: flock
 #include <sys/ioctl.h>  // gives: ioctl, TIOCGWINSZ
+#include <sys/resource.h>   // gives: setrlimit
 #include <sys/stat.h>   // gives: stat, mkdir
 #include <unistd.h>     // gives: fsync, pread, unlink
 
@@ -213,6 +214,15 @@ static inline std::string file_text(const std::string& path, size_t most = SIZE_
     fread_check(&text[0], 1, text.size(), f, path.c_str());
     fclose(f);
     return text;
+}
+
+// Lets this process open as many files as it may. Returns their number.
+static inline uint64_t allow_most_files() {
+    struct rlimit files;
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+    return files.rlim_max;
 }
 
 // Reads `bytes` bytes from `offset` on, fewer where the file ends. Returns their number; -1: see errno.

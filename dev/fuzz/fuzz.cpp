@@ -117,10 +117,9 @@ static void fuzz_shard(Bytes input) {
     DataPrefetch p = {};
     DataShard shard = {};
     shard.path = file_of(input);
-    int fd = -1;
-    std::string error = data_shard_open(&shard, &fd);
+    std::string error = data_shard_open(&shard);
+    struct Close { int fd; ~Close() { close(fd); } } at_the_end = {shard.fd};
     if (!error.empty()) { die("%s", error.c_str()); }
-    close(fd);
     const bool fits = 1024 + 2 * shard.tokens == (int64_t)input.size() && word(input, 2) == shard.tokens;
     PROPERTY(fits, "%lld tokens in %zu bytes", (long long)shard.tokens, input.size());
     shard.windows = shard.tokens > 0 ? (shard.tokens - 1) / T : 0;
@@ -130,7 +129,6 @@ static void fuzz_shard(Bytes input) {
     p.samples_per_epoch = shard.windows;
     p.T = T;
     p.vocab = V;
-    for (OpenShard& place : p.open) { place = {-1, -1}; }
     p.window.resize((size_t)T + 1);
     std::vector<int> inputs((size_t)T), targets((size_t)T);
     for (int64_t row = 0; row < shard.windows; row++) {

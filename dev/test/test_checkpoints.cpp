@@ -382,14 +382,16 @@ static void test_names() {
         CHECK_TEXT(checkpoint_state("r", 5000000000, 7), "r/state_5000000000_00007.bin");
         CHECK_TEXT(checkpoint_marker("r", 0), "r/DONE_00000000");
         const struct { const char *name, *before, *after; int64_t number; } names[] = {
-            {"DONE_00000012", "DONE_", "", 12}, {"DONE_", "DONE_", "", -1}, {"DONE_1x", "DONE_", "", -1},
-            {"DONE_-1", "DONE_", "", -1}, {"DONE_ 1", "DONE_", "", -1}, {"xDONE_1", "DONE_", "", -1},
+            {"DONE_00000012", "DONE_", "", 12}, {"DONE_", "DONE_", "", -1},
+            {"DONE_00000001x", "DONE_", "", -1},
+            {"DONE_-0000001", "DONE_", "", -1}, {"DONE_ 0000001", "DONE_", "", -1}, {"DONE_1", "DONE_", "", -1},
             {"DONE_999999999999999999", "DONE_", "", 999999999999999999},
-            {"DONE_9999999999999999999", "DONE_", "", -1}, {"DONE_1.7.0.part", "DONE_", "", -1},
-            {"a1.bin", "a", ".bin", 1}, {"a.bin", "a", ".bin", -1}, {"a1.binx", "a", ".bin", -1}};
+            {"DONE_9999999999999999999", "DONE_", "", -1}, {"DONE_00000001.7.0.part", "DONE_", "", -1},
+            {"a00000001.bin", "a", ".bin", 1}, {"a.bin", "a", ".bin", -1},
+            {"a00000001.binx", "a", ".bin", -1}, {"xa00000001.bin", "a", ".bin", -1}, {"00000001", "aaaaaaaaaaaaaaa", "", -1}};
         for (const auto& n : names) {
-            CHECK(checkpoint_number(n.name, n.before, n.after) == n.number, "%s: %lld", n.name,
-                  (long long)checkpoint_number(n.name, n.before, n.after));
+            CHECK(checkpoint_step(n.name, n.before, n.after) == n.number, "%s: %lld", n.name,
+                  (long long)checkpoint_step(n.name, n.before, n.after));
         }
         const std::string run = new_folder("names");
         for (const char* name : {"DONE_00000100", "DONE_00000020", "DONE_5000000000", "DONE_00000003",

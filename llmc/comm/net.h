@@ -24,7 +24,6 @@ to allocate unchecked.
 #include <poll.h>           // gives: poll
 #include <stdint.h>         // gives: uint64_t
 #include <string.h>         // gives: memcmp, strerror
-#include <sys/resource.h>   // gives: setrlimit
 #include <sys/socket.h>     // gives: recv, send
 #include <time.h>           // gives: clock_gettime
 #include <unistd.h>         // gives: close
@@ -250,15 +249,11 @@ static inline bool comm_has_come(CommPeer* peer) {      // false again if the ra
 // Rank 0 needs two descriptors per rank, kCommStrangers for unknown connections, and 128 for all else.
 static const size_t kCommStrangers = 64;
 static inline void comm_need_files(int world) {
-    struct rlimit files;
-    getrlimit(RLIMIT_NOFILE, &files);
-    const rlim_t needed = 2 * (rlim_t)world + kCommStrangers + 128;
-    if (files.rlim_max < needed) {
+    const uint64_t needed = 2 * (uint64_t)world + kCommStrangers + 128, most = allow_most_files();
+    if (most < needed) {
         die("%d ranks take %llu open files, and this process may have %llu\nhint: raise the hard limit, "
-            "ulimit -Hn", world, (unsigned long long)needed, (unsigned long long)files.rlim_max);
+            "ulimit -Hn", world, (unsigned long long)needed, (unsigned long long)most);
     }
-    files.rlim_cur = files.rlim_max;
-    setrlimit(RLIMIT_NOFILE, &files);
 }
 
 // Accepts waiting connections. A connection without a hello is closed after five seconds, or earlier if it is

@@ -53,9 +53,8 @@ static inline std::string json_quote(const std::string& text) {
 static inline std::string json_number(double x) { return isfinite(x) ? format("%.9g", x) : "null"; }
 
 // ---- reading ----
-// Reads an object of texts, numbers, true, false, null, lists and such objects: the settings of a run, a
-// table of tensors. A list must not hold objects; its value is its text without blanks. Everything else is
-// refused, and so are names that come twice.
+// Reads an object: the settings of a run, a table of tensors. The values in its objects and lists have dotted
+// names, "settings.lr" or "shape.0". Names that come twice are refused.
 
 typedef std::vector<std::pair<std::string, std::string>> JsonValues;    // names with dots, values as text
 
@@ -65,8 +64,9 @@ struct JsonReader {
     JsonValues* values;
     std::set<std::string> names;        // of all values so far
 };
-constexpr int kJsonDepth = 8;           // objects in objects, lists in lists
+constexpr int kJsonDepth = 8;           // objects and lists in each other
 constexpr size_t kJsonName = 256;       // bytes of the longest dotted name
+constexpr size_t kJsonValues = 1 << 16; // the most of a text
 
 static inline void json_blanks(JsonReader* r) {
     while (r->at < r->text.size() && strchr(" \t\r\n", r->text[r->at]) && r->text[r->at]) { r->at++; }
@@ -139,59 +139,39 @@ static inline bool json_read_number(JsonReader* r, std::string* out) {
     return true;
 }
 
-static inline bool json_read_list(JsonReader* r, std::string* out, int depth);
+static inline bool json_read_members(JsonReader* r, const std::string& path, int depth, bool is_list);
 
-// A text, a number, a list or a word.
-static inline bool json_read_value(JsonReader* r, std::string* out, int depth) {
+static inline bool json_read_value(JsonReader* r, const std::string& name, int depth) {
+    if (name.size() > kJsonName || !r->names.insert(name).second) { return false; }
     json_blanks(r);
     const char c = r->at < r->text.size() ? r->text[r->at] : '\0';
-    if (c == '"') { return json_read_text(r, out); }
-    if (c == '[') { return json_read_list(r, out, depth); }
-    for (const char* word : {"true", "false", "null"}) {
-        if (json_next(r, word)) { *out = word; return true; }
-    }
-    return json_read_number(r, out);
+    if (c == '{' || c == '[') { return json_read_members(r, name + ".", depth + 1, c == '['); }
+    std::string value;
+    for (const char* word : {"true", "false", "null"}) { if (json_next(r, word)) { value = word; } }
+    const bool known = !value.empty() || (c == '"' ? json_read_text(r, &value) : json_read_number(r, &value));
+    r->values->push_back({name, value});
+    return known && r->values->size() <= kJsonValues;
 }
 
-static inline bool json_read_list(JsonReader* r, std::string* out, int depth) {
-    *out = "[";
-    if (depth > kJsonDepth || !json_next(r, "[")) { return false; }
-    if (json_next(r, "]")) { *out += "]"; return true; }
+// An object's values, or a list's, whose names are 0, 1, ...
+static inline bool json_read_members(JsonReader* r, const std::string& path, int depth, bool is_list) {
+    const char* const end = is_list ? "]" : "}";
+    if (depth > kJsonDepth || !json_next(r, is_list ? "[" : "{")) { return false; }
+    if (json_next(r, end)) { return true; }
+    int count = 0;
     do {
-        std::string value;
-        json_blanks(r);
-        const bool is_text = r->at < r->text.size() && r->text[r->at] == '"';
-        if (!json_read_value(r, &value, depth + 1)) { return false; }
-        *out += (out->size() > 1 ? "," : "") + (is_text ? json_quote(value) : value);
+        std::string name = std::to_string(count++);
+        if (!is_list && !(json_read_text(r, &name) && json_next(r, ":"))) { return false; }
+        if (!json_read_value(r, path + name, depth)) { return false; }
     } while (json_next(r, ","));
-    *out += "]";
-    return json_next(r, "]");
-}
-
-static inline bool json_read_object(JsonReader* r, const std::string& path, int depth) {
-    if (depth > kJsonDepth || !json_next(r, "{")) { return false; }
-    if (json_next(r, "}")) { return true; }
-    do {
-        std::string name, value;
-        if (!json_read_text(r, &name) || !json_next(r, ":")) { return false; }
-        name = path + name;
-        if (name.size() > kJsonName || !r->names.insert(name).second) { return false; }
-        json_blanks(r);
-        if (r->at < r->text.size() && r->text[r->at] == '{') {
-            if (!json_read_object(r, name + ".", depth + 1)) { return false; }
-            continue;
-        }
-        if (!json_read_value(r, &value, depth)) { return false; }
-        r->values->push_back({name, value});
-    } while (json_next(r, ","));
-    return json_next(r, "}");
+    return json_next(r, end);
 }
 
 // Returns the error, or "".
 static inline std::string json_read(const std::string& text, JsonValues* values) {
     JsonReader r = {text, 0, values, {}};
     values->clear();
-    if (json_read_object(&r, "", 1)) {
+    if (json_read_members(&r, "", 1, false)) {
         json_blanks(&r);
         if (r.at == text.size()) { return ""; }
     }

@@ -49,10 +49,8 @@ static inline bool model_is_folder() {
 static inline int64_t newest_model(const std::string& folder) {
     std::vector<std::pair<bool, int64_t>> models;           // has a marker; step
     for (const std::string& name : folder_names(folder)) {
-        const int64_t step = checkpoint_number(name, "model_", ".bin");
-        const bool is_one = step >= 0 && checkpoint_model("", step) == "/" + name &&
-                            file_size((folder + "/" + name).c_str()) >= 0;
-        if (!is_one) { continue; }
+        const int64_t step = checkpoint_step(name, "model_", ".bin");
+        if (step < 0 || file_size((folder + "/" + name).c_str()) < 0) { continue; }
         models.push_back({file_size(checkpoint_marker(folder, step).c_str()) >= 0, step});
     }
     std::sort(models.begin(), models.end());
