@@ -5907,8 +5907,6 @@ int main(int argc, char** argv) {
         stdout_check();
         return 0;
     }
-    const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
-    run.comm.init = init.c_str();           // comm.h takes the word itself
     launch_resume();                        // -y 1: the run's number of GPUs
     comm_start(run.comm, argv);
     comm_check_same(flag_facts());          // now: a rank with -y would wait below for those without it

@@ -384,11 +384,13 @@ static void test_names() {
         const struct { const char *name, *before, *after; int64_t number; } names[] = {
             {"DONE_00000012", "DONE_", "", 12}, {"DONE_", "DONE_", "", -1},
             {"DONE_00000001x", "DONE_", "", -1},
-            {"DONE_-0000001", "DONE_", "", -1}, {"DONE_ 0000001", "DONE_", "", -1}, {"DONE_1", "DONE_", "", -1},
+            {"DONE_-0000001", "DONE_", "", -1}, {"DONE_ 0000001", "DONE_", "", -1},
+            {"DONE_1", "DONE_", "", -1},
             {"DONE_999999999999999999", "DONE_", "", 999999999999999999},
             {"DONE_9999999999999999999", "DONE_", "", -1}, {"DONE_00000001.7.0.part", "DONE_", "", -1},
             {"a00000001.bin", "a", ".bin", 1}, {"a.bin", "a", ".bin", -1},
-            {"a00000001.binx", "a", ".bin", -1}, {"xa00000001.bin", "a", ".bin", -1}, {"00000001", "aaaaaaaaaaaaaaa", "", -1}};
+            {"a00000001.binx", "a", ".bin", -1}, {"xa00000001.bin", "a", ".bin", -1},
+            {"00000001", "aaaaaaaaaaaaaaa", "", -1}};
         for (const auto& n : names) {
             CHECK(checkpoint_step(n.name, n.before, n.after) == n.number, "%s: %lld", n.name,
                   (long long)checkpoint_step(n.name, n.before, n.after));

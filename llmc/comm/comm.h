@@ -45,9 +45,7 @@ __attribute__((format(printf, 1, 2))) static inline void warn(const char* fmt, .
     va_list args;
     va_start(args, fmt);
     progress_clear();
-    fprintf(stderr, "warning: ");
-    vfprintf(stderr, fmt, args);
-    fprintf(stderr, "\n");
+    fprintf(stderr, "warning: %s\n", vformat(fmt, args).c_str());
     va_end(args);
 }
 
@@ -205,7 +203,8 @@ static inline std::string comm_host() {
 // Sets local_rank and local_world: this rank's number on its host, and the number of ranks there.
 static inline void comm_place(int per_node) {
     std::vector<uint64_t> hosts(comm.world);
-    hosts[comm.rank] = per_node > 0 ? comm.rank / per_node : comm_hash(comm_host());
+    const std::string host = comm_host();
+    hosts[comm.rank] = per_node > 0 ? comm.rank / per_node : checksum(host.data(), host.size());
     comm_all_gather(hosts.data(), sizeof(uint64_t));
     for (int r = 0; r < comm.world; r++) {
         const bool here = hosts[r] == hosts[comm.rank];

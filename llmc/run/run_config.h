@@ -74,7 +74,6 @@ struct RunConfig {
     int fp8_head;
     Kernels kernels;
     CommOptions comm;
-    int comm_init;
     const char* plan;
     double price;
     int zero, lanes, check_ranks;
@@ -244,7 +243,7 @@ static const Flag kFlags[] = {
         "gradients of all ranks are summed by the lanes' tree, or in NCCL's order", FLAG_FIXED},
     {"",    "check-ranks",     FLAG_BOOL,   &run.check_ranks,    "0",       0, 1, nullptr,
         "compare all ranks' parameters after every step (slow)", FLAG_NOW},
-    {"pi",  "process-init",    FLAG_ENUM,   &run.comm_init,      "auto",    0, 0, "auto|mpi|tcp|fs",
+    {"pi",  "process-init",    FLAG_ENUM,   &run.comm.init,      "auto",    0, 0, "auto|mpi|tcp|fs",
         "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
         FLAG_NOW},
     {"ps",  "process-server",  FLAG_STRING, &run.comm.server,    "",        0, 0, nullptr,
