@@ -5726,7 +5726,7 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
            logger_number("%.6f", score.acc).c_str(), logger_number("%.6f", score.loss).c_str());
     fflush(stdout);
-    logger_eval(logger, step, {score.acc_norm, score.acc, score.loss});
+    logger_eval(logger, step, score);
     if (isfinite(score.loss)) { return true; }
     warn("losses of the evaluation are not finite: the weights hold NaN or far too large numbers");
     return false;

@@ -70,16 +70,35 @@ __attribute__((format(printf, 1, 2))) static inline std::string format(const cha
     return s;
 }
 
+// The code point at s[0], its bytes in *width. If no well-formed UTF-8 sequence begins there: -1 and width 1.
+// len >= 1.
+static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
+    uint32_t lead = s[0];
+    *width = 1;
+    if (lead < 0x80) { return (int32_t)lead; }
+    size_t n = lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
+    if (n == 0 || n > len) { return -1; }
+    uint32_t cp = lead & (0x7Fu >> n);
+    for (size_t i = 1; i < n; i++) {
+        if ((s[i] & 0xC0) != 0x80) { return -1; }
+        cp = cp << 6 | (s[i] & 0x3Fu);
+    }
+    bool overlong = (n == 3 && cp < 0x800) || (n == 4 && cp < 0x10000);
+    if (overlong || (cp >= 0xD800 && cp < 0xE000) || cp > 0x10FFFF) { return -1; }
+    *width = n;
+    return (int32_t)cp;
+}
+
 // Escapes control characters (C0, DEL, C1) in a path or another text from the user, as \n, \x1b and so on:
 // printed raw, they could move the cursor, colour the terminal or forge lines.
 static inline std::string shown(const std::string& text) {
     std::string out;
-    for (size_t i = 0; i < text.size(); i++) {
-        unsigned char c = (unsigned char)text[i], next = i + 1 < text.size() ? (unsigned char)text[i + 1] : 0;
+    for (size_t i = 0, width; i < text.size(); i += width) {
+        const int32_t c = utf8_decode((const uint8_t*)&text[i], text.size() - i, &width);
         if (c == '\n') { out += "\\n"; }
-        else if (c < 0x20 || c == 0x7F) { out += format("\\x%02x", c); }
-        else if (c == 0xC2 && next >= 0x80 && next < 0xA0) { out += format("\\u%04x", next); i++; }
-        else { out += (char)c; }
+        else if ((c >= 0 && c < 0x20) || c == 0x7F) { out += format("\\x%02x", (unsigned)c); }
+        else if (c >= 0x80 && c < 0xA0) { out += format("\\u%04x", (unsigned)c); }
+        else { out += text.substr(i, width); }
     }
     return out;
 }

@@ -1059,7 +1059,7 @@ static void test_logger() {
         const std::string begin = "s:0 trl:11.023457 lr:6.000000e-05 norm:2.2500\ns:1 tel:10.500000\n";
         CHECK_TEXT(read_text(run + "/main.log"), begin);
         logger_train(&log, {3000000000, -NAN, 0.0, INFINITY, 1ll << 40, 1, 1});
-        logger_eval(&log, 2, {0.25, 0.125, 3.5});
+        logger_eval(&log, 2, {0.125, 0.25, 3.5});
         logger_free(&log);
         logger_free(&log);
         CHECK_TEXT(read_text(run + "/main.log"),

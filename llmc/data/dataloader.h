@@ -91,7 +91,6 @@ struct DataLoader {
     int64_t samples_per_epoch;              // over all ranks
     int64_t tokens;                         // in all shards, with the tails that fill no window
     uint32_t tokenizer;                     // named by the shards; 0: none names one
-    int B, T;
     DataShare share;
     int batch;                              // number of the next batch within its step, 0 .. share.run-1
     DataPrefetch* prefetch;
@@ -212,8 +211,8 @@ static inline void data_read_batch(DataPrefetch* p) {
 // but this rank's batches follow each other.
 static inline int64_t data_first_row(const DataLoader* loader) {
     const DataShare& share = loader->share;
-    const int64_t step_began = loader->position - (int64_t)loader->batch * share.world * loader->B;
-    return step_began + ((int64_t)share.rank * share.run + loader->batch) * loader->B;
+    const int64_t B = loader->prefetch->B, step_began = loader->position - loader->batch * share.world * B;
+    return step_began + ((int64_t)share.rank * share.run + loader->batch) * B;
 }
 
 static inline void data_request(DataLoader* loader) {       // the worker is idle
@@ -241,8 +240,6 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     assert(B > 0 && T > 0 && vocab > 0 && share.rank >= 0 && share.rank < share.world && share.run > 0);
     DataPrefetch* p = new DataPrefetch();
     *loader = DataLoader();
-    loader->B = B;
-    loader->T = T;
     loader->share = share;
     loader->prefetch = p;
     int64_t longest = 0;
@@ -291,7 +288,7 @@ static inline void dataloader_next(DataLoader* loader) {
     if (!p->error.empty()) { die("%s", p->error.c_str()); }
     loader->inputs = p->inputs[p->slot].data();
     loader->targets = p->targets[p->slot].data();
-    loader->position += (int64_t)loader->share.world * loader->B;
+    loader->position += (int64_t)loader->share.world * p->B;
     loader->batch = (loader->batch + 1) % loader->share.run;
     p->slot = 1 - p->slot;
     data_request(loader);

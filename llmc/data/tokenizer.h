@@ -33,7 +33,7 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
 #include <vector>       // gives: std::vector
 
-#include "../check.h"           // gives: die, file_text
+#include "../check.h"           // gives: die, file_text, utf8_decode
 #include "unicode_tables.h"     // gives: CharClass, its ranges
 
 static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
@@ -122,25 +122,6 @@ static inline void tokenizer_build(Tokenizer* tok, const char* path) {
 static inline void tokenizer_free(Tokenizer* tok) { *tok = Tokenizer(); }
 
 // ---- characters and pieces ----
-
-// The code point at s[0], its bytes in *width. If no well-formed UTF-8 sequence begins there: -1 and width 1.
-// (Surrogates have a code point here: they are of class other, as their bytes are.) len >= 1.
-static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
-    uint32_t lead = s[0];
-    *width = 1;
-    if (lead < 0x80) { return (int32_t)lead; }
-    size_t n = lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
-    if (n == 0 || n > len) { return -1; }
-    uint32_t cp = lead & (0x7Fu >> n);
-    for (size_t i = 1; i < n; i++) {
-        if ((s[i] & 0xC0) != 0x80) { return -1; }
-        cp = cp << 6 | (s[i] & 0x3Fu);
-    }
-    bool overlong = (n == 3 && cp < 0x800) || (n == 4 && cp < 0x10000);
-    if (overlong || cp > 0x10FFFF) { return -1; }
-    *width = n;
-    return (int32_t)cp;
-}
 
 static inline CharClass tokenizer_class(const Tokenizer* tok, const uint8_t* s, size_t len, size_t* width) {
     int32_t cp = utf8_decode(s, len, width);

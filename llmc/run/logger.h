@@ -32,6 +32,7 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 #include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
+#include "../data/evalloader.h" // gives: EvalScore
 #include "../check.h"   // gives: mkdir_check, die, file_text, atomic_file
 #include "flags.h"      // gives: flags_json
 #include "../files/json.h" // gives: json_quote, json_number
@@ -52,8 +53,6 @@ struct TrainMetrics {
     int64_t tokens;             // trained on since the run began, with this step's
     double ms, tokens_per_s;    // of this step
 };
-
-struct EvalMetrics { double acc_norm, acc, loss; };     // see evalloader.h
 
 typedef std::vector<std::pair<std::string, std::string>> RunInfo;
 
@@ -233,7 +232,7 @@ static inline void logger_val(Logger* log, int64_t step, double loss) {
                 format("{\"step\": %lld, \"val_loss\": %s}", (long long)step, json_number(loss).c_str()));
 }
 
-static inline void logger_eval(Logger* log, int64_t step, const EvalMetrics& m) {
+static inline void logger_eval(Logger* log, int64_t step, const EvalScore& m) {
     logger_line(log, format("s:%lld eval:%s", (long long)step, logger_number("%.6f", m.acc_norm).c_str()),
                 format("{\"step\": %lld, \"eval_acc_norm\": %s, \"eval_acc\": %s, \"eval_loss\": %s}",
                        (long long)step, json_number(m.acc_norm).c_str(), json_number(m.acc).c_str(),

@@ -117,11 +117,10 @@ static inline std::string report_eta(const Report& r) {
 // -lg: reads the GPU if it is time. Returns fields for metrics.jsonl and sets r->gpu for the terminal. The
 // next step is already enqueued, so the GPU does not wait for this.
 static inline std::string report_gpu(Report* r) {
-    TelemetrySample sample;
-    const bool due = r->log_gpu > 0 && (r->line.last + 1) % r->log_gpu == 0;
-    if (!due || !telemetry_read(r->telemetry, &sample)) { return ""; }
-    r->gpu = telemetry_text(sample);
-    return telemetry_json(sample);
+    if (r->log_gpu <= 0 || (r->line.last + 1) % r->log_gpu != 0) { return ""; }
+    const TelemetrySample sample = telemetry_read(r->telemetry);
+    r->gpu = sample.text;
+    return sample.json;
 }
 
 // Fields with " | " between them, as many as fit, but no fewer than `least`.
