@@ -38,7 +38,8 @@ struct Loader : DataLoader {
     bool next_is(const int* rows) {         // their first tokens; targets are one further on
         next();
         bool same = true;
-        for (int i = 0; i < prefetch->B * prefetch->T; i++) {
+        const int T = prefetch->T;
+        for (int i = 0; i < prefetch->B * T; i++) {
             const int token = rows[i / T] + i % T;
             same = same && inputs[i] == token && targets[i] == token + 1;
         }
