@@ -1243,7 +1243,7 @@ static void test_report() {
                 report_show(&r);
             }
             report_line(&r);
-            r.begun_s = progress_now() - 61;
+            r.begun_s = comm_now() - 61;
             report_end(r, 2.5, 2);
             r.peak_speed = 2000, r.max_steps = 18865;
             report_add(&r, {9999, 10.5, 6e-4, 12.345, 10000000, 1000, 0});
@@ -1285,27 +1285,6 @@ static void test_report() {
         CHECK_TEXT(c.err,
                    "step 5: the gradient is not finite (norm 7.000000, loss 6.000000): update skipped\n"
                    "step 5: loss 6.000000 is 8.0" + far + "step 5: norm 7.000000 is 9.0" + far);
-    }
-}
-
-static void test_progress() {
-    TEST("report: the live block's sparkline, cut to the terminal") {
-        CHECK_TEXT(progress_sparkline({3, 1, 2, 3}), "\u2588\u2581\u2584\u2588");
-        CHECK_TEXT(progress_sparkline({2, 2}), "\u2581\u2581");
-        CHECK_IS(text_columns("loss \u2588\u2581 |"), 9);
-        CHECK_TEXT(text_cut("loss \u2588\u2581 |", 6), "loss \u2588");
-        Report trend = {400, 1, 0, 0};                  // a mark is four steps
-        for (int step = 0; step < 47; step++) { report_add(&trend, {step, step / 4 + 1.0, 0, 0, 0, 1, 0}); }
-        report_add(&trend, {47, NAN, 0, 0, 0, 1, 0});
-        CHECK(trend.marks == std::vector<double>({2, 3, 4, 5, 6, 7, 8, 9, 10, 11}), "%zu marks, the first %g",
-              trend.marks.size(), trend.marks[0]);
-        const struct { const char *all, *ctype, *lang; bool utf8; } rows[] = {
-            {"C", "", "en_US.UTF-8", false}, {"", "de_DE.utf8", "C", true}, {"", "", "C.UTF-8", true},
-            {"", "", "", false}};
-        for (const auto& row : rows) {
-            setenv("LC_ALL", row.all, 1), setenv("LC_CTYPE", row.ctype, 1), setenv("LANG", row.lang, 1);
-            CHECK(progress_utf8() == row.utf8, "%s, %s, %s", row.all, row.ctype, row.lang);
-        }
     }
 }
 
@@ -1378,7 +1357,6 @@ int main() {
     test_logger();
     test_logger_go_back();
     test_report();
-    test_progress();
     test_text_out();
     return folder_end();
 }
