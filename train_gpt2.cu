@@ -5493,7 +5493,7 @@ static Facts origin_facts(const Training& t) {
 // Ranks that differ in program, data or flags would train nonsense, or wait for each other for ever.
 static void check_same_job(const Training& t) {
     if (comm.world == 1) { return; }
-    CommFacts facts = {
+    Facts facts = {
         {"the program", t.program}, {"training data", dataloader_facts(&t.train_loader)},
         {"a sample of the training data", t.data_sample},
         {"validation data", dataloader_facts(&t.val_loader)},

@@ -507,16 +507,16 @@ static void fuzz_safetensors(const Bytes& table) {
 static void fuzz_json(Bytes input) {
     const std::string json = json_quote(input);
     PROPERTY(unquoted(json) == input, "%s reads back as something else", json.c_str());
-    JsonValues values;
+    Facts values;
     const bool known = json_read("{\"a\": " + json + "}", &values).empty();      // but for zeros
-    PROPERTY(known ? values == JsonValues({{"a", input}}) : input.find('\0') != Bytes::npos, "%s reads back",
+    PROPERTY(known ? values == Facts({{"a", input}}) : input.find('\0') != Bytes::npos, "%s reads back",
              json.c_str());
     if (json_read(input, &values).empty()) {            // what is taken can be written again
         std::string text;
         for (const auto& v : values) {
             text += (text.empty() ? "{" : ", ") + json_quote(v.first) + ": " + json_quote(v.second);
         }
-        JsonValues again;
+        Facts again;
         PROPERTY(values.empty() || (json_read(text + "}", &again).empty() && again == values), "%s",
                  text.c_str());
     }

@@ -315,9 +315,9 @@ static void test_json() {
             {"\xf4\x90\x80\x80", "\"\\udcf4\\udc90\\udc80\\udc80\""}};
         for (const auto& c : cases) {
             CHECK_TEXT(json_quote(c[0]), c[1]);
-            JsonValues values;
+            Facts values;
             const std::string error = json_read(std::string("{\"\": ") + c[1] + "}", &values);
-            CHECK(error.empty() && values == JsonValues({{"", c[0]}}), "%s does not read back", c[1]);
+            CHECK(error.empty() && values == Facts({{"", c[0]}}), "%s does not read back", c[1]);
         }
         CHECK_TEXT(json_number(0.5), "0.5");
         for (float x : {NAN, INFINITY, -INFINITY}) { CHECK_TEXT(json_number(x), "null"); }
@@ -327,10 +327,10 @@ static void test_json() {
             " {\"a\": 1,\n\"o\": {\"x\":-0.5e+3, \"p\": {} , \"t\" :true},\"n\":null, \"f\": false, "
             "\"s\": \"\\/\\b\\f\\n\\r\\t \\u0080\\u0800\\uD800\\udc00\", \"l\": [ ], "
             "\"m\" : [1 ,[true, {\"x\": \"a\\u0022,\\u005d \"}],\n-2e5]}\n";
-        const JsonValues want = {{"a", "1"}, {"o.x", "-0.5e+3"}, {"o.t", "true"}, {"n", "null"},
+        const Facts want = {{"a", "1"}, {"o.x", "-0.5e+3"}, {"o.t", "true"}, {"n", "null"},
                                  {"f", "false"}, {"s", "/\b\f\n\r\t \xc2\x80\xe0\xa0\x80\xf0\x90\x80\x80"},
                                  {"m.0", "1"}, {"m.1.0", "true"}, {"m.1.1.x", "a\",] "}, {"m.2", "-2e5"}};
-        JsonValues values;
+        Facts values;
         const std::string error = json_read(good, &values);
         CHECK(error.empty() && values == want, "%s, %zu values", error.c_str(), values.size());
         int taken = 0;
@@ -610,7 +610,7 @@ static void test_flag_texts() {
         std::copy(flags, flags + num_flags, table);
         table[0].resume = FLAG_FIXED;           // -b, and the others as they are: kept
         table[6].resume = FLAG_NOW;             // -o
-        const JsonValues saved = {              // neither --seed nor --name, which there were not yet
+        const Facts saved = {              // neither --seed nor --name, which there were not yet
             {"micro-batch", "8"}, {"total-batch", "1024"}, {"lr", "0.25"}, {"lr-schedule", "linear"},
             {"master", "0"}, {"output", "then"}, {"prompt", "a = b\n"}};
         auto resume = [&](const std::vector<std::string>& words) {
@@ -1039,7 +1039,7 @@ static void test_rounding() {
 
 // ---- logger.h ----
 
-static Logger log_of(const std::string& run, const RunInfo& info = {}) {
+static Logger log_of(const std::string& run, const Facts& info = {}) {
     Logger log;
     logger_init(&log, run.c_str());
     logger_run(&log, flags, num_flags, info);

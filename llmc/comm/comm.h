@@ -27,10 +27,10 @@ the watchdog, which knows why.
 #include <fstream>          // gives: std::ifstream
 #include <string>           // gives: std::string
 #include <thread>           // gives: std::thread
-#include <utility>          // gives: std::pair
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, die_report, format
+#include "../facts.h"       // gives: Facts
 #include "net.h"            // gives: comm_read, comm_write
 #include "start.h"          // gives: CommOptions, comm_find
 #include "watch.h"          // gives: comm_progress, comm_patience, comm_health, comm_abort, CommWait
@@ -155,10 +155,8 @@ static inline std::string comm_shorten(const std::string& value, const std::stri
     return (from ? "..." : "") + part + (from + part.size() < value.size() ? "..." : "");
 }
 
-typedef std::vector<std::pair<std::string, std::string>> CommFacts;
-
 // Each rank compares its facts with rank 0's.
-static inline void comm_check_same(const CommFacts& facts) {
+static inline void comm_check_same(const Facts& facts) {
     if (!comm_state) { return; }
     CommWait waiting;
     std::string text;                           // name \0 value \0 ...

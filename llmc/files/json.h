@@ -3,7 +3,7 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 
     fprintf(f, "{%s: %s}\n", json_quote("loss").c_str(), json_number(loss).c_str());
 
-    JsonValues values;
+    Facts values;
     std::string error = json_read(text, &values);       // of {"program": "a", "settings": {"lr": 0.1}}:
     for (auto& v : values) { ... }                      // {"program", "a"}, {"settings.lr", "0.1"}
 */
@@ -18,10 +18,10 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 #include <algorithm>    // gives: std::min
 #include <set>          // gives: std::set
 #include <string>       // gives: std::string
-#include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
 #include "../check.h"   // gives: format, file_text, utf8_decode
+#include "../facts.h"   // gives: Facts
 #include "../numbers.h" // gives: is_number
 
 // Bytes that are not UTF-8 become \udcXX, which Python turns back into these bytes in a file name.
@@ -44,12 +44,10 @@ static inline std::string json_number(double x) { return isfinite(x) ? format("%
 // Reads an object: the settings of a run, a table of tensors. The values in its objects and lists have dotted
 // names, "settings.lr" or "shape.0". Names that come twice are refused.
 
-typedef std::vector<std::pair<std::string, std::string>> JsonValues;    // names with dots, values as text
-
 struct JsonReader {
     const std::string& text;
     size_t at;
-    JsonValues* values;
+    Facts* values;
     std::set<std::string> names;        // of all values so far
 };
 constexpr int kJsonDepth = 8;           // objects and lists in each other
@@ -156,7 +154,7 @@ static inline bool json_read_members(JsonReader* r, const std::string& path, int
 }
 
 // Returns the error, or "".
-static inline std::string json_read(const std::string& text, JsonValues* values) {
+static inline std::string json_read(const std::string& text, Facts* values) {
     JsonReader r = {text, 0, values, {}};
     values->clear();
     if (json_read_members(&r, "", 1, false)) {
@@ -167,7 +165,7 @@ static inline std::string json_read(const std::string& text, JsonValues* values)
 }
 
 // Reads a file of at most 1 MB. Returns the error, to be printed behind its name, or "".
-static inline std::string json_file_read(const std::string& path, JsonValues* values) {
+static inline std::string json_file_read(const std::string& path, Facts* values) {
     return json_read(file_text(path, 1 << 20), values);
 }
 

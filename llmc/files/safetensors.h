@@ -54,7 +54,7 @@ static inline std::string safetensors_shape(const std::vector<int64_t>& shape) {
 // Parses the table, whose values have names like "wte.weight.dtype" and "wte.weight.shape.0". False: it is
 // malformed.
 static inline bool safetensors_table(SafeTensors* s, const std::string& text) {
-    JsonValues values;
+    Facts values;
     if (!json_read(text, &values).empty()) { return false; }
     for (const auto& value : values) {
         if (value.first.compare(0, 13, "__metadata__.") == 0) { continue; }

@@ -26,12 +26,11 @@ A piece is a range of a tensor's elements. The file does not say which rank wrot
 #include <unistd.h>     // gives: close
 
 #include <string>       // gives: std::string
-#include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
 #include "../check.h"       // gives: AtomicFile, die, format, read_at
 #include "../checksum.h"    // gives: Checksum
-#include "../numbers.h"     // gives: parse_int
+#include "../facts.h"       // gives: Facts
 
 struct StateHeader {
     char magic[8];
@@ -50,25 +49,6 @@ static_assert(sizeof(StateHeader) == 64 && sizeof(StateRow) == 128, "the file ho
 static const char kStateMagic[8] = {'G', 'P', 'T', '2', 'S', 'T', 'A', 'T'};
 constexpr uint32_t kStateVersion = 1;
 constexpr uint64_t kStateMaxRows = 1 << 24;
-
-typedef std::vector<std::pair<std::string, std::string>> Facts;
-
-static inline const std::string* facts_find(const Facts& facts, const std::string& key) {
-    for (const auto& fact : facts) { if (fact.first == key) { return &fact.second; } }
-    return nullptr;
-}
-
-// A whole number among the facts; dies if it is missing or out of range.
-static inline int64_t fact_number(const Facts& facts, const std::string& key, int64_t least, int64_t most) {
-    const std::string* text = facts_find(facts, key);
-    if (!text) { die("the state to resume from does not say '%s'", key.c_str()); }
-    int64_t n;
-    if (!parse_int(*text, &n) || n < least || n > most) {
-        die("the state to resume from says '%s' is %s: expected %lld to %lld", key.c_str(), text->c_str(),
-            (long long)least, (long long)most);
-    }
-    return n;
-}
 
 // Bytes of an element; 0: no such type.
 static inline size_t state_type_bytes(const char* type) {

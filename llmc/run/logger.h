@@ -29,10 +29,9 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 #include <stdlib.h>     // gives: atof, atoi, atoll
 
 #include <string>       // gives: std::string
-#include <utility>      // gives: std::pair
-#include <vector>       // gives: std::vector
 
 #include "../data/evalloader.h" // gives: EvalScore
+#include "../facts.h"   // gives: Facts
 #include "../check.h"   // gives: mkdir_check, die, file_text, atomic_file
 #include "flags.h"      // gives: flags_json
 #include "../files/json.h" // gives: json_quote, json_number
@@ -53,8 +52,6 @@ struct TrainMetrics {
     int64_t tokens;             // trained on since the run began, with this step's
     double ms, tokens_per_s;    // of this step
 };
-
-typedef std::vector<std::pair<std::string, std::string>> RunInfo;
 
 static inline void logger_init(Logger* log, const char* folder) {
     *log = Logger();
@@ -239,7 +236,7 @@ static inline void logger_eval(Logger* log, int64_t step, const EvalScore& m) {
                        json_number(m.loss).c_str()));
 }
 
-static inline void logger_run(Logger* log, const Flag* table, int count, const RunInfo& info) {
+static inline void logger_run(Logger* log, const Flag* table, int count, const Facts& info) {
     log->run_json = "{\n\"settings\": " + flags_json(table, count);
     for (const auto& item : info) {
         log->run_json += ",\n" + json_quote(item.first) + ": " + json_quote(item.second);

@@ -25,9 +25,9 @@ keeps. Host only.
 
 #include "../check.h"               // gives: die, format, file_size
 #include "../checksum.h"            // gives: Checksum, checksum_text
+#include "../facts.h"               // gives: Facts, facts_find, fact_number
 #include "../numbers.h"             // gives: parse_int, kLargestCount
-#include "../comm/comm.h"           // gives: comm, warn, CommOptions, CommFacts
-#include "../files/state_file.h"    // gives: Facts, facts_find, fact_number
+#include "../comm/comm.h"           // gives: comm, warn, CommOptions
 #include "../model/lanes.h"         // gives: lanes_default, lanes_error
 #include "../model/model_config.h"  // gives: Config
 #include "../ops/op_types.h"        // gives: Kernels, NormKind
@@ -342,8 +342,8 @@ static inline bool run_validates() {
 
 // ---- what all ranks must agree on ----
 
-static inline CommFacts flag_facts() {
-    CommFacts facts;
+static inline Facts flag_facts() {
+    Facts facts;
     for (const Flag& flag : kFlags) {
         const std::string name = flag.name;
         if (name == "process-rank" || name == "process-server") { continue; }

@@ -24,11 +24,11 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 #include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, shown, file_size
+#include "../facts.h"               // gives: Facts, facts_find
 #include "../comm/comm.h"           // gives: comm, comm_broadcast, comm_foreign, warn
 #include "../files/checkpoints.h"   // gives: checkpoint_model, checkpoint_steps, model_file_error
-#include "../files/json.h"          // gives: JsonValues, json_file_read
+#include "../files/json.h"          // gives: json_file_read
 #include "../files/resume.h"        // gives: Checkpoint, checkpoint_find, facts_config
-#include "../files/state_file.h"    // gives: facts_find
 #include "run_config.h"             // gives: run, kFlags, say, settings_known
 
 // ---- -e FOLDER: a run's folder ----
@@ -90,7 +90,7 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
                                           "val-batches"};
     const std::string path = folder + "/run.json";
     if (file_size(path.c_str()) < 0) { return false; }
-    JsonValues values;
+    Facts values;
     const std::string error = json_file_read(path, &values);
     if (!error.empty()) {
         die("'%s' %s\nhint: %s", path.c_str(), error.c_str(),
@@ -145,7 +145,7 @@ static inline void launch_resume() {
                              "process-rank", "gpus-per-node"}) {
         is_open = is_open && !run_given(name);
     }
-    JsonValues values;
+    Facts values;
     if (!is_open || !json_file_read(path, &values).empty()) { return; }
     const std::string* gpus = facts_find(values, "settings.gpus");
     if (gpus) { flags_set(flags_find(kFlags, kNumFlags, "--gpus"), gpus->c_str()); }
