@@ -229,7 +229,7 @@ static inline int64_t file_size(const char* path) {     // bytes; -1: no such fi
 // The file's text, or its first `most` bytes.
 static inline std::string file_text(const std::string& path, size_t most = SIZE_MAX) {
     FILE* f = fopen_check(path.c_str(), "rb");
-    std::string text(std::min((size_t)file_size(path.c_str()), most), '\0');
+    std::string text(std::min((size_t)std::max<int64_t>(0, file_size(path.c_str())), most), '\0');
     fread_check(&text[0], 1, text.size(), f, path.c_str());
     fclose(f);
     return text;
@@ -382,11 +382,12 @@ static inline AtomicFile atomic_open(const std::string& path) {
         a.f = fdopen(fd, "wb");
         a.temp = strdup(temp.c_str());
     }
-    for (auto& part : part_names) {
-        char* none = nullptr;
-        if (part.compare_exchange_strong(none, a.temp)) { return a; }
+    size_t place = 0;
+    for (char* none = nullptr; !part_names[place].compare_exchange_strong(none, a.temp); none = nullptr) {
+        place++;
+        assert(place < std::size(part_names));
     }
-    die("more than %zu files are being written at once", std::size(part_names));
+    return a;
 }
 
 static inline void atomic_write(AtomicFile* a, const void* data, size_t bytes) {
@@ -403,7 +404,7 @@ static inline void atomic_commit(AtomicFile* a) {
     if (file_layer.rename(a->temp, a->path.c_str()) != 0) { atomic_fail(a, "rename into"); }
     for (auto& part : part_names) {
         char* mine = a->temp;
-        if (part.compare_exchange_strong(mine, nullptr)) { free(a->temp); }
+        if (part.compare_exchange_strong(mine, nullptr)) { free(mine); break; }
     }
     const int closed = file_layer.fclose(a->f);             // only now: it holds the lock
     a->f = nullptr;

@@ -133,7 +133,9 @@ static inline bool json_read_value(JsonReader* r, const std::string& name, int d
     const char c = r->at < r->text.size() ? r->text[r->at] : '\0';
     if (c == '{' || c == '[') { return json_read_members(r, name + ".", depth + 1, c == '['); }
     std::string value;
-    for (const char* word : {"true", "false", "null"}) { if (json_next(r, word)) { value = word; } }
+    for (const char* word : {"true", "false", "null"}) {
+        if (value.empty() && json_next(r, word)) { value = word; }
+    }
     const bool known = !value.empty() || (c == '"' ? json_read_text(r, &value) : json_read_number(r, &value));
     r->values->push_back({name, value});
     return known && r->values->size() <= kJsonValues;
