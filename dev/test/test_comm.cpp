@@ -792,7 +792,7 @@ static void test_names() {
         check_lives(rank, [=] {
             setenv("RANK", rank, 1);
             setenv("WORLD_SIZE", "2", 1);
-            printf("%s.", comm_foreign().name);
+            printf("%s.", comm_foreign().name.c_str());
         }, ".");
     }
     const std::string same(100, 's'), shortened = comm_shorten(same + "1" + same, same + "2" + same);
