@@ -260,17 +260,14 @@ static Reference reference_load(const std::string& path, const Config& c, bool t
 }
 
 // The number, or the list of numbers, of this name; "a.b" is b of the object a.
-static Doubles json_numbers(const JsonValues& json, const std::string& name) {
+static Doubles json_numbers(const Facts& json, const std::string& name) {
+    Doubles numbers;
     for (const auto& value : json) {
-        if (value.first != name) { continue; }
-        Doubles numbers;
-        for (const char* at = value.second.c_str(); *at; at += strcspn(at, ",")) {
-            at += strspn(at, "[,");
-            numbers.push_back(strtod(at, nullptr));
-        }
-        return numbers;
+        const bool is_one = value.first == name || value.first.compare(0, name.size() + 1, name + ".") == 0;
+        if (is_one) { numbers.push_back(strtod(value.second.c_str(), nullptr)); }
     }
-    die("the reference's JSON has no key '%s'", name.c_str());
+    if (numbers.empty()) { die("the reference's JSON has no key '%s'", name.c_str()); }
+    return numbers;
 }
 
 static void test_model(const std::string& prefix, const Options& options, bool residual_fp32,
@@ -280,7 +277,7 @@ static void test_model(const std::string& prefix, const Options& options, bool r
     c.residual_fp32 = residual_fp32;
     const StreamApart apart;
     const Reference r = reference_load(prefix + "_tensors.bin", c);
-    JsonValues json;
+    Facts json;
     const std::string unread = json_file_read(prefix + ".json", &json);
     if (!unread.empty()) { die("'%s.json' %s", prefix.c_str(), unread.c_str()); }
     auto hyper = [&](const char* name) { return json_numbers(json, std::string("hyper.") + name)[0]; };

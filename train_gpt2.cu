@@ -5493,7 +5493,7 @@ static Facts origin_facts(const Training& t) {
 // Ranks that differ in program, data or flags would train nonsense, or wait for each other for ever.
 static void check_same_job(const Training& t) {
     if (comm.world == 1) { return; }
-    CommFacts facts = {
+    Facts facts = {
         {"the program", t.program}, {"training data", dataloader_facts(&t.train_loader)},
         {"a sample of the training data", t.data_sample},
         {"validation data", dataloader_facts(&t.val_loader)},
@@ -5726,7 +5726,7 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
            logger_number("%.6f", score.acc).c_str(), logger_number("%.6f", score.loss).c_str());
     fflush(stdout);
-    logger_eval(logger, step, {score.acc_norm, score.acc, score.loss});
+    logger_eval(logger, step, score);
     if (isfinite(score.loss)) { return true; }
     warn("losses of the evaluation are not finite: the weights hold NaN or far too large numbers");
     return false;
@@ -5907,8 +5907,6 @@ int main(int argc, char** argv) {
         stdout_check();
         return 0;
     }
-    const std::string init = flags_text(flags_find(kFlags, kNumFlags, "--process-init"));
-    run.comm.init = init.c_str();           // comm.h takes the word itself
     launch_resume();                        // -y 1: the run's number of GPUs
     comm_start(run.comm, argv);
     comm_check_same(flag_facts());          // now: a rank with -y would wait below for those without it

@@ -10,6 +10,7 @@ name, synced and renamed, so that a kill or a full disk never leaves half a file
     AtomicFile out = atomic_open("model.bin");
     atomic_write(&out, data, bytes);
     atomic_commit(&out);                       // fsync, rename, fsync of the folder
+    atomic_file("DONE", text);                 // the same for a short text
     stdout_check();                            // at the end of main: an error if some output was lost
 
 A program that includes this header also ends in die() when memory runs out or a file hits ulimit -f.
@@ -29,12 +30,17 @@ A program that includes this header also ends in die() when memory runs out or a
 #include <string.h>     // gives: strerror
 #include <sys/file.h>   // gives: flock
 #include <sys/ioctl.h>  // gives: ioctl, TIOCGWINSZ
+#include <sys/resource.h>   // gives: setrlimit
 #include <sys/stat.h>   // gives: stat, mkdir
-#include <unistd.h>     // gives: fsync, unlink
+#include <unistd.h>     // gives: fsync, pread, unlink
 
+#include <algorithm>    // gives: std::sort, std::min
 #include <atomic>       // gives: std::atomic
+#include <chrono>       // gives: std::chrono::seconds
+#include <mutex>        // gives: std::timed_mutex
 #include <new>          // gives: std::set_new_handler
 #include <string>       // gives: std::string
+#include <vector>       // gives: std::vector
 
 // Calls that fail when a disk is full or broken. Tests replace them with functions that fail.
 static struct {
@@ -47,28 +53,52 @@ static struct {
 
 // ---- errors ----
 
-__attribute__((format(printf, 1, 2))) static inline std::string format(const char* fmt, ...) {
-    va_list args, again;
-    va_start(args, fmt);
+static inline std::string vformat(const char* fmt, va_list args) {
+    va_list again;
     va_copy(again, args);
-    int n = vsnprintf(nullptr, 0, fmt, args);
-    std::string s((size_t)n, '\0');
-    vsnprintf(&s[0], (size_t)n + 1, fmt, again);
-    va_end(args);
+    std::string s((size_t)vsnprintf(nullptr, 0, fmt, args), '\0');
+    vsnprintf(&s[0], s.size() + 1, fmt, again);
     va_end(again);
     return s;
+}
+
+__attribute__((format(printf, 1, 2))) static inline std::string format(const char* fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    const std::string s = vformat(fmt, args);
+    va_end(args);
+    return s;
+}
+
+// The code point at s[0], its bytes in *width. If no well-formed UTF-8 sequence begins there: -1 and width 1.
+// len >= 1.
+static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
+    uint32_t lead = s[0];
+    *width = 1;
+    if (lead < 0x80) { return (int32_t)lead; }
+    size_t n = lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
+    if (n == 0 || n > len) { return -1; }
+    uint32_t cp = lead & (0x7Fu >> n);
+    for (size_t i = 1; i < n; i++) {
+        if ((s[i] & 0xC0) != 0x80) { return -1; }
+        cp = cp << 6 | (s[i] & 0x3Fu);
+    }
+    bool overlong = (n == 3 && cp < 0x800) || (n == 4 && cp < 0x10000);
+    if (overlong || (cp >= 0xD800 && cp < 0xE000) || cp > 0x10FFFF) { return -1; }
+    *width = n;
+    return (int32_t)cp;
 }
 
 // Escapes control characters (C0, DEL, C1) in a path or another text from the user, as \n, \x1b and so on:
 // printed raw, they could move the cursor, colour the terminal or forge lines.
 static inline std::string shown(const std::string& text) {
     std::string out;
-    for (size_t i = 0; i < text.size(); i++) {
-        unsigned char c = (unsigned char)text[i], next = i + 1 < text.size() ? (unsigned char)text[i + 1] : 0;
+    for (size_t i = 0, width; i < text.size(); i += width) {
+        const int32_t c = utf8_decode((const uint8_t*)&text[i], text.size() - i, &width);
         if (c == '\n') { out += "\\n"; }
-        else if (c < 0x20 || c == 0x7F) { out += format("\\x%02x", c); }
-        else if (c == 0xC2 && next >= 0x80 && next < 0xA0) { out += format("\\u%04x", next); i++; }
-        else { out += (char)c; }
+        else if ((c >= 0 && c < 0x20) || c == 0x7F) { out += format("\\x%02x", (unsigned)c); }
+        else if (c >= 0x80 && c < 0xA0) { out += format("\\u%04x", (unsigned)c); }
+        else { out += text.substr(i, width); }
     }
     return out;
 }
@@ -119,12 +149,9 @@ __attribute__((noreturn)) static inline void die_now(const char* text) {
 
 // Only "\nhint: " begins a new line: newlines in quoted names are escaped.
 __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const char* fmt, ...) {
-    va_list args, again;
+    va_list args;
     va_start(args, fmt);
-    va_copy(again, args);
-    std::string text((size_t)vsnprintf(nullptr, 0, fmt, args), '\0');
-    vsnprintf(&text[0], text.size() + 1, fmt, again);
-    va_end(again);
+    const std::string text = vformat(fmt, args);
     va_end(args);
     const std::string hint = "\nhint: ";
     size_t at = text.rfind(hint);
@@ -199,6 +226,37 @@ static inline int64_t file_size(const char* path) {     // bytes; -1: no such fi
     return stat(path, &st) == 0 && S_ISREG(st.st_mode) ? (int64_t)st.st_size : -1;
 }
 
+// The file's text, or its first `most` bytes.
+static inline std::string file_text(const std::string& path, size_t most = SIZE_MAX) {
+    FILE* f = fopen_check(path.c_str(), "rb");
+    std::string text(std::min((size_t)std::max<int64_t>(0, file_size(path.c_str())), most), '\0');
+    fread_check(&text[0], 1, text.size(), f, path.c_str());
+    fclose(f);
+    return text;
+}
+
+// Lets this process open as many files as it may. Returns their number.
+static inline uint64_t allow_most_files() {
+    struct rlimit files;
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+    return files.rlim_max;
+}
+
+// Reads `bytes` bytes from `offset` on, fewer where the file ends. Returns their number; -1: see errno.
+static inline ssize_t read_at(int fd, void* to, size_t bytes, int64_t offset) {
+    size_t got = 0;
+    while (got < bytes) {
+        const ssize_t n = pread(fd, (char*)to + got, bytes - got, (off_t)(offset + (int64_t)got));
+        if (n < 0 && errno == EINTR) { continue; }
+        if (n < 0) { return -1; }
+        if (n == 0) { break; }
+        got += (size_t)n;
+    }
+    return (ssize_t)got;
+}
+
 static inline void mkdir_check(const char* path) {       // like mkdir -p
     std::string s(path);
     for (size_t i = 1; i <= s.size(); i++) {
@@ -220,44 +278,26 @@ static inline void mkdir_check(const char* path) {       // like mkdir -p
 // is open. Errors and signals remove it. SIGKILL leaves it behind: the next program that writes PATH finds
 // that nobody holds the lock, and removes it.
 
-struct AtomicFile { FILE* f; std::string path, temp; int slot; };
+struct AtomicFile { FILE* f; std::string path; char* temp; };
 
 // The names of all open .part files, for the code that removes them: it may run in a signal handler or in
-// another thread. Hence plain arrays. Only the thread that has set a slot to PART_BUSY may touch its text.
-enum PartState { PART_FREE, PART_BUSY, PART_NAMED };
-struct PartName { std::atomic<int> state; char text[4096]; };
-static const int kMaxParts = 16;                // open at once in one program; tokenize has three
-static PartName part_names[kMaxParts];
+// another thread. Whoever takes a name out of its place owns it.
+static std::atomic<char*> part_names[16];       // null: free. tokenize has three open at once
 
-static inline bool part_move(PartName* part, int from, PartState to) {
-    return part->state.compare_exchange_strong(from, to);
-}
-
-static inline int part_remember(const std::string& temp) {
-    int slot = 0;
-    while (slot < kMaxParts && !part_move(&part_names[slot], PART_FREE, PART_BUSY)) { slot++; }
-    assert(slot < kMaxParts && temp.size() < sizeof(part_names[0].text));       // open refused a longer name
-    memcpy(part_names[slot].text, temp.c_str(), temp.size() + 1);
-    part_names[slot].state = PART_NAMED;
-    return slot;
-}
-
-// Removes all .part files of this process. Safe in a signal handler.
+// Removes all .part files of this process, which ends. Safe in a signal handler.
 static inline void atomic_remove_parts() {
-    for (PartName& part : part_names) {
-        if (!part_move(&part, PART_NAMED, PART_BUSY)) { continue; }
-        unlink(part.text);
-        part.state = PART_FREE;
+    for (auto& part : part_names) {
+        if (char* temp = part.exchange(nullptr)) { unlink(temp); }
     }
 }
 
-// Removes the .part files just before _exit, while other threads may be creating one. It waits up to a second
-// for threads inside atomic_open, and blocks those that enter it later.
-static std::atomic<bool> parts_over(false);
-static std::atomic<int> parts_opening(0);
+// A thread holds it while it creates a .part file; in the end, atomic_last_parts holds it for ever.
+static std::timed_mutex part_mutex;
+
+// Removes the .part files just before _exit, while other threads may be creating one: it waits for them, a
+// second at most.
 static inline void atomic_last_parts() {
-    parts_over = true;
-    for (int i = 0; i < 1000 && parts_opening > 0; i++) { usleep(1000); }
+    (void)part_mutex.try_lock_for(std::chrono::seconds(1));
     atomic_remove_parts();
 }
 
@@ -290,21 +330,27 @@ static inline bool part_is_of(const std::string& name, const std::string& base) 
     return name.compare(at, std::string::npos, "part") == 0;
 }
 
+// The names of all files in a folder, sorted.
+static inline std::vector<std::string> folder_names(const std::string& folder) {
+    std::vector<std::string> names;
+    DIR* dir = opendir(folder.c_str());
+    while (struct dirent* entry = dir ? readdir(dir) : nullptr) { names.push_back(entry->d_name); }
+    if (dir) { closedir(dir); }
+    std::sort(names.begin(), names.end());
+    return names;
+}
+
 // Removes those PATH.PID.N.part that no process writes any more.
 static inline void atomic_remove_stale(const std::string& path) {
-    size_t slash = path.rfind('/') + 1;         // npos + 1 is 0
-    std::string folder = path.substr(0, slash), base = path.substr(slash) + ".";
-    DIR* dir = opendir(folder.empty() ? "." : folder.c_str());
-    if (!dir) { return; }
-    while (struct dirent* entry = readdir(dir)) {
-        std::string name = entry->d_name;
+    const size_t slash = path.rfind('/') + 1;   // npos + 1 is 0
+    const std::string folder = slash ? path.substr(0, slash) : "./", base = path.substr(slash) + ".";
+    for (const std::string& name : folder_names(folder)) {
         if (!part_is_of(name, base)) { continue; }
-        int fd = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+        const int fd = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
         if (fd < 0) { continue; }
         if (flock(fd, LOCK_EX | LOCK_NB) == 0) { unlink((folder + name).c_str()); }
         close(fd);
     }
-    closedir(dir);
 }
 
 static inline void atomic_fail(AtomicFile* a, const char* what) {
@@ -319,15 +365,14 @@ static inline AtomicFile atomic_open(const std::string& path) {
     output_check(path.c_str());
     atomic_remove_stale(path);
     atomic_watch_signals();
-    AtomicFile a = {nullptr, path, "", 0};
-    parts_opening++;
+    AtomicFile a = {nullptr, path, nullptr};
+    std::unique_lock<std::timed_mutex> lock(part_mutex);
     while (!a.f) {
-        if (parts_over) { parts_opening--; for (;;) { pause(); } }
-        a.temp = path + format(".%d.%d.part", (int)getpid(), count++);
-        int fd = open(a.temp.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+        const std::string temp = path + format(".%d.%d.part", (int)getpid(), count++);
+        int fd = open(temp.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
         if (fd < 0 && errno == EEXIST) { continue; }        // left by an earlier process with the same id
         if (fd < 0) {
-            parts_opening--;
+            lock.unlock();
             die("cannot create '%s': %s", shown(path).c_str(), strerror(errno));
         }
         flock(fd, LOCK_EX);
@@ -335,9 +380,13 @@ static inline AtomicFile atomic_open(const std::string& path) {
         bool gone = fstat(fd, &st) != 0 || st.st_nlink == 0;    // taken for a stale one before it was locked
         if (gone) { close(fd); continue; }
         a.f = fdopen(fd, "wb");
+        a.temp = strdup(temp.c_str());
     }
-    a.slot = part_remember(a.temp);
-    parts_opening--;
+    size_t place = 0;
+    for (char* none = nullptr; !part_names[place].compare_exchange_strong(none, a.temp); none = nullptr) {
+        place++;
+        assert(place < std::size(part_names));
+    }
     return a;
 }
 
@@ -352,8 +401,11 @@ static inline void atomic_rewind(AtomicFile* a) {
 
 static inline void atomic_commit(AtomicFile* a) {
     if (file_layer.fflush(a->f) != 0 || file_layer.fsync(fileno(a->f)) != 0) { atomic_fail(a, "write"); }
-    if (file_layer.rename(a->temp.c_str(), a->path.c_str()) != 0) { atomic_fail(a, "rename into"); }
-    part_move(&part_names[a->slot], PART_NAMED, PART_FREE);
+    if (file_layer.rename(a->temp, a->path.c_str()) != 0) { atomic_fail(a, "rename into"); }
+    for (auto& part : part_names) {
+        char* mine = a->temp;
+        if (part.compare_exchange_strong(mine, nullptr)) { free(mine); break; }
+    }
     const int closed = file_layer.fclose(a->f);             // only now: it holds the lock
     a->f = nullptr;
     if (closed != 0) { die("'%s' cannot be closed: %s", shown(a->path).c_str(), strerror(errno)); }
@@ -366,6 +418,12 @@ static inline void atomic_commit(AtomicFile* a) {
         die("'%s' is written, but its folder cannot be synced: %s", shown(a->path).c_str(), strerror(errno));
     }
     close(dir);
+}
+
+static inline void atomic_file(const std::string& path, const std::string& text) {
+    AtomicFile out = atomic_open(path);
+    atomic_write(&out, text.data(), text.size());
+    atomic_commit(&out);
 }
 
 #endif  // LLMC_CHECK_H

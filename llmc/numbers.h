@@ -2,7 +2,7 @@
 Division that rounds up, and numbers in texts of users and files.
 
     int64_t n;
-    if (!parse_int(text, text + strlen(text), &n)) { die("'%s' is no whole number", text); }
+    if (!parse_int(text, &n)) { die("'%s' is no whole number", text); }
 
 A whole number is 0, or digits that do not begin with 0, with or without a minus. A double may also have a
 point, with digits on at least one side, and an exponent: .5 5. 1e-4 2.5E+8. Everything else is refused: a
@@ -13,9 +13,9 @@ plus or blanks in front, 007, hexadecimal, inf, nan, and values too large for 64
 
 #include <errno.h>      // gives: errno
 #include <math.h>       // gives: fabs, floor
-#include <stddef.h>     // gives: ptrdiff_t
 #include <stdint.h>     // gives: int64_t
 #include <stdlib.h>     // gives: strtoll, strtod
+#include <string.h>     // gives: strspn
 
 #include <string>       // gives: std::string
 
@@ -30,49 +30,39 @@ static inline std::string bytes_text(size_t bytes) {
     return bytes >= GiB ? format("%.2f GiB", bytes / GiB) : format("%.2f MiB", bytes / MiB);
 }
 
-// Parses [begin, end) as a whole number. False if it is none, or needs more than 64 bits.
-static inline bool parse_int(const char* begin, const char* end, int64_t* value) {
-    const char* digits = begin < end && *begin == '-' ? begin + 1 : begin;
-    if (digits == end || (*digits == '0' && (end - digits > 1 || digits > begin))) { return false; }
-    for (const char* s = digits; s < end; s++) { if (*s < '0' || *s > '9') { return false; } }
+// Parses a whole number. False if the text is none, or it needs more than 64 bits.
+static inline bool parse_int(const std::string& text, int64_t* value) {
+    const char* digits = text.c_str() + (text[0] == '-');
+    const size_t count = strspn(digits, "0123456789");
+    const bool zero_first = digits[0] == '0' && text.size() > 1;
+    if (count == 0 || digits + count != text.c_str() + text.size() || zero_first) { return false; }
     errno = 0;
-    *value = strtoll(std::string(begin, end).c_str(), nullptr, 10);
+    *value = strtoll(text.c_str(), nullptr, 10);
     return errno == 0;
 }
 
-static inline bool is_number(const char* begin, const char* end) {
-    const char* s = begin;
-    auto digits = [&] {                         // skips digits and returns their number
-        const char* from = s;
-        while (s < end && *s >= '0' && *s <= '9') { s++; }
-        return s - from;
-    };
-    if (s < end && *s == '-') { s++; }
-    const bool zero = s < end && *s == '0';
-    const ptrdiff_t whole = digits();
-    ptrdiff_t fraction = 0;
-    if (s < end && *s == '.') { s++; fraction = digits(); }
-    if (whole + fraction == 0 || (zero && whole > 1)) { return false; }
-    if (s < end && (*s == 'e' || *s == 'E')) {
-        s++;
-        if (s < end && (*s == '-' || *s == '+')) { s++; }
-        if (digits() == 0) { return false; }
-    }
-    return s == end;
+// strtod decides, but it takes more: blanks, a plus, zeros in front, hexadecimal numbers, inf and nan.
+static inline bool is_number(const std::string& text) {
+    const char* digits = text.c_str() + (text[0] == '-');
+    const bool zeros_first = digits[0] == '0' && digits[1] >= '0' && digits[1] <= '9';
+    const bool plain = text[0] != '+' && text.find_first_not_of("0123456789.eE+-") == std::string::npos;
+    char* end;
+    strtod(text.c_str(), &end);
+    return plain && !zeros_first && !text.empty() && end == text.c_str() + text.size();
 }
 
-// Parses [begin, end) as a number. False if it is none, or no double can hold it.
-static inline bool parse_double(const char* begin, const char* end, double* value) {
-    if (!is_number(begin, end)) { return false; }
+// Parses a number. False if the text is none, or no double can hold it.
+static inline bool parse_double(const std::string& text, double* value) {
+    if (!is_number(text)) { return false; }
     errno = 0;
-    *value = strtod(std::string(begin, end).c_str(), nullptr);
+    *value = strtod(text.c_str(), nullptr);
     return errno == 0;
 }
 
 // For 1e5 or 100.0 where a whole number is needed: a hint how to spell it. "" if the text is no whole number.
 static inline std::string parse_int_hint(const std::string& text) {
     double x;
-    bool exact = parse_double(text.data(), text.data() + text.size(), &x) && fabs(x) < 9e15 && x == floor(x);
+    bool exact = parse_double(text, &x) && fabs(x) < 9e15 && x == floor(x);
     return exact ? format("write it in digits only: %.0f", x) : "";
 }
 

@@ -532,9 +532,8 @@ static void decode_shard(const char* path) {
 
 // How many of so many tokens are for validation.
 static int64_t val_tokens(int64_t total) {
-    const char* end = cfg.val_tokens + strlen(cfg.val_tokens);
     int64_t wanted = std::min<int64_t>(100000, total / 10);
-    if (strcmp(cfg.val_tokens, "auto") != 0 && (!parse_int(cfg.val_tokens, end, &wanted) || wanted < 0)) {
+    if (strcmp(cfg.val_tokens, "auto") != 0 && (!parse_int(cfg.val_tokens, &wanted) || wanted < 0)) {
         die("--val-tokens %s: it is auto or a number of tokens", shown(cfg.val_tokens).c_str());
     }
     return wanted;

@@ -22,32 +22,6 @@ places where a long text can be cut, and the vocabulary as llm.c's gpt2_tokenize
 #include "llmc/check.h"             // gives: die, AtomicFile
 #include "llmc/data/tokenizer.h"    // gives: Tokenizer, tokenizer_merge, tokenizer_piece
 
-// ---- merging short pieces ----
-// Up to this length a search through all pairs, n^2 steps, is faster than a heap, n log n.
-static const size_t kShortPiece = 64;
-
-// Merges ids[0..n) in place and returns how many are left. n <= kShortPiece.
-static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, size_t n) {
-    uint32_t merged[kShortPiece];       // merged[i]: the token of ids[i] and ids[i+1]
-    for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
-    merged[n - 1] = kNoMerge;
-    for (;;) {
-        size_t best = 0;
-        for (size_t i = 1; i < n; i++) { if (merged[i] < merged[best]) { best = i; } }
-        if (merged[best] == kNoMerge) { return n; }
-        ids[best] = merged[best];
-        n--;
-        for (size_t i = best + 1; i < n; i++) { ids[i] = ids[i + 1]; merged[i] = merged[i + 1]; }
-        merged[best] = best + 1 < n ? tokenizer_pair(tok, ids[best], ids[best + 1]) : kNoMerge;
-        if (best > 0) { merged[best - 1] = tokenizer_pair(tok, ids[best - 1], ids[best]); }
-    }
-}
-
-static inline void tokenizer_merge_fast(const Tokenizer* tok, const uint8_t* bytes, size_t n,
-                                        std::vector<uint32_t>& out) {
-    tokenizer_merge(tok, bytes, n, out, n <= kShortPiece ? tokenizer_merge_short : tokenizer_merge_long);
-}
-
 // ---- merging long pieces in windows ----
 // A merge looks at two neighbours only, so a long piece can be merged in overlapping windows. Call a row of
 // tokens stable if merging its bytes gives exactly this row.
@@ -58,6 +32,9 @@ static inline void tokenizer_merge_fast(const Tokenizer* tok, const uint8_t* byt
 //     neighbours alone would have come to this merge, too, and were not stable.
 // Let two stable rows overlap and share one token (equal bytes at one position). Then the first row up to
 // that token and the second row from there form one stable row.
+
+// Longer pieces are merged in windows.
+static const size_t kShortPiece = 64;
 
 // Bytes that a window shares with the window before, and bytes that it adds: most windows are short pieces
 // then. If they share no token (a token may have 128 bytes), both numbers grow, and shrink again later.
@@ -100,7 +77,7 @@ static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, 
     for (;; row->overlap *= 2) {
         size_t from, i = tokenizer_step_back(tok, *row, row->overlap, &from), j = 0;
         part.clear();
-        tokenizer_merge_fast(tok, piece + from, end - from, part);
+        tokenizer_merge(tok, piece + from, end - from, part);
         bool whole = i == row->first;           // the window begins with the row and replaces it
         if (!whole && !tokenizer_common(tok, *row->ids, &i, part, &j)) { continue; }
         row->ids->resize(i);
@@ -114,7 +91,7 @@ static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, 
 // Appends the ids of a piece of n bytes.
 static inline void tokenizer_encode_piece(const Tokenizer* tok, const uint8_t* piece, size_t n,
                                           std::vector<uint32_t>& out) {
-    if (n <= kShortPiece) { tokenizer_merge_fast(tok, piece, n, out); return; }
+    if (n <= kShortPiece) { tokenizer_merge(tok, piece, n, out); return; }
     TokenizerRow row = {&out, out.size(), 0, kOverlap};
     std::vector<uint32_t> part;
     while (row.end < n) { tokenizer_extend(tok, piece, n, &row, part); }

@@ -117,10 +117,9 @@ static void fuzz_shard(Bytes input) {
     DataPrefetch p = {};
     DataShard shard = {};
     shard.path = file_of(input);
-    int fd = -1;
-    std::string error = data_shard_open(&shard, &fd);
+    std::string error = data_shard_open(&shard);
+    struct Close { int fd; ~Close() { close(fd); } } at_the_end = {shard.fd};
     if (!error.empty()) { die("%s", error.c_str()); }
-    close(fd);
     const bool fits = 1024 + 2 * shard.tokens == (int64_t)input.size() && word(input, 2) == shard.tokens;
     PROPERTY(fits, "%lld tokens in %zu bytes", (long long)shard.tokens, input.size());
     shard.windows = shard.tokens > 0 ? (shard.tokens - 1) / T : 0;
@@ -130,7 +129,6 @@ static void fuzz_shard(Bytes input) {
     p.samples_per_epoch = shard.windows;
     p.T = T;
     p.vocab = V;
-    for (OpenShard& place : p.open) { place = {-1, -1}; }
     p.window.resize((size_t)T + 1);
     std::vector<int> inputs((size_t)T), targets((size_t)T);
     for (int64_t row = 0; row < shard.windows; row++) {
@@ -355,19 +353,10 @@ static void fuzz_tokens(Bytes input) {
     const bool is_bpe = take_byte(&input) & 1;
     const Tokenizer& tok = is_bpe ? bpe : bytes;
     check_encode(tok, input);
-    std::vector<uint32_t> as_short, as_long;            // the two ways to merge a piece
-    const size_t n = std::min(input.size(), kShortPiece);
-    for (size_t i = 0; i < n; i++) { as_short.push_back(tok.byte_id[(uint8_t)input[i]]); }
-    as_long = as_short;
-    if (n == 0) { return; }
-    as_short.resize(tokenizer_merge_short(&tok, as_short.data(), n));
-    as_long.resize(tokenizer_merge_long(&tok, as_long.data(), n));
-    PROPERTY(as_short == as_long, "two ways to merge: %zu and %zu tokens", as_short.size(),
-             as_long.size());
-    std::vector<uint32_t> whole, row;                   // and in windows, as a long piece is
+    if (input.empty()) { return; }
+    std::vector<uint32_t> whole, row;                   // in windows, as a long piece is, and at once
     tokenizer_encode_piece(&tok, (const uint8_t*)input.data(), input.size(), whole);
-    for (char c : input) { row.push_back(tok.byte_id[(uint8_t)c]); }
-    row.resize(tokenizer_merge_long(&tok, row.data(), row.size()));
+    tokenizer_merge(&tok, (const uint8_t*)input.data(), input.size(), row);
     PROPERTY(whole == row, "in windows a piece has %zu tokens, as a whole %zu", whole.size(), row.size());
 }
 
@@ -518,16 +507,16 @@ static void fuzz_safetensors(const Bytes& table) {
 static void fuzz_json(Bytes input) {
     const std::string json = json_quote(input);
     PROPERTY(unquoted(json) == input, "%s reads back as something else", json.c_str());
-    JsonValues values;
+    Facts values;
     const bool known = json_read("{\"a\": " + json + "}", &values).empty();      // but for zeros
-    PROPERTY(known ? values == JsonValues({{"a", input}}) : input.find('\0') != Bytes::npos, "%s reads back",
+    PROPERTY(known ? values == Facts({{"a", input}}) : input.find('\0') != Bytes::npos, "%s reads back",
              json.c_str());
     if (json_read(input, &values).empty()) {            // what is taken can be written again
         std::string text;
         for (const auto& v : values) {
             text += (text.empty() ? "{" : ", ") + json_quote(v.first) + ": " + json_quote(v.second);
         }
-        JsonValues again;
+        Facts again;
         PROPERTY(values.empty() || (json_read(text + "}", &again).empty() && again == values), "%s",
                  text.c_str());
     }
@@ -536,7 +525,7 @@ static void fuzz_json(Bytes input) {
     memcpy(&number, input.data(), std::min(input.size(), sizeof(number)));
     const std::string text = json_number(number);
     double back;
-    const bool read = parse_double(text.data(), text.data() + text.size(), &back);
+    const bool read = parse_double(text, &back);
     PROPERTY(isfinite(number) ? read && (float)back == number : text == "null", "%s", text.c_str());
 }
 

@@ -606,7 +606,7 @@ static void test_clean() {
         AtomicFile living = atomic_open(checkpoint_state(run, 30, 0));
         AtomicFile living_marker = atomic_open(checkpoint_marker(run, 30));
         checkpoint_clean(run);
-        auto name_of = [&](const AtomicFile& file) { return file.temp.substr(run.size() + 1); };
+        auto name_of = [&](const AtomicFile& file) { return std::string(file.temp + run.size() + 1); };
         CHECK_TEXT(listing(run), "DONE_00000010 " + name_of(living_marker) + " main.log mine.bin "
                    "model_00000010.bin model_00000040.bin model_00000050.bin notes.part "
                    "state_00000010_00000.bin state_00000010_00001.bin state_00000020_.bin "

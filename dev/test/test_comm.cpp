@@ -141,7 +141,9 @@ static int rank_main(int argc, char** argv) {
     };
     CommOptions o;
     o.gpus = number("gpus", 0);
-    o.init = given.count("init") ? given["init"].c_str() : "auto";
+    const std::map<std::string, CommInit> inits = {
+        {"", CommInit::Auto}, {"mpi", CommInit::Mpi}, {"tcp", CommInit::Tcp}, {"fs", CommInit::Fs}};
+    o.init = inits.at(given["init"]);
     o.server = given["server"].c_str();
     o.folder = given["folder"].c_str();
     o.processes = number("processes", 0);
@@ -769,7 +771,7 @@ static void test_names() {
         check_lives(rank, [=] {
             setenv("RANK", rank, 1);
             setenv("WORLD_SIZE", "2", 1);
-            printf("%s.", comm_foreign().name);
+            printf("%s.", comm_foreign().name.c_str());
         }, ".");
     }
     const struct { const char* name; std::vector<const char*> env; const char* server; } schedulers[] = {
@@ -850,13 +852,14 @@ static void test_contradictions() {
     const Wrong wrong[] = {
         {{.gpus = 2}, {"--gpus 2", "mpirun", "4 ranks"}, of_mpi},
         {{.gpus = 2, .processes = 2}, {"--gpus 2", "-pn"}, {}},
-        {{.init = "tcp"}, {"-ps HOST"}, {}},
-        {{.init = "tcp", .server = "a"}, {"-pn", "-pr"}, {}},
-        {{.init = "fs"}, {"-pf"}, {}},
-        {{.init = "fs", .folder = "x", .processes = 2, .process = 2}, {"-pr 2", "-pn 2", "0 to 1"}, {}},
+        {{.init = CommInit::Tcp}, {"-ps HOST"}, {}},
+        {{.init = CommInit::Tcp, .server = "a"}, {"-pn", "-pr"}, {}},
+        {{.init = CommInit::Fs}, {"-pf"}, {}},
+        {{.init = CommInit::Fs, .folder = "x", .processes = 2, .process = 2},
+         {"-pr 2", "-pn 2", "0 to 1"}, {}},
         {{.server = "a"}, {"-ps needs -pi tcp"}, {}},
         {{.folder = "a"}, {"-pf needs -pi fs"}, {}},
-        {{.init = "fs", .folder = "x", .processes = 3}, {"-pn 3", "srun", "rank 0 of 2"},
+        {{.init = CommInit::Fs, .folder = "x", .processes = 3}, {"-pn 3", "srun", "rank 0 of 2"},
          {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_STEP_ID=0"}},
         {{}, {"5000 ranks", "4096"}, {"SLURM_PROCID=0", "SLURM_NTASKS=5000", "SLURM_STEP_ID=0"}},
         {{}, {"torchrun", "-ps"}, {"RANK=0", "WORLD_SIZE=2"}},

@@ -27,10 +27,10 @@ the watchdog, which knows why.
 #include <fstream>          // gives: std::ifstream
 #include <string>           // gives: std::string
 #include <thread>           // gives: std::thread
-#include <utility>          // gives: std::pair
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, die_report, format
+#include "../facts.h"       // gives: Facts
 #include "net.h"            // gives: comm_read, comm_write
 #include "start.h"          // gives: CommOptions, comm_find
 #include "watch.h"          // gives: comm_progress, comm_patience, comm_health, comm_abort, CommWait
@@ -45,9 +45,7 @@ __attribute__((format(printf, 1, 2))) static inline void warn(const char* fmt, .
     va_list args;
     va_start(args, fmt);
     progress_clear();
-    fprintf(stderr, "warning: ");
-    vfprintf(stderr, fmt, args);
-    fprintf(stderr, "\n");
+    fprintf(stderr, "warning: %s\n", vformat(fmt, args).c_str());
     va_end(args);
 }
 
@@ -157,10 +155,8 @@ static inline std::string comm_shorten(const std::string& value, const std::stri
     return (from ? "..." : "") + part + (from + part.size() < value.size() ? "..." : "");
 }
 
-typedef std::vector<std::pair<std::string, std::string>> CommFacts;
-
 // Each rank compares its facts with rank 0's.
-static inline void comm_check_same(const CommFacts& facts) {
+static inline void comm_check_same(const Facts& facts) {
     if (!comm_state) { return; }
     CommWait waiting;
     std::string text;                           // name \0 value \0 ...
@@ -205,7 +201,8 @@ static inline std::string comm_host() {
 // Sets local_rank and local_world: this rank's number on its host, and the number of ranks there.
 static inline void comm_place(int per_node) {
     std::vector<uint64_t> hosts(comm.world);
-    hosts[comm.rank] = per_node > 0 ? comm.rank / per_node : comm_hash(comm_host());
+    const std::string host = comm_host();
+    hosts[comm.rank] = per_node > 0 ? comm.rank / per_node : checksum(host.data(), host.size());
     comm_all_gather(hosts.data(), sizeof(uint64_t));
     for (int r = 0; r < comm.world; r++) {
         const bool here = hosts[r] == hosts[comm.rank];

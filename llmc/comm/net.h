@@ -24,7 +24,6 @@ to allocate unchecked.
 #include <poll.h>           // gives: poll
 #include <stdint.h>         // gives: uint64_t
 #include <string.h>         // gives: memcmp, strerror
-#include <sys/resource.h>   // gives: setrlimit
 #include <sys/socket.h>     // gives: recv, send
 #include <time.h>           // gives: clock_gettime
 #include <unistd.h>         // gives: close
@@ -35,6 +34,7 @@ to allocate unchecked.
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, format
+#include "../numbers.h"     // gives: parse_int
 
 static const int kCommMaxWorld = 4096;
 
@@ -124,19 +124,16 @@ static inline void comm_set_up(int fd) {
 // -ps HOST, HOST:PORT, [V6]:PORT
 static inline CommAddress comm_parse_server(const std::string& text, int port, uint64_t key) {
     CommAddress a = {text, std::to_string(port), key};
-    size_t colon = text.rfind(':');
-    bool whole = true;
-    if (text[0] == '[') {
-        const size_t close = text.find(']');
-        whole = close != std::string::npos && (close + 1 == text.size() || text[close + 1] == ':');
-        a.host = text.substr(1, whole ? close - 1 : 0);
-        colon = whole && close + 1 < text.size() ? close + 1 : std::string::npos;
-    } else if (colon != text.find(':')) { colon = std::string::npos; }      // a bare IPv6 address
-    else { a.host = text.substr(0, colon); }
-    if (colon != std::string::npos) { a.port = text.substr(colon + 1); }
-    char* end;
-    const long n = strtol(a.port.c_str(), &end, 10);
-    if (!whole || a.host.empty() || a.port.empty() || *end || n < 1 || n > 65535) {
+    const bool brackets = text[0] == '[';
+    const size_t close = brackets ? text.rfind(']') : 0, colon = text.find(':', close);
+    const bool bare = !brackets && text.rfind(':') != colon;        // an IPv6 address without a port
+    if (colon != std::string::npos && !bare) {
+        a.host = text.substr(0, colon);
+        a.port = text.substr(colon + 1);
+    }
+    if (brackets && a.host.back() == ']') { a.host = a.host.substr(1, a.host.size() - 2); }
+    int64_t n;
+    if (a.host.empty() || a.host[0] == '[' || !parse_int(a.port, &n) || n < 1 || n > 65535) {
         die("-ps '%s' is no HOST or HOST:PORT with a port from 1 to 65535", text.c_str());
     }
     return a;
@@ -250,15 +247,11 @@ static inline bool comm_has_come(CommPeer* peer) {      // false again if the ra
 // Rank 0 needs two descriptors per rank, kCommStrangers for unknown connections, and 128 for all else.
 static const size_t kCommStrangers = 64;
 static inline void comm_need_files(int world) {
-    struct rlimit files;
-    getrlimit(RLIMIT_NOFILE, &files);
-    const rlim_t needed = 2 * (rlim_t)world + kCommStrangers + 128;
-    if (files.rlim_max < needed) {
+    const uint64_t needed = 2 * (uint64_t)world + kCommStrangers + 128, most = allow_most_files();
+    if (most < needed) {
         die("%d ranks take %llu open files, and this process may have %llu\nhint: raise the hard limit, "
-            "ulimit -Hn", world, (unsigned long long)needed, (unsigned long long)files.rlim_max);
+            "ulimit -Hn", world, (unsigned long long)needed, (unsigned long long)most);
     }
-    files.rlim_cur = files.rlim_max;
-    setrlimit(RLIMIT_NOFILE, &files);
 }
 
 // Accepts waiting connections. A connection without a hello is closed after five seconds, or earlier if it is

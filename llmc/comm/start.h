@@ -28,12 +28,16 @@ id. It separates jobs that meet by accident.
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, format, mkdir_check
+#include "../checksum.h"    // gives: checksum
+#include "../numbers.h"     // gives: parse_int
 #include "launch.h"          // gives: comm_launch, comm_child
 #include "net.h"            // gives: CommJob, comm_gather, comm_join
 
+enum class CommInit { Auto, Mpi, Tcp, Fs };
 struct CommOptions {
     int gpus = 0;                               // local ranks to start; 0: none
-    const char *init = "auto", *server = "", *folder = "";
+    CommInit init = CommInit::Auto;
+    const char *server = "", *folder = "";
     int processes = 0, process = -1, per_node = 0;  // 0, -1, 0: not given
     int start_timeout_s = 120;
 };
@@ -43,17 +47,16 @@ static int comm_early_rank = -1;                // this rank while the job is st
 
 // ---- the scheduler's environment ----
 
-struct CommForeign { const char* name; int rank, world; };     // "": no scheduler, or one process
+struct CommForeign { std::string name; int rank, world; };     // "": no scheduler, or one process
 
 static inline int comm_env(const char* name, int otherwise) {
     const char* text = getenv(name);
-    char* end = nullptr;
-    const long n = text ? strtol(text, &end, 10) : 0;
-    return text && end != text && *end == '\0' && n >= 0 && n <= INT_MAX ? (int)n : otherwise;
+    int64_t n;
+    return text && parse_int(text, &n) && n >= 0 && n <= INT_MAX ? (int)n : otherwise;
 }
 
 static inline CommForeign comm_foreign() {
-    static const struct { const char *name, *rank, *world; } kinds[] = {
+    const struct { std::string name; const char *rank, *world; } kinds[] = {
         {"mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
         {"torchrun", "RANK", "WORLD_SIZE"},
         {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
@@ -65,8 +68,8 @@ static inline CommForeign comm_foreign() {
     const bool batch = !step && kind && strcmp(kind, "BATCH") == 0;
     for (const auto& k : kinds) {
         const int rank = comm_env(k.rank, -1), world = comm_env(k.world, -1);
-        if (strcmp(k.name, "srun") == 0 && (batch || world < 0)) { continue; }
-        if (strcmp(k.name, "srun") == 0 && world == 1) { break; }
+        if (k.name == "srun" && (batch || world < 0)) { continue; }
+        if (k.name == "srun" && world == 1) { break; }
         if (world > 1 && rank >= 0 && rank < world) { return {k.name, rank, world}; }
     }
     return {"", 0, 1};
@@ -84,12 +87,10 @@ static inline std::string comm_job_id() {
     return "job";
 }
 
-static inline uint64_t comm_hash(const std::string& text) {     // FNV-1a
-    uint64_t h = 14695981039346656037ull;
-    for (char c : text) { h = (h ^ (unsigned char)c) * 1099511628211ull; }
-    return h;
+static inline uint64_t comm_tcp_key() {
+    const std::string text = format("%s %d", comm_job_id().c_str(), getuid());
+    return checksum(text.data(), text.size());
 }
-static inline uint64_t comm_tcp_key() { return comm_hash(format("%s %d", comm_job_id().c_str(), getuid())); }
 
 // "node[07-12,20],gpu3" -> "node07"
 static inline std::string comm_first_host(const std::string& list) {
@@ -245,20 +246,15 @@ static inline void comm_find_local(CommJob* job, const CommChild& child, const C
 
 // ---- which way ----
 
-static inline bool comm_is(const char* text, const char* word) { return strcmp(text, word) == 0; }
-
 // Refuses options that contradict each other.
 static inline void comm_contradictions(const CommOptions& o, const CommForeign& f) {
-    const bool tcp = comm_is(o.init, "tcp"), fs = comm_is(o.init, "fs"), any = comm_is(o.init, "auto");
-    if (!tcp && !fs && !any && !comm_is(o.init, "mpi")) {
-        die("-pi '%s': choose auto, mpi, tcp or fs", o.init);
-    }
-    if (o.gpus > 0 && *f.name) {
-        die("--gpus %d, but %s has started %d ranks already\nhint: leave one of the two out", o.gpus, f.name,
-            f.world);
+    const bool tcp = o.init == CommInit::Tcp, fs = o.init == CommInit::Fs, foreign = !f.name.empty();
+    if (o.gpus > 0 && foreign) {
+        die("--gpus %d, but %s has started %d ranks already\nhint: leave one of the two out", o.gpus,
+            f.name.c_str(), f.world);
     }
     const bool places = *o.server || *o.folder || o.processes > 0 || o.process >= 0 || o.per_node > 0;
-    if (o.gpus > 0 && (!any || places)) {
+    if (o.gpus > 0 && (o.init != CommInit::Auto || places)) {
         die("--gpus %d starts the ranks of this machine by itself\nhint: leave out -pi, -ps, -pf, -pn, -pr "
             "and -pg, or --gpus", o.gpus);
     }
@@ -266,17 +262,17 @@ static inline void comm_contradictions(const CommOptions& o, const CommForeign& 
     if (*o.folder && !fs) { die("-pf needs -pi fs"); }
     if (!tcp && !fs && (o.processes > 0 || o.process >= 0)) { die("-pn and -pr need -pi tcp or -pi fs"); }
     if (fs && !*o.folder) { die("-pi fs needs -pf, a folder that all ranks see"); }
-    if (tcp && !*o.server && !*f.name) { die("-pi tcp needs -ps HOST[:PORT], where rank 0 runs"); }
-    if ((tcp || fs) && !*f.name && (o.processes < 1 || o.process < 0)) {
-        die("-pi %s needs -pn, the number of processes, and -pr, which of them this is", o.init);
+    if (tcp && !*o.server && !foreign) { die("-pi tcp needs -ps HOST[:PORT], where rank 0 runs"); }
+    if ((tcp || fs) && !foreign && (o.processes < 1 || o.process < 0)) {
+        die("-pi %s needs -pn, the number of processes, and -pr, which of them this is", tcp ? "tcp" : "fs");
     }
     const int world = o.processes > 0 ? o.processes : f.world;
     const int rank = o.process >= 0 ? o.process : f.rank;
     if (rank >= world) { die("-pr %d of -pn %d processes: they count from 0 to %d", rank, world, world - 1); }
     if (world > kCommMaxWorld) { die("%d ranks: at most %d", world, kCommMaxWorld); }
-    if (*f.name && (world != f.world || rank != f.rank)) {
+    if (foreign && (world != f.world || rank != f.rank)) {
         die("-pn %d -pr %d, but %s says that this is rank %d of %d\nhint: leave out -pn and -pr", world, rank,
-            f.name, f.rank, f.world);
+            f.name.c_str(), f.rank, f.world);
     }
 }
 
@@ -285,13 +281,13 @@ static inline CommAddress comm_foreign_server(const CommOptions& o, const CommFo
     const uint64_t key = comm_tcp_key();
     std::string host;
     int port = kCommPort;
-    if (comm_is(f.name, "srun")) {
+    if (f.name == "srun") {
         const char* list = getenv("SLURM_STEP_NODELIST");
         if (!list) { list = getenv("SLURM_JOB_NODELIST"); }
         host = comm_first_host(list ? list : "");
         const char* id = getenv("SLURM_JOB_ID");
         if (id) { port = 20000 + (int)(strtoll(id, nullptr, 10) % 10000); }     // below the ephemeral ports
-    } else if (comm_is(f.name, "torchrun")) {
+    } else if (f.name == "torchrun") {
         const char* master = getenv("MASTER_ADDR");
         const char* given = getenv("MASTER_PORT");
         host = master ? master : "";
@@ -299,7 +295,7 @@ static inline CommAddress comm_foreign_server(const CommOptions& o, const CommFo
     }
     if (*o.server) { return comm_parse_server(o.server, port, key); }
     if (host.empty()) {
-        die("%s does not say where rank 0 runs\nhint: give -pi tcp -ps HOST[:PORT]", f.name);
+        die("%s does not say where rank 0 runs\nhint: give -pi tcp -ps HOST[:PORT]", f.name.c_str());
     }
     return {host, std::to_string(port), key};
 }
@@ -310,8 +306,7 @@ static inline void comm_find(CommJob* job, const CommOptions& o, char** argv) {
     const CommForeign f = comm_foreign();
     comm_contradictions(o, f);
     if (o.gpus > 1) { comm_launch(o.gpus, argv); }
-    const bool by_mpi = comm_is(o.init, "mpi") || (comm_is(o.init, "auto") && comm_is(f.name, "mpirun"));
-    if (by_mpi) {
+    if (o.init == CommInit::Mpi || (o.init == CommInit::Auto && f.name == "mpirun")) {
 #ifdef USE_MPI
         comm_find_mpi(job, o);
         return;
@@ -323,7 +318,7 @@ static inline void comm_find(CommJob* job, const CommOptions& o, char** argv) {
     comm_early_rank = job->rank = o.process >= 0 ? o.process : f.rank;
     job->world = o.processes > 0 ? o.processes : f.world;
     if (job->world == 1) { return; }
-    if (comm_is(o.init, "fs")) { comm_find_fs(job, o); }
+    if (o.init == CommInit::Fs) { comm_find_fs(job, o); }
     else { comm_find_tcp(job, o, comm_foreign_server(o, f)); }
 }
 

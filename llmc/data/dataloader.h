@@ -30,20 +30,20 @@ samples_per_epoch - p rows of the batch at p.
 #define LLMC_DATA_DATALOADER_H
 
 #include <assert.h>             // gives: assert
-#include <errno.h>              // gives: errno, EINTR
+#include <errno.h>              // gives: errno
 #include <fcntl.h>              // gives: open
 #include <glob.h>               // gives: glob
 #include <limits.h>             // gives: INT32_MAX
 #include <stdint.h>             // gives: int64_t
 #include <string.h>             // gives: strerror
 #include <sys/stat.h>           // gives: fstat
-#include <unistd.h>             // gives: pread, close
+#include <unistd.h>             // gives: close
 
 #include <algorithm>            // gives: std::sort, std::upper_bound
 #include <string>               // gives: std::string
 #include <vector>               // gives: std::vector
 
-#include "../check.h"           // gives: die, format
+#include "../check.h"           // gives: die, format, read_at, allow_most_files
 #include "../checksum.h"        // gives: Checksum, checksum_text
 #include "../rand.h"            // gives: rand_permuted
 #include "../worker.h"          // gives: Worker
@@ -57,12 +57,8 @@ struct DataShard {
     uint32_t tokenizer;                     // a TokenizerId of tokenizer.h; 0: not known
     dev_t device;                           // device and inode identify the file under any path
     ino_t inode;
+    int fd;                                 // open as long as the loader lives: shuffled rows come from all
 };
-
-// Shuffled rows come from all shards, so many stay open. A process may open at least 256 files.
-static const int64_t kOpenShards = 100;
-
-struct OpenShard { int64_t shard; int fd; };    // fd -1: none
 
 // On the heap, where exit() destroys nothing: die() may end the process while the thread reads.
 struct DataPrefetch {
@@ -75,7 +71,6 @@ struct DataPrefetch {
     std::vector<int64_t> first_window;      // per shard: number of its first window among all windows
 
     // only the thread uses these
-    OpenShard open[kOpenShards];            // shard s uses entry s % kOpenShards
     std::vector<uint16_t> window;           // (T+1)
 
     // the caller uses these only while the worker is idle
@@ -96,7 +91,6 @@ struct DataLoader {
     int64_t samples_per_epoch;              // over all ranks
     int64_t tokens;                         // in all shards, with the tails that fill no window
     uint32_t tokenizer;                     // named by the shards; 0: none names one
-    int B, T;
     DataShare share;
     int batch;                              // number of the next batch within its step, 0 .. share.run-1
     DataPrefetch* prefetch;
@@ -105,18 +99,18 @@ struct DataLoader {
 // ---- shards ----
 
 // Opens shard->path and checks its header against its size. Returns the error, or "".
-static inline std::string data_shard_open(DataShard* shard, int* fd) {
+static inline std::string data_shard_open(DataShard* shard) {
     const char* path = shard->path.c_str();
     const char* hint = "hint: `make tokenize`, then `build/tokenize FILE -o NAME` makes shards of a text; or "
                        "name other files with -i and -j";
-    *fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);    // does not block on a pipe, refused below
-    if (*fd < 0) { return format("cannot open '%s': %s", path, strerror(errno)); }
+    shard->fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      // does not block on a pipe, refused below
+    if (shard->fd < 0) { return format("cannot open '%s': %s", path, strerror(errno)); }
     struct stat st;
-    if (fstat(*fd, &st) != 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
+    if (fstat(shard->fd, &st) != 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
     if (!S_ISREG(st.st_mode)) { return format("'%s' is not a regular file, so it is no token shard", path); }
     long long bytes = st.st_size;
     int32_t header[256] = {};
-    ssize_t got = pread(*fd, header, sizeof(header), 0);
+    ssize_t got = read_at(shard->fd, header, sizeof(header), 0);
     if (got < 0) { return format("cannot read the header of '%s': %s", path, strerror(errno)); }
     if (got >= (ssize_t)sizeof(header[0]) && header[0] != kShardMagic) {
         return format("'%s' is not a token shard: its first number is %d, expected %d\n%s", path, header[0],
@@ -177,43 +171,18 @@ static inline void data_locate(const DataPrefetch* p, int64_t sample, int64_t* s
 
 // ---- reading ----
 
-// Opens shard s unless it is open. Returns the error, or "".
-static inline std::string data_shard_file(DataPrefetch* p, int64_t s, int* fd) {
-    OpenShard* file = &p->open[s % kOpenShards];
-    if (file->fd < 0 || file->shard != s) {
-        if (file->fd >= 0) { close(file->fd); }
-        file->fd = -1;
-        DataShard now = p->shards[(size_t)s];
-        std::string error = data_shard_open(&now, &file->fd);
-        if (!error.empty()) { return error; }
-        if (now.tokens != p->shards[(size_t)s].tokens) {
-            return format("'%s' changed while it was in use", now.path.c_str());
-        }
-        file->shard = s;
-    }
-    *fd = file->fd;
-    return "";
-}
-
 // Reads one row. Returns the error, or "".
 static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* inputs, int* targets /*(T)*/) {
     int64_t s, w;
     data_locate(p, sample, &s, &w);
-    const char* path = p->shards[(size_t)s].path.c_str();
-    int fd = -1;
-    std::string error = data_shard_file(p, s, &fd);
-    if (!error.empty()) { return error; }
+    const DataShard& shard = p->shards[(size_t)s];
+    const char* path = shard.path.c_str();
     int T = p->T;
     int64_t offset = kShardHeaderBytes + 2 * w * T;
-    char* to = (char*)p->window.data();
-    size_t want = 2 * ((size_t)T + 1), got = 0;
-    while (got < want) {
-        ssize_t n = pread(fd, to + got, want - got, (off_t)(offset + (int64_t)got));
-        if (n < 0 && errno == EINTR) { continue; }
-        if (n < 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
-        if (n == 0) { return format("'%s' was cut short while it was in use", path); }
-        got += (size_t)n;
-    }
+    const size_t bytes = 2 * ((size_t)T + 1);
+    const ssize_t got = read_at(shard.fd, p->window.data(), bytes, offset);
+    if (got < 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
+    if ((size_t)got < bytes) { return format("'%s' was cut short while it was in use", path); }
     for (int t = 0; t <= T; t++) {
         if (p->window[(size_t)t] < p->vocab) { continue; }
         return format("token id %d in '%s' at byte %lld (token number %lld), but the model's ids are 0..%d\n"
@@ -242,8 +211,8 @@ static inline void data_read_batch(DataPrefetch* p) {
 // but this rank's batches follow each other.
 static inline int64_t data_first_row(const DataLoader* loader) {
     const DataShare& share = loader->share;
-    const int64_t step_began = loader->position - (int64_t)loader->batch * share.world * loader->B;
-    return step_began + ((int64_t)share.rank * share.run + loader->batch) * loader->B;
+    const int64_t B = loader->prefetch->B, step_began = loader->position - loader->batch * share.world * B;
+    return step_began + ((int64_t)share.rank * share.run + loader->batch) * B;
 }
 
 static inline void data_request(DataLoader* loader) {       // the worker is idle
@@ -271,17 +240,14 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     assert(B > 0 && T > 0 && vocab > 0 && share.rank >= 0 && share.rank < share.world && share.run > 0);
     DataPrefetch* p = new DataPrefetch();
     *loader = DataLoader();
-    loader->B = B;
-    loader->T = T;
     loader->share = share;
     loader->prefetch = p;
     int64_t longest = 0;
+    allow_most_files();
     for (const std::string& path : data_glob(pattern)) {
-        DataShard shard = {path, 0, 0, 0, 0, 0};
-        int fd;
-        std::string error = data_shard_open(&shard, &fd);
+        DataShard shard = {path, 0, 0, 0, 0, 0, -1};
+        const std::string error = data_shard_open(&shard);
         if (!error.empty()) { die("%s", error.c_str()); }
-        close(fd);
         data_same_tokenizer(loader, shard);
         if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
         p->shards.push_back(shard);
@@ -300,7 +266,6 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     p->vocab = vocab;
     p->shuffle = shuffle;
     p->seed = seed;
-    for (OpenShard& file : p->open) { file = {-1, -1}; }
     p->window.resize((size_t)T + 1);
     for (int slot = 0; slot < 2; slot++) {
         p->inputs[slot].resize((size_t)B * (size_t)T);
@@ -323,7 +288,7 @@ static inline void dataloader_next(DataLoader* loader) {
     if (!p->error.empty()) { die("%s", p->error.c_str()); }
     loader->inputs = p->inputs[p->slot].data();
     loader->targets = p->targets[p->slot].data();
-    loader->position += (int64_t)loader->share.world * loader->B;
+    loader->position += (int64_t)loader->share.world * p->B;
     loader->batch = (loader->batch + 1) % loader->share.run;
     p->slot = 1 - p->slot;
     data_request(loader);
@@ -364,19 +329,15 @@ static inline std::string dataloader_sample(const DataLoader* loader) {
     const int64_t parts = 8, at_once = 4096;
     std::vector<char> part((size_t)at_once);
     Checksum sum;
-    for (DataShard shard : loader->prefetch->shards) {
-        int fd;
-        const std::string error = data_shard_open(&shard, &fd);
-        if (!error.empty()) { die("%s", error.c_str()); }
+    for (const DataShard& shard : loader->prefetch->shards) {
         const int64_t room = std::max<int64_t>(0, 2 * shard.tokens - at_once);
         for (int64_t k = -1; k < parts; k++) {              // -1: the header
             const int64_t at = k < 0 ? 0 : kShardHeaderBytes + room * k / (parts - 1);
             const int64_t bytes = k < 0 ? kShardHeaderBytes : at_once;
-            const ssize_t got = pread(fd, part.data(), (size_t)bytes, (off_t)at);
+            const ssize_t got = read_at(shard.fd, part.data(), (size_t)bytes, at);
             if (got < 0) { die("cannot read '%s': %s", shard.path.c_str(), strerror(errno)); }
             checksum_add(&sum, part.data(), (size_t)got);
         }
-        close(fd);
     }
     return checksum_text(checksum_end(&sum));
 }
@@ -385,7 +346,7 @@ static inline void dataloader_free(DataLoader* loader) {
     DataPrefetch* p = loader->prefetch;
     if (!p) { return; }
     worker_free(p->worker);
-    for (const OpenShard& file : p->open) { if (file.fd >= 0) { close(file.fd); } }
+    for (const DataShard& shard : p->shards) { close(shard.fd); }
     delete p;
     *loader = DataLoader();
 }

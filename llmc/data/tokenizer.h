@@ -25,16 +25,15 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 #include <stdint.h>     // gives: uint32_t, uint64_t
 #include <stdio.h>      // gives: FILE
 #include <string.h>     // gives: memset
-#include <unistd.h>     // gives: readlink
+#include <unistd.h>     // gives: access, readlink
 
-#include <algorithm>    // gives: std::push_heap
-#include <functional>   // gives: std::greater
+#include <algorithm>    // gives: std::min
 #include <string>       // gives: std::string
 #include <string_view>  // gives: std::string_view
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
 #include <vector>       // gives: std::vector
 
-#include "../check.h"           // gives: die, input_check
+#include "../check.h"           // gives: die, file_text, utf8_decode
 #include "unicode_tables.h"     // gives: CharClass, its ranges
 
 static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
@@ -124,25 +123,6 @@ static inline void tokenizer_free(Tokenizer* tok) { *tok = Tokenizer(); }
 
 // ---- characters and pieces ----
 
-// The code point at s[0], its bytes in *width. If no well-formed UTF-8 sequence begins there: -1 and width 1.
-// (Surrogates have a code point here: they are of class other, as their bytes are.) len >= 1.
-static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
-    uint32_t lead = s[0];
-    *width = 1;
-    if (lead < 0x80) { return (int32_t)lead; }
-    size_t n = lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
-    if (n == 0 || n > len) { return -1; }
-    uint32_t cp = lead & (0x7Fu >> n);
-    for (size_t i = 1; i < n; i++) {
-        if ((s[i] & 0xC0) != 0x80) { return -1; }
-        cp = cp << 6 | (s[i] & 0x3Fu);
-    }
-    bool overlong = (n == 3 && cp < 0x800) || (n == 4 && cp < 0x10000);
-    if (overlong || cp > 0x10FFFF) { return -1; }
-    *width = n;
-    return (int32_t)cp;
-}
-
 static inline CharClass tokenizer_class(const Tokenizer* tok, const uint8_t* s, size_t len, size_t* width) {
     int32_t cp = utf8_decode(s, len, width);
     return cp < 0 ? CHAR_OTHER : (CharClass)tok->char_class[(size_t)cp];
@@ -180,54 +160,27 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
 
 // ---- merging ----
 
-// Merges ids[0..n) in place and returns how many are left. The remaining tokens form a doubly linked list. A
-// heap holds (merged id, position), so the lowest id and then the leftmost pair come first. An entry is
-// outdated, and dropped, if it differs from merged[position].
-static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n) {
-    std::vector<uint32_t> merged(n, kNoMerge);
-    std::vector<uint32_t> next(n), prev(n);     // 32 bits suffice for a prompt or a window
-    std::vector<uint64_t> heap;         // merged << 48 | position
-    auto look = [&](size_t i) {
-        merged[i] = next[i] < n ? tokenizer_pair(tok, ids[i], ids[next[i]]) : kNoMerge;
-        return merged[i] != kNoMerge;
-    };
-    for (size_t i = 0; i < n; i++) {
-        next[i] = (uint32_t)i + 1;
-        prev[i] = (uint32_t)i - 1;      // prev[0] is never read
-        if (look(i)) { heap.push_back((uint64_t)merged[i] << 48 | i); }
-    }
-    std::make_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
-    auto push = [&](size_t i) {
-        heap.push_back((uint64_t)merged[i] << 48 | i);
-        std::push_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
-    };
-    while (!heap.empty()) {
-        std::pop_heap(heap.begin(), heap.end(), std::greater<uint64_t>());
-        uint32_t id = (uint32_t)(heap.back() >> 48);
-        size_t i = heap.back() & 0xFFFFFFFFFFFFull;
-        heap.pop_back();
-        if (merged[i] != id) { continue; }
-
-        size_t gone = next[i];
-        ids[i] = id;
-        merged[gone] = kNoMerge;
-        next[i] = next[gone];
-        if (next[i] < n) { prev[next[i]] = (uint32_t)i; }
-        if (look(i)) { push(i); }
-        if (i > 0 && look(prev[i])) { push(prev[i]); }
-    }
-    size_t left = 0;
-    for (size_t i = 0; i < n; i = next[i]) { ids[left++] = ids[i]; }
-    return left;
-}
-
-// Appends the ids of n bytes, merged as one piece. merge: merges ids in place and returns how many are left.
-typedef size_t (*TokenizerMerge)(const Tokenizer* tok, uint32_t* ids, size_t n);
+// Appends the ids of n bytes, merged as one piece, in up to n^2 steps. dev/data/tokenizer_tool.h cuts long
+// pieces into windows.
 static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, size_t n,
-                                   std::vector<uint32_t>& out, TokenizerMerge merge = tokenizer_merge_long) {
+                                   std::vector<uint32_t>& out) {
     const size_t start = out.size();
     for (size_t i = 0; i < n; i++) { out.push_back(tok->byte_id[bytes[i]]); }
-    out.resize(start + merge(tok, &out[start], n));
+    uint32_t* ids = out.data() + start;
+    static thread_local std::vector<uint32_t> merged;
+    merged.assign(n, kNoMerge);                 // merged[i]: the token of ids[i] and ids[i+1]
+    for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
+    for (;;) {
+        size_t best = 0;
+        for (size_t i = 1; i < n; i++) { if (merged[i] < merged[best]) { best = i; } }
+        if (n == 0 || merged[best] == kNoMerge) { break; }
+        ids[best] = merged[best];
+        n--;
+        for (size_t i = best + 1; i < n; i++) { ids[i] = ids[i + 1]; merged[i] = merged[i + 1]; }
+        merged[best] = best + 1 < n ? tokenizer_pair(tok, ids[best], ids[best + 1]) : kNoMerge;
+        if (best > 0) { merged[best - 1] = tokenizer_pair(tok, ids[best - 1], ids[best]); }
+    }
+    out.resize(start + n);
 }
 
 // ---- encode, decode ----
@@ -260,15 +213,10 @@ static inline void tokenizer_init_bytes(Tokenizer* tok) {
 }
 
 static inline std::string tokenizer_read_file(const char* path, const char* hint) {
-    input_check(path);
-    FILE* f = fopen(path, "rb");
-    if (!f) { die("cannot open the vocabulary '%s': %s\nhint: %s", path, strerror(errno), hint); }
-    std::string data;
-    char block[1 << 16];
-    for (size_t n; (n = fread(block, 1, sizeof(block), f)) > 0;) { data.append(block, n); }
-    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
-    fclose(f);
-    return data;
+    if (access(path, R_OK) != 0) {
+        die("cannot open the vocabulary '%s': %s\nhint: %s", path, strerror(errno), hint);
+    }
+    return file_text(path);
 }
 
 // The repository's vocabulary, seen from the current folder or from the program's.

@@ -23,7 +23,7 @@ The checkpoints in a run's folder. Host only.
 #include <string>           // gives: std::string
 #include <vector>           // gives: std::vector
 
-#include "../check.h"       // gives: AtomicFile, die
+#include "../check.h"       // gives: atomic_file, die, folder_names
 #include "../checksum.h"    // gives: checksum, checksum_text
 #include "model_file.h"     // gives: model_checksum, model_file_error
 #include "state_file.h"     // gives: StateHeader
@@ -46,41 +46,27 @@ static inline std::string checkpoint_half(const std::string& folder, int64_t ste
     return folder + format("/HALF_%08lld", (long long)step);
 }
 
-// The number in a name that is `before`, digits, `after`; -1 for any other name.
-static inline int64_t checkpoint_number(const std::string& name, const char* before, const char* after) {
-    const size_t b = strlen(before), a = strlen(after);
-    if (name.size() <= b + a || name.compare(0, b, before) != 0 ||
-        name.compare(name.size() - a, a, after) != 0) { return -1; }
-    const std::string digits = name.substr(b, name.size() - a - b);
-    if (digits.size() > 18 || digits.find_first_not_of("0123456789") != std::string::npos) { return -1; }
-    return std::stoll(digits);
-}
-
-static inline std::vector<std::string> folder_names(const std::string& folder) {
-    std::vector<std::string> names;
-    DIR* dir = opendir(folder.c_str());
-    while (struct dirent* entry = dir ? readdir(dir) : nullptr) { names.push_back(entry->d_name); }
-    if (dir) { closedir(dir); }
-    std::sort(names.begin(), names.end());
-    return names;
+// The step in a name that is `before`, eight digits or more, `after`; -1 for any other name.
+static inline int64_t checkpoint_step(const std::string& name, const char* before, const char* after) {
+    const size_t at = std::min(strlen(before), name.size());
+    const int64_t step = strtoll(name.c_str() + at, nullptr, 10);
+    const bool is_one = name == before + format("%08lld", (long long)step) + after;
+    return is_one && step >= 0 && step < 1000000000000000000 ? step : -1;
 }
 
 // The step in the name of a state file; -1 for any other name.
 static inline int64_t checkpoint_state_step(const std::string& name) {
-    const size_t rank = name.rfind('_');
-    if (rank == std::string::npos) { return -1; }
-    const int64_t step = checkpoint_number(name.substr(0, rank), "state_", "");
-    const bool is_one = step >= 0 &&
-                        checkpoint_number(name, checkpoint_state_prefix(step).c_str(), ".bin") >= 0;
-    return is_one ? step : -1;
+    const size_t rank = name.rfind('_') + 1;            // npos + 1 is 0
+    const int64_t step = checkpoint_step(name.substr(0, rank), "state_", "_");
+    return checkpoint_state("", step, atoi(&name[rank])) == "/" + name ? step : -1;
 }
 
 // The steps with a DONE, oldest first. unmarked: also those with states, but neither DONE nor HALF.
 static inline std::vector<int64_t> checkpoint_steps(const std::string& folder, bool unmarked = false) {
     std::set<int64_t> steps;
     for (const std::string& name : folder_names(folder)) {
-        const int64_t done = checkpoint_number(name, "DONE_", ""), of_state = checkpoint_state_step(name);
-        if (done >= 0 && checkpoint_marker("", done) == "/" + name) { steps.insert(done); }
+        const int64_t done = checkpoint_step(name, "DONE_", ""), of_state = checkpoint_state_step(name);
+        if (done >= 0) { steps.insert(done); }
         if (unmarked && of_state >= 0 && file_size(checkpoint_half(folder, of_state).c_str()) < 0) {
             steps.insert(of_state);
         }
@@ -91,9 +77,8 @@ static inline std::vector<int64_t> checkpoint_steps(const std::string& folder, b
 // Does the folder hold the model of a finished save? A run must not overwrite it, even without states.
 static inline bool checkpoint_has_models(const std::string& folder) {
     for (const std::string& name : folder_names(folder)) {
-        const int64_t step = checkpoint_number(name, "model_", ".bin");
-        const bool is_one = step >= 0 && checkpoint_model("", step) == "/" + name;
-        if (is_one && file_size(checkpoint_half(folder, step).c_str()) < 0) { return true; }
+        const int64_t step = checkpoint_step(name, "model_", ".bin");
+        if (step >= 0 && file_size(checkpoint_half(folder, step).c_str()) < 0) { return true; }
     }
     return false;
 }
@@ -139,9 +124,7 @@ static inline void checkpoint_done(const std::string& folder, int64_t step,
         text += line;
     }
     text += "sum " + checksum_text(checksum(text.data(), text.size())) + "\n";
-    AtomicFile out = atomic_open(checkpoint_marker(folder, step));
-    atomic_write(&out, text.data(), text.size());
-    atomic_commit(&out);
+    atomic_file(checkpoint_marker(folder, step), text);
     unlink(checkpoint_half(folder, step).c_str());
 }
 
@@ -314,8 +297,8 @@ static inline void checkpoint_clean(const std::string& folder) {
             for (int i = 0; i < 3; i++) { whole.resize(std::min(whole.rfind('.'), whole.size())); }
             atomic_remove_stale(folder + "/" + whole);
         }
-        const int64_t step = checkpoint_number(name, "HALF_", "");
-        if (step < 0 || checkpoint_half("", step) != "/" + name) { continue; }
+        const int64_t step = checkpoint_step(name, "HALF_", "");
+        if (step < 0) { continue; }
         const bool whole_now = file_size(checkpoint_marker(folder, step).c_str()) >= 0;
         if (whole_now) { unlink(checkpoint_half(folder, step).c_str()); }
         else { checkpoint_remove(folder, step); }

@@ -23,12 +23,12 @@ GPT-2 only. Host only.
 #include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, format, shown
+#include "../facts.h"               // gives: facts_find
 #include "../model/layout.h"        // gives: ParamSpec, ParamTable
 #include "../model/model_config.h"  // gives: Config, config_error, check_same_model
 #include "../numbers.h"             // gives: parse_int, parse_double
 #include "json.h"                   // gives: json_file_read
 #include "safetensors.h"            // gives: SafeTensors, safetensors_open
-#include "state_file.h"             // gives: facts_find
 
 constexpr const char *kHfHead = "lm_head.weight", *kHfEmbedding = "wte.weight";
 
@@ -55,7 +55,7 @@ static inline Config hf_read_json(const std::string& weights, bool* tied) {
         die("'%s' has no config.json beside it, which says how many heads the model has",
             shown(weights.c_str()).c_str());
     }
-    JsonValues values;
+    Facts values;
     const std::string error = json_file_read(path, &values);
     if (!error.empty()) { die("'%s' %s", path.c_str(), error.c_str()); }
     const struct { const char *key, *allowed, *another; } plain[] = {
@@ -65,7 +65,7 @@ static inline Config hf_read_json(const std::string& weights, bool* tied) {
         {"add_cross_attention", "false", ""}, {"quantization_config", "null", ""}};
     auto number_of = [](const std::string& text) {
         double x;
-        return parse_double(text.data(), text.data() + text.size(), &x) ? x : NAN;
+        return parse_double(text, &x) ? x : NAN;
     };
     for (const auto& value : values) {
         for (const auto& p : plain) {
@@ -78,7 +78,7 @@ static inline Config hf_read_json(const std::string& weights, bool* tied) {
     auto number = [&](const char* key) {
         const std::string* text = facts_find(values, key);
         int64_t n = 0;
-        if (!text || !parse_int(text->data(), text->data() + text->size(), &n)) {
+        if (!text || !parse_int(*text, &n)) {
             die("'%s' lacks a whole number for %s", path.c_str(), key);
         }
         return (int)std::max<int64_t>(-1, std::min<int64_t>(n, INT_MAX));

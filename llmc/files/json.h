@@ -3,7 +3,7 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 
     fprintf(f, "{%s: %s}\n", json_quote("loss").c_str(), json_number(loss).c_str());
 
-    JsonValues values;
+    Facts values;
     std::string error = json_read(text, &values);       // of {"program": "a", "settings": {"lr": 0.1}}:
     for (auto& v : values) { ... }                      // {"program", "a"}, {"settings.lr", "0.1"}
 */
@@ -18,33 +18,21 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 #include <algorithm>    // gives: std::min
 #include <set>          // gives: std::set
 #include <string>       // gives: std::string
-#include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
-#include "../check.h"   // gives: format, fopen_check, fread_check, file_size
+#include "../check.h"   // gives: format, file_text, utf8_decode
+#include "../facts.h"   // gives: Facts
 #include "../numbers.h" // gives: is_number
 
 // Bytes that are not UTF-8 become \udcXX, which Python turns back into these bytes in a file name.
 static inline std::string json_quote(const std::string& text) {
     std::string out = "\"";
-    for (size_t i = 0; i < text.size();) {
-        unsigned char c = (unsigned char)text[i];
-        int more = c >= 0xF0 && c <= 0xF4 ? 3 : c >= 0xE0 ? 2 : c >= 0xC2 ? 1 : 0;
-        unsigned code = more == 0 ? c : c & (0x3Fu >> more);
-        bool valid = c < 0x80 || (more > 0 && c <= 0xF4 && i + (size_t)more < text.size());
-        for (int k = 1; valid && k <= more; k++) {
-            unsigned char next = (unsigned char)text[i + (size_t)k];
-            valid = (next & 0xC0) == 0x80;
-            code = code << 6 | (next & 0x3Fu);
-        }
-        if (more == 2) { valid = valid && code >= 0x800 && (code < 0xD800 || code > 0xDFFF); }
-        if (more == 3) { valid = valid && code >= 0x10000 && code <= 0x10FFFF; }
-        size_t length = valid ? (size_t)more + 1 : 1;
-        if (!valid) { out += format("\\udc%02x", c); }
-        else if (c == '"' || c == '\\') { out += '\\'; out += (char)c; }
-        else if (c < 0x20 || c == 0x7F) { out += format("\\u%04x", c); }
-        else { out += text.substr(i, length); }
-        i += length;
+    for (size_t i = 0, width; i < text.size(); i += width) {
+        const unsigned char byte = (unsigned char)text[i];
+        const int32_t c = utf8_decode((const uint8_t*)&text[i], text.size() - i, &width);
+        if (c < 0) { out += format("\\udc%02x", byte); }
+        else if (c < 0x20 || c == 0x7F) { out += format("\\u%04x", byte); }
+        else { out += (c == '"' || c == '\\' ? "\\" : "") + text.substr(i, width); }
     }
     return out + "\"";
 }
@@ -53,20 +41,18 @@ static inline std::string json_quote(const std::string& text) {
 static inline std::string json_number(double x) { return isfinite(x) ? format("%.9g", x) : "null"; }
 
 // ---- reading ----
-// Reads an object of texts, numbers, true, false, null, lists and such objects: the settings of a run, a
-// table of tensors. A list must not hold objects; its value is its text without blanks. Everything else is
-// refused, and so are names that come twice.
-
-typedef std::vector<std::pair<std::string, std::string>> JsonValues;    // names with dots, values as text
+// Reads an object: the settings of a run, a table of tensors. The values in its objects and lists have dotted
+// names, "settings.lr" or "shape.0". Names that come twice are refused.
 
 struct JsonReader {
     const std::string& text;
     size_t at;
-    JsonValues* values;
+    Facts* values;
     std::set<std::string> names;        // of all values so far
 };
-constexpr int kJsonDepth = 8;           // objects in objects, lists in lists
+constexpr int kJsonDepth = 8;           // objects and lists in each other
 constexpr size_t kJsonName = 256;       // bytes of the longest dotted name
+constexpr size_t kJsonValues = 1 << 16; // the most of a text
 
 static inline void json_blanks(JsonReader* r) {
     while (r->at < r->text.size() && strchr(" \t\r\n", r->text[r->at]) && r->text[r->at]) { r->at++; }
@@ -134,64 +120,46 @@ static inline bool json_read_number(JsonReader* r, std::string* out) {
     const size_t point = out->find('.');                // unlike is_number, JSON wants digits on both sides
     auto is_digit = [&](size_t i) { return i < out->size() && isdigit((unsigned char)(*out)[i]); };
     const bool bare = point != std::string::npos && !(is_digit(point - 1) && is_digit(point + 1));
-    if (bare || !is_number(out->data(), out->data() + out->size())) { return false; }
+    if (bare || !is_number(*out)) { return false; }
     r->at = end;
     return true;
 }
 
-static inline bool json_read_list(JsonReader* r, std::string* out, int depth);
+static inline bool json_read_members(JsonReader* r, const std::string& path, int depth, bool is_list);
 
-// A text, a number, a list or a word.
-static inline bool json_read_value(JsonReader* r, std::string* out, int depth) {
+static inline bool json_read_value(JsonReader* r, const std::string& name, int depth) {
+    if (name.size() > kJsonName || !r->names.insert(name).second) { return false; }
     json_blanks(r);
     const char c = r->at < r->text.size() ? r->text[r->at] : '\0';
-    if (c == '"') { return json_read_text(r, out); }
-    if (c == '[') { return json_read_list(r, out, depth); }
+    if (c == '{' || c == '[') { return json_read_members(r, name + ".", depth + 1, c == '['); }
+    std::string value;
     for (const char* word : {"true", "false", "null"}) {
-        if (json_next(r, word)) { *out = word; return true; }
+        if (value.empty() && json_next(r, word)) { value = word; }
     }
-    return json_read_number(r, out);
+    const bool known = !value.empty() || (c == '"' ? json_read_text(r, &value) : json_read_number(r, &value));
+    r->values->push_back({name, value});
+    return known && r->values->size() <= kJsonValues;
 }
 
-static inline bool json_read_list(JsonReader* r, std::string* out, int depth) {
-    *out = "[";
-    if (depth > kJsonDepth || !json_next(r, "[")) { return false; }
-    if (json_next(r, "]")) { *out += "]"; return true; }
+// An object's values, or a list's, whose names are 0, 1, ...
+static inline bool json_read_members(JsonReader* r, const std::string& path, int depth, bool is_list) {
+    const char* const end = is_list ? "]" : "}";
+    if (depth > kJsonDepth || !json_next(r, is_list ? "[" : "{")) { return false; }
+    if (json_next(r, end)) { return true; }
+    int count = 0;
     do {
-        std::string value;
-        json_blanks(r);
-        const bool is_text = r->at < r->text.size() && r->text[r->at] == '"';
-        if (!json_read_value(r, &value, depth + 1)) { return false; }
-        *out += (out->size() > 1 ? "," : "") + (is_text ? json_quote(value) : value);
+        std::string name = std::to_string(count++);
+        if (!is_list && !(json_read_text(r, &name) && json_next(r, ":"))) { return false; }
+        if (!json_read_value(r, path + name, depth)) { return false; }
     } while (json_next(r, ","));
-    *out += "]";
-    return json_next(r, "]");
-}
-
-static inline bool json_read_object(JsonReader* r, const std::string& path, int depth) {
-    if (depth > kJsonDepth || !json_next(r, "{")) { return false; }
-    if (json_next(r, "}")) { return true; }
-    do {
-        std::string name, value;
-        if (!json_read_text(r, &name) || !json_next(r, ":")) { return false; }
-        name = path + name;
-        if (name.size() > kJsonName || !r->names.insert(name).second) { return false; }
-        json_blanks(r);
-        if (r->at < r->text.size() && r->text[r->at] == '{') {
-            if (!json_read_object(r, name + ".", depth + 1)) { return false; }
-            continue;
-        }
-        if (!json_read_value(r, &value, depth)) { return false; }
-        r->values->push_back({name, value});
-    } while (json_next(r, ","));
-    return json_next(r, "}");
+    return json_next(r, end);
 }
 
 // Returns the error, or "".
-static inline std::string json_read(const std::string& text, JsonValues* values) {
+static inline std::string json_read(const std::string& text, Facts* values) {
     JsonReader r = {text, 0, values, {}};
     values->clear();
-    if (json_read_object(&r, "", 1)) {
+    if (json_read_members(&r, "", 1, false)) {
         json_blanks(&r);
         if (r.at == text.size()) { return ""; }
     }
@@ -199,12 +167,8 @@ static inline std::string json_read(const std::string& text, JsonValues* values)
 }
 
 // Reads a file of at most 1 MB. Returns the error, to be printed behind its name, or "".
-static inline std::string json_file_read(const std::string& path, JsonValues* values) {
-    std::string text((size_t)std::min<int64_t>(file_size(path.c_str()), 1 << 20), '\0');
-    FILE* f = fopen_check(path.c_str(), "rb");
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
-    return json_read(text, values);
+static inline std::string json_file_read(const std::string& path, Facts* values) {
+    return json_read(file_text(path, 1 << 20), values);
 }
 
 #endif  // LLMC_FILES_JSON_H

@@ -26,14 +26,13 @@ function differently, and llm.c or an exporter may read the file as GPT-2.
 #include <stdint.h>     // gives: uint16_t, uint64_t
 #include <stdio.h>      // gives: FILE, fread
 #include <string.h>     // gives: memcpy, memset, strcmp, strerror
-#include <sys/stat.h>   // gives: stat
 
 #include <algorithm>    // gives: std::min
 #include <functional>   // gives: std::function
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
-#include "../check.h"               // gives: AtomicFile, die, format, fread_check, file_size
+#include "../check.h"               // gives: AtomicFile, die, format, fopen_check
 #include "../checksum.h"            // gives: Checksum
 #include "../model/layout.h"        // gives: ParamSpec, ParamTable
 #include "../model/model_config.h"  // gives: Config, config_error, check_same_model
@@ -74,18 +73,6 @@ static inline std::string model_file_error(const std::string& path, uint64_t* su
 }
 
 // ---- reading ----
-
-// Refuses a pipe, which would block until somebody writes, and a folder, which fopen opens.
-static inline FILE* model_open(const char* path) {
-    struct stat st;
-    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode)) {
-        die("'%s' is not a regular file\nhint: -e takes a model_*.bin or a descriptor such as d12",
-            path);
-    }
-    FILE* f = fopen(path, "rb");
-    if (!f) { die("cannot open '%s': %s", path, strerror(errno)); }
-    return f;
-}
 
 // The apparent kind of a file that is no model; "" if not known.
 static inline const char* other_file_kind(const void* data, size_t bytes) {
@@ -153,7 +140,7 @@ static inline Config model_read_header(const char* path, FILE* f, ParamTable tab
 }
 
 static inline Config model_read_config(const char* path, ParamTable table) {
-    FILE* f = model_open(path);
+    FILE* f = fopen_check(path, "rb");
     int header[256], version;
     const Config c = model_read_header(path, f, table, header, &version);
     fclose(f);
@@ -163,7 +150,7 @@ static inline Config model_read_config(const char* path, ParamTable table) {
 // Each tensor and layer as floats. expected: the result of model_read_config.
 static inline void model_read(const char* path, ParamTable table, const Config& expected,
                               const std::function<void(int i, int l, const float* values)>& on_tensor) {
-    FILE* f = model_open(path);
+    FILE* f = fopen_check(path, "rb");
     int header[256], version;
     check_same_model(model_read_header(path, f, table, header, &version), expected, path);
     const uint64_t sum_in_header = model_checksum(header);

@@ -29,12 +29,13 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 #include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, format, shown
+#include "../facts.h"               // gives: Facts, facts_find
 #include "../comm/comm.h"           // gives: comm, comm_all_gather, comm_broadcast, comm_shorten, warn
 #include "../model/model_config.h"  // gives: Config, config_error
 #include "../numbers.h"             // gives: kLargestCount
 #include "../ops/op_types.h"        // gives: UpdateState, update_state_fields
 #include "checkpoints.h"            // gives: checkpoint_check, checkpoint_model, model_file_error
-#include "state_file.h"             // gives: Facts, StateFile, state_open, state_read
+#include "state_file.h"             // gives: StateFile, state_open, state_read
 
 // ---- facts ----
 

@@ -45,38 +45,31 @@ static inline int safetensors_bytes(const std::string& dtype) {         // of an
     return dtype == "F32" ? 4 : dtype == "F16" || dtype == "BF16" ? 2 : 0;
 }
 
-// Parses "[2,3]", whole numbers >= 0.
-static inline bool safetensors_numbers(const std::string& text, std::vector<int64_t>* numbers) {
-    if (text.size() < 2 || text[0] != '[' || text.back() != ']') { return false; }
-    numbers->clear();
-    for (size_t at = 1, end; at < text.size() && text.size() > 2; at = end + 1) {
-        end = std::min(text.find(',', at), text.size() - 1);
-        int64_t n;
-        if (!parse_int(&text[at], &text[end], &n) || n < 0) { return false; }
-        numbers->push_back(n);
-    }
-    return true;
-}
-
 static inline std::string safetensors_shape(const std::vector<int64_t>& shape) {        // "(2, 3)"
     std::string text;
     for (int64_t n : shape) { text += format(text.empty() ? "%lld" : ", %lld", (long long)n); }
     return "(" + text + ")";
 }
 
-// Parses the table, whose JsonValues have names like "wte.weight.shape". False: it is malformed.
+// Parses the table, whose values have names like "wte.weight.dtype" and "wte.weight.shape.0". False: it is
+// malformed.
 static inline bool safetensors_table(SafeTensors* s, const std::string& text) {
-    JsonValues values;
+    Facts values;
     if (!json_read(text, &values).empty()) { return false; }
     for (const auto& value : values) {
         if (value.first.compare(0, 13, "__metadata__.") == 0) { continue; }
-        const size_t dot = value.first.rfind('.');
+        size_t dot = value.first.rfind('.');
+        int64_t n;
+        const bool in_list = dot != std::string::npos && parse_int(value.first.substr(dot + 1), &n);
+        const std::string member = value.first.substr(0, in_list ? dot : std::string::npos);
+        dot = member.rfind('.');
         if (dot == std::string::npos) { return false; }
-        SafeTensor& t = s->tensors[value.first.substr(0, dot)];
-        const std::string what = value.first.substr(dot + 1);
-        if (what == "dtype") { t.dtype = value.second; }
-        else if (what == "shape") { if (!safetensors_numbers(value.second, &t.shape)) { return false; } }
-        else if (what != "data_offsets" || !safetensors_numbers(value.second, &t.offsets)) { return false; }
+        SafeTensor& t = s->tensors[member.substr(0, dot)];
+        const std::string what = member.substr(dot + 1);
+        if (what == "dtype" && !in_list) { t.dtype = value.second; continue; }
+        if (!in_list || !parse_int(value.second, &n) || n < 0) { return false; }
+        if (what != "shape" && what != "data_offsets") { return false; }
+        (what == "shape" ? t.shape : t.offsets).push_back(n);
     }
     for (const auto& named : s->tensors) {
         const std::vector<int64_t>& offsets = named.second.offsets;
@@ -99,7 +92,6 @@ static inline bool safetensors_check(SafeTensor* t, int64_t bytes) {
 
 // Returns the error, to be printed behind the file's name, or "".
 static inline std::string safetensors_open(SafeTensors* s, const char* path) {
-    input_check(path);
     *s = SafeTensors();
     s->path = path;
     s->f = fopen_check(path, "rb");

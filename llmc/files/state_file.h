@@ -23,15 +23,14 @@ A piece is a range of a tensor's elements. The file does not say which rank wrot
 #include <fcntl.h>      // gives: open
 #include <stdint.h>     // gives: uint64_t
 #include <string.h>     // gives: memcpy, strnlen
-#include <unistd.h>     // gives: pread
+#include <unistd.h>     // gives: close
 
 #include <string>       // gives: std::string
-#include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
-#include "../check.h"       // gives: AtomicFile, die, format
+#include "../check.h"       // gives: AtomicFile, die, format, read_at
 #include "../checksum.h"    // gives: Checksum
-#include "../numbers.h"     // gives: parse_int
+#include "../facts.h"       // gives: Facts
 
 struct StateHeader {
     char magic[8];
@@ -50,25 +49,6 @@ static_assert(sizeof(StateHeader) == 64 && sizeof(StateRow) == 128, "the file ho
 static const char kStateMagic[8] = {'G', 'P', 'T', '2', 'S', 'T', 'A', 'T'};
 constexpr uint32_t kStateVersion = 1;
 constexpr uint64_t kStateMaxRows = 1 << 24;
-
-typedef std::vector<std::pair<std::string, std::string>> Facts;
-
-static inline const std::string* facts_find(const Facts& facts, const std::string& key) {
-    for (const auto& fact : facts) { if (fact.first == key) { return &fact.second; } }
-    return nullptr;
-}
-
-// A whole number among the facts; dies if it is missing or out of range.
-static inline int64_t fact_number(const Facts& facts, const std::string& key, int64_t least, int64_t most) {
-    const std::string* text = facts_find(facts, key);
-    if (!text) { die("the state to resume from does not say '%s'", key.c_str()); }
-    int64_t n;
-    if (!parse_int(text->c_str(), text->c_str() + text->size(), &n) || n < least || n > most) {
-        die("the state to resume from says '%s' is %s: expected %lld to %lld", key.c_str(), text->c_str(),
-            (long long)least, (long long)most);
-    }
-    return n;
-}
 
 // Bytes of an element; 0: no such type.
 static inline size_t state_type_bytes(const char* type) {
@@ -173,36 +153,26 @@ struct StateFile {
 };
 
 static inline std::string state_pread(int fd, void* to, uint64_t bytes, uint64_t offset) {
-    for (uint64_t done = 0; done < bytes;) {
-        const ssize_t n = pread(fd, (char*)to + done, bytes - done, (off_t)(offset + done));
-        if (n < 0 && errno == EINTR) { continue; }
-        if (n < 0) { return format("cannot be read: %s", strerror(errno)); }
-        if (n == 0) { return "is truncated"; }
-        done += (uint64_t)n;
-    }
-    return "";
+    const ssize_t got = read_at(fd, to, bytes, (int64_t)offset);
+    if (got < 0) { return format("cannot be read: %s", strerror(errno)); }
+    return (uint64_t)got < bytes ? "is truncated" : "";
 }
 
 static inline bool facts_parse(const std::string& text, Facts* facts) {
-    std::string key, value;
-    bool in_key = true;
-    for (size_t i = 0; i < text.size(); i++) {
-        char c = text[i];
-        if (in_key && c == '=') { in_key = false; continue; }
-        if (c == '\n') {
-            if (in_key) { return false; }
-            facts->push_back({key, value});
-            key = value = "";
-            in_key = true;
-            continue;
+    for (size_t at = 0, end; at < text.size(); at = end + 1) {
+        const size_t equals = text.find('=', at);
+        end = text.find('\n', at);
+        if (end == std::string::npos || equals > end) { return false; }
+        std::string value;
+        for (size_t i = equals + 1; i < end; i++) {
+            if (text[i] != '\\') { value += text[i]; continue; }
+            const char escaped = text[++i];     // the line's end at the latest
+            if (escaped != 'n' && escaped != '\\') { return false; }
+            value += escaped == 'n' ? '\n' : '\\';
         }
-        if (!in_key && c == '\\') {
-            if (++i == text.size() || (text[i] != 'n' && text[i] != '\\')) { return false; }
-            c = text[i] == 'n' ? '\n' : '\\';
-        }
-        (in_key ? key : value) += c;
+        facts->push_back({text.substr(at, equals - at), value});
     }
-    return in_key && key.empty();
+    return true;
 }
 
 // Checks that the table's numbers fit each other and the file's size.

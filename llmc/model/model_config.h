@@ -9,7 +9,7 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
 
 #include <limits.h>     // gives: INT_MAX
 #include <stdint.h>     // gives: int64_t
-#include <string.h>     // gives: strlen, strncmp, strchr
+#include <string.h>     // gives: strlen, strcmp, strncmp, strchr
 
 #include <algorithm>    // gives: std::find, std::find_if
 #include <string>       // gives: std::string
@@ -62,33 +62,28 @@ static inline std::string config_error(const Config& c) {
 
 // "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
 static inline Config descriptor_config(const char* text) {
-    struct Size { int key, L, C, HS; };
-    static const Size gpt2_sizes[] = {
-        {6, 6, 384, 64}, {12, 12, 768, 64}, {24, 24, 1024, 64}, {36, 36, 1280, 64}, {48, 48, 1600, 64}};
-    // GPT-3 (Brown et al. 2020, table 2.1), by channels; c384 is an addition for experiments
-    static const Size gpt3_sizes[] = {{384, 6, 384, 64},    {768, 12, 768, 64},    {1024, 24, 1024, 64},
-                                      {1536, 24, 1536, 96}, {2048, 24, 2048, 128}, {2560, 32, 2560, 80},
-                                      {4096, 32, 4096, 128}};
+    // GPT-3: Brown et al. 2020, table 2.1. d6 and c384 are additions for experiments
+    static const struct { const char* name; int maxT, L, C, HS; } sizes[] = {
+        {"d6", 1024, 6, 384, 64},             {"d12", 1024, 12, 768, 64},
+        {"d24", 1024, 24, 1024, 64},          {"d36", 1024, 36, 1280, 64},
+        {"d48", 1024, 48, 1600, 64},          {"gpt3:c384", 2048, 6, 384, 64},
+        {"gpt3:c768", 2048, 12, 768, 64},     {"gpt3:c1024", 2048, 24, 1024, 64},
+        {"gpt3:c1536", 2048, 24, 1536, 96},   {"gpt3:c2048", 2048, 24, 2048, 128},
+        {"gpt3:c2560", 2048, 32, 2560, 80},   {"gpt3:c4096", 2048, 32, 4096, 128}};
     const char* hint =
         "\nhint: -e takes a model_*.bin, d6 d12 d24 d36 d48, gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
         "or L4,NH4,C128,T128,V256";
     Config c = {};
-    const char* end = text + strlen(text);
-    int64_t key = 0;
-    auto from_table = [&](const Size* sizes, size_t count, int maxT) {
-        for (size_t i = 0; i < count; i++) {
-            if (sizes[i].key == key) {
-                c.maxT = maxT, c.V = 50257, c.L = sizes[i].L, c.C = sizes[i].C,
-                c.NH = sizes[i].C / sizes[i].HS;
-            }
-        }
-    };
-    if (text[0] == 'd' && parse_int(text + 1, end, &key)) {
-        from_table(gpt2_sizes, sizeof(gpt2_sizes) / sizeof(Size), 1024);
-    } else if (strncmp(text, "gpt3:c", 6) == 0 && parse_int(text + 6, end, &key)) {
-        from_table(gpt3_sizes, sizeof(gpt3_sizes) / sizeof(Size), 2048);
-    } else {
+    int64_t key;
+    const bool is_name = (text[0] == 'd' && parse_int(text + 1, &key)) ||
+                         (strncmp(text, "gpt3:c", 6) == 0 && parse_int(text + 6, &key));
+    for (const auto& size : sizes) {
+        if (strcmp(text, size.name) != 0) { continue; }
+        c.maxT = size.maxT, c.V = 50257, c.L = size.L, c.NH = size.C / size.HS, c.C = size.C;
+    }
+    if (!is_name) {
         // letters in any order, each once
+        const char* end = text + strlen(text);
         struct Field { const char* letters; int* value; };
         const Field fields[] = {{"L", &c.L}, {"NH", &c.NH}, {"C", &c.C}, {"T", &c.maxT}, {"V", &c.V}};
         size_t parts = 0, read = 0;
@@ -96,7 +91,7 @@ static inline Config descriptor_config(const char* text) {
             const char* comma = std::find(begin, end, ',');
             const char* number = std::find_if(begin, comma, [](char c) { return strchr("-0123456789", c); });
             int64_t value;
-            const bool whole = parse_int(number, comma, &value);
+            const bool whole = parse_int(std::string(number, comma), &value);
             for (const Field& field : fields) {
                 if (!whole || std::string(begin, number) != field.letters || *field.value != 0) { continue; }
                 if (value < 1 || value > INT_MAX) {

@@ -201,12 +201,11 @@ static inline void flags_set(const Flag* f, const char* text) {
         flags_value_error(f, "one of " + range, text, near.empty() ? see : "did you mean '" + near + "'?");
     }
 
-    const char* end = text + strlen(text);
     if (f->type == FLAG_FLOAT) {
         std::string wants = "a number" + (range.empty() ? "" : ", " + range);
-        if (!is_number(text, end)) { flags_value_error(f, wants, text, see); }
+        if (!is_number(text)) { flags_value_error(f, wants, text, see); }
         double x;                               // must not become inf or 0 as a float
-        if (!parse_double(text, end, &x) || !isfinite((float)x) || ((float)x == 0.0f && x != 0.0)) {
+        if (!parse_double(text, &x) || !isfinite((float)x) || ((float)x == 0.0f && x != 0.0)) {
             flags_value_error(f, wants, text, "this is more than a float can hold");
         }
         if (!(x >= f->min && x <= f->max)) { flags_value_error(f, wants, text, see); }
@@ -216,7 +215,7 @@ static inline void flags_set(const Flag* f, const char* text) {
     const char* bits = f->type == FLAG_INT ? " of at most 31 bits" : " of at most 63 bits";
     std::string wants = "a whole number" + (range.empty() ? bits : ", " + range);
     int64_t n;
-    if (!parse_int(text, end, &n)) {
+    if (!parse_int(text, &n)) {
         std::string hint = parse_int_hint(text);
         flags_value_error(f, wants, text, hint.empty() ? see : hint);
     }

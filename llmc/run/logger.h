@@ -29,10 +29,10 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 #include <stdlib.h>     // gives: atof, atoi, atoll
 
 #include <string>       // gives: std::string
-#include <utility>      // gives: std::pair
-#include <vector>       // gives: std::vector
 
-#include "../check.h"   // gives: mkdir_check, die, AtomicFile
+#include "../data/evalloader.h" // gives: EvalScore
+#include "../facts.h"   // gives: Facts
+#include "../check.h"   // gives: mkdir_check, die, file_text, atomic_file
 #include "flags.h"      // gives: flags_json
 #include "../files/json.h" // gives: json_quote, json_number
 
@@ -53,10 +53,6 @@ struct TrainMetrics {
     double ms, tokens_per_s;    // of this step
 };
 
-struct EvalMetrics { double acc_norm, acc, loss; };     // see evalloader.h
-
-typedef std::vector<std::pair<std::string, std::string>> RunInfo;
-
 static inline void logger_init(Logger* log, const char* folder) {
     *log = Logger();
     log->folder = folder;
@@ -68,12 +64,6 @@ static inline void logger_write(const Logger* log, FILE* f, const char* name, co
         log->folder.c_str(), name, strerror(errno));
 }
 
-static inline void logger_write_file(const std::string& path, const std::string& text) {
-    AtomicFile out = atomic_open(path);
-    atomic_write(&out, text.data(), text.size());
-    atomic_commit(&out);
-}
-
 // Opens the files for appending, creates what is missing.
 static inline void logger_open(Logger* log) {
     mkdir_check(log->folder.c_str());
@@ -83,18 +73,7 @@ static inline void logger_open(Logger* log) {
         die("-o %s: another process is writing this run\nhint: wait for its end, or choose another folder",
             log->folder.c_str());
     }
-    logger_write_file(log->folder + "/run.json", log->run_json);
-}
-
-// "" if there is no such file.
-static inline std::string logger_read(const std::string& path) {
-    std::string text;
-    if (file_size(path.c_str()) < 0) { return text; }
-    FILE* f = fopen_check(path.c_str(), "rb");
-    text.resize((size_t)file_size(path.c_str()));
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
-    return text;
+    atomic_file(log->folder + "/run.json", log->run_json);
 }
 
 constexpr char kAbandoned[] = ", \"abandoned\": ";     // then the number of rewinds so far
@@ -122,7 +101,8 @@ static inline LoggerTexts logger_texts(const Logger* log, const char* suffix, in
     const std::string last[2] = {format("s:%lld trl:", (long long)step - 1),
                                  format("{\"step\": %lld, \"loss\": ", (long long)step)};
     for (int i = 0; i < 2; i++) {
-        t.text[i] = logger_read(log->folder + "/" + kLogNames[i] + suffix);
+        const std::string path = log->folder + "/" + kLogNames[i] + suffix;
+        t.text[i] = file_size(path.c_str()) < 0 ? "" : file_text(path);
         t.end[i] = logger_end(t.text[i], step, last[i]);
     }
     const bool has_all = t.end[0] != std::string::npos && t.end[1] != std::string::npos;
@@ -166,7 +146,7 @@ static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, in
     const bool restores = !now.fit && kept.fit;
     if (!restores && now.end[0] < now.text[0].size() && now.text[0].size() > kept.text[0].size()) {
         for (int i = 0; i < 2; i++) {
-            logger_write_file(log->folder + "/" + kLogNames[i] + ".cut", now.text[i]);
+            atomic_file(log->folder + "/" + kLogNames[i] + ".cut", now.text[i]);
         }
     }
     for (int i = 0; i < 2; i++) {
@@ -249,14 +229,14 @@ static inline void logger_val(Logger* log, int64_t step, double loss) {
                 format("{\"step\": %lld, \"val_loss\": %s}", (long long)step, json_number(loss).c_str()));
 }
 
-static inline void logger_eval(Logger* log, int64_t step, const EvalMetrics& m) {
+static inline void logger_eval(Logger* log, int64_t step, const EvalScore& m) {
     logger_line(log, format("s:%lld eval:%s", (long long)step, logger_number("%.6f", m.acc_norm).c_str()),
                 format("{\"step\": %lld, \"eval_acc_norm\": %s, \"eval_acc\": %s, \"eval_loss\": %s}",
                        (long long)step, json_number(m.acc_norm).c_str(), json_number(m.acc).c_str(),
                        json_number(m.loss).c_str()));
 }
 
-static inline void logger_run(Logger* log, const Flag* table, int count, const RunInfo& info) {
+static inline void logger_run(Logger* log, const Flag* table, int count, const Facts& info) {
     log->run_json = "{\n\"settings\": " + flags_json(table, count);
     for (const auto& item : info) {
         log->run_json += ",\n" + json_quote(item.first) + ": " + json_quote(item.second);

@@ -28,7 +28,7 @@ Host only.
 #include "../ops/op_types.h"    // gives: UpdateState, kWindow
 #include "flags.h"              // gives: flags_split
 #include "logger.h"             // gives: Logger, TrainMetrics, logger_number
-#include "progress.h"           // gives: progress_show, progress_bar, progress_sparkline, text_columns
+#include "progress.h"           // gives: progress_show, progress_bar
 #include "telemetry.h"          // gives: Telemetry, telemetry_read
 
 struct Report {
@@ -36,7 +36,7 @@ struct Report {
     int log_every = 1, log_gpu = 0;             // steps between lines; between readings of the GPU, 0: none
     Telemetry telemetry = {};
     double peak_speed = 0.0;                    // tokens/s at the GPUs' peak; 0: not known
-    double begun_s = progress_now();
+    double begun_s = comm_now();
     int64_t steps = 0, first = 0;               // of this start, and how many were done before it
     int64_t tokens = 0;                         // of the run
     double loss = 0.0;                          // of the last step
@@ -47,14 +47,7 @@ struct Report {
     // For the next line: sums over the steps since the previous line; step and lr of the last step.
     struct { int64_t steps, last; double loss, norm, ms, lr; } line = {};
     std::string gpu = "";                       // telemetry for the next line
-    // The sparkline: means of a hundredth of the run each, and the sum for the next one.
-    bool sparks = false;
-    std::vector<double> marks = {};
-    double mark_sum = 0.0;
-    int64_t mark_steps = 0;
 };
-
-constexpr size_t kSparklineColumns = 10;        // then all fields of its line fit into 80 columns
 
 static inline std::string duration_text(double seconds) {
     const int64_t s = (int64_t)(seconds + 0.5);
@@ -95,12 +88,6 @@ static inline void report_add(Report* r, const TrainMetrics& m) {
     r->seen_first = true;
     if (r->steps++ == 0) { r->first = m.step; }
     r->tokens = m.tokens, r->loss = m.loss;
-    if (isfinite(m.loss)) { r->mark_sum += m.loss, r->mark_steps++; }
-    if (r->mark_steps * 100 >= std::max(r->max_steps, (int64_t)100)) {
-        r->marks.push_back(r->mark_sum / (double)r->mark_steps);
-        if (r->marks.size() > kSparklineColumns) { r->marks.erase(r->marks.begin()); }
-        r->mark_sum = 0.0, r->mark_steps = 0;
-    }
     r->line = {r->line.steps + 1, m.step, r->line.loss + m.loss, r->line.norm + m.norm, r->line.ms + m.ms,
                m.lr};
 }
@@ -117,11 +104,10 @@ static inline std::string report_eta(const Report& r) {
 // -lg: reads the GPU if it is time. Returns fields for metrics.jsonl and sets r->gpu for the terminal. The
 // next step is already enqueued, so the GPU does not wait for this.
 static inline std::string report_gpu(Report* r) {
-    TelemetrySample sample;
-    const bool due = r->log_gpu > 0 && (r->line.last + 1) % r->log_gpu == 0;
-    if (!due || !telemetry_read(r->telemetry, &sample)) { return ""; }
-    r->gpu = telemetry_text(sample);
-    return telemetry_json(sample);
+    if (r->log_gpu <= 0 || (r->line.last + 1) % r->log_gpu != 0) { return ""; }
+    const TelemetrySample sample = telemetry_read(r->telemetry);
+    r->gpu = sample.text;
+    return sample.json;
 }
 
 // Fields with " | " between them, as many as fit, but no fewer than `least`.
@@ -129,7 +115,7 @@ static inline std::string report_fields(const std::vector<std::string>& fields, 
                                         size_t least = 1) {
     std::string line;
     for (size_t i = 0; i < fields.size(); i++) {
-        if (i >= least && text_columns(line) + 3 + fields[i].size() > columns) { break; }
+        if (i >= least && line.size() + 3 + fields[i].size() > columns) { break; }
         line += (i ? " | " : "") + fields[i];
     }
     return line;
@@ -181,8 +167,7 @@ static inline void report_show(Report* r) {
     const int64_t done = r->line.last + 1;
     if (done % report_every(*r) == 0) { report_line(r); return; }
     const double n = (double)r->line.steps;
-    const std::string sparks = r->sparks && r->marks.size() > 1 ? " " + progress_sparkline(r->marks) : "";
-    std::vector<std::string> fields = {format("loss %.4f", r->line.loss / n) + sparks,
+    std::vector<std::string> fields = {format("loss %.4f", r->line.loss / n),
                                        format("lr %.2e", r->line.lr), format("norm %.2f", r->line.norm / n)};
     for (const std::string& field : report_speed(*r)) { fields.push_back(field); }
     progress_show(format("step %lld/%lld ", (long long)done, (long long)r->max_steps) +
@@ -212,7 +197,7 @@ static inline void report_end(const Report& r, double best_val, int64_t best_ste
         printf(", best validation loss %.6f @%lld", best_val, (long long)best_step);
     }
     printf("\n%lld tokens in %s", (long long)(r.steps * r.total_batch),
-           duration_text(progress_now() - r.begun_s).c_str());
+           duration_text(comm_now() - r.begun_s).c_str());
     if (r.first > 0) {
         printf(" since step %lld; %lld tokens in all", (long long)r.first, (long long)r.tokens);
     }

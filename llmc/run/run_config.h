@@ -25,9 +25,9 @@ keeps. Host only.
 
 #include "../check.h"               // gives: die, format, file_size
 #include "../checksum.h"            // gives: Checksum, checksum_text
+#include "../facts.h"               // gives: Facts, facts_find, fact_number
 #include "../numbers.h"             // gives: parse_int, kLargestCount
-#include "../comm/comm.h"           // gives: comm, warn, CommOptions, CommFacts
-#include "../files/state_file.h"    // gives: Facts, facts_find, fact_number
+#include "../comm/comm.h"           // gives: comm, warn, CommOptions
 #include "../model/lanes.h"         // gives: lanes_default, lanes_error
 #include "../model/model_config.h"  // gives: Config
 #include "../ops/op_types.h"        // gives: Kernels, NormKind
@@ -74,7 +74,6 @@ struct RunConfig {
     int fp8_head;
     Kernels kernels;
     CommOptions comm;
-    int comm_init;
     const char* plan;
     double price;
     int zero, lanes, check_ranks;
@@ -244,7 +243,7 @@ static const Flag kFlags[] = {
         "gradients of all ranks are summed by the lanes' tree, or in NCCL's order", FLAG_FIXED},
     {"",    "check-ranks",     FLAG_BOOL,   &run.check_ranks,    "0",       0, 1, nullptr,
         "compare all ranks' parameters after every step (slow)", FLAG_NOW},
-    {"pi",  "process-init",    FLAG_ENUM,   &run.comm_init,      "auto",    0, 0, "auto|mpi|tcp|fs",
+    {"pi",  "process-init",    FLAG_ENUM,   &run.comm.init,      "auto",    0, 0, "auto|mpi|tcp|fs",
         "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
         FLAG_NOW},
     {"ps",  "process-server",  FLAG_STRING, &run.comm.server,    "",        0, 0, nullptr,
@@ -343,8 +342,8 @@ static inline bool run_validates() {
 
 // ---- what all ranks must agree on ----
 
-static inline CommFacts flag_facts() {
-    CommFacts facts;
+static inline Facts flag_facts() {
+    Facts facts;
     for (const Flag& flag : kFlags) {
         const std::string name = flag.name;
         if (name == "process-rank" || name == "process-server") { continue; }
@@ -574,7 +573,7 @@ static inline void fp8_check(const Config& c, const Build& build) {
 static inline int64_t max_steps_of(const char* text) {
     if (strcmp(text, "epoch") == 0) { return -1; }
     int64_t steps;
-    if (!parse_int(text, text + strlen(text), &steps) || steps < 0 || steps > kLargestCount) {
+    if (!parse_int(text, &steps) || steps < 0 || steps > kLargestCount) {
         const std::string digits = parse_int_hint(text);
         die("-x (--max-steps) wants a whole number, 0 to %lld, or `epoch`, not '%s'%s%s",
             (long long)kLargestCount, flags_show(text).c_str(), digits.empty() ? "" : "\nhint: ",

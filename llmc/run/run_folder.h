@@ -24,11 +24,11 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 #include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, shown, file_size
+#include "../facts.h"               // gives: Facts, facts_find
 #include "../comm/comm.h"           // gives: comm, comm_broadcast, comm_foreign, warn
 #include "../files/checkpoints.h"   // gives: checkpoint_model, checkpoint_steps, model_file_error
-#include "../files/json.h"          // gives: JsonValues, json_file_read
+#include "../files/json.h"          // gives: json_file_read
 #include "../files/resume.h"        // gives: Checkpoint, checkpoint_find, facts_config
-#include "../files/state_file.h"    // gives: facts_find
 #include "run_config.h"             // gives: run, kFlags, say, settings_known
 
 // ---- -e FOLDER: a run's folder ----
@@ -40,7 +40,7 @@ static inline bool model_is_folder() {
     struct stat st;
     const char* text = run.model;
     int64_t n;
-    const bool reads_so = (text[0] == 'd' && parse_int(text + 1, text + strlen(text), &n)) ||
+    const bool reads_so = (text[0] == 'd' && parse_int(text + 1, &n)) ||
                           strncmp(text, "gpt3:", 5) == 0 || strchr(text, ',');
     return (strchr(text, '/') || !reads_so) && stat(text, &st) == 0 && S_ISDIR(st.st_mode);
 }
@@ -49,10 +49,8 @@ static inline bool model_is_folder() {
 static inline int64_t newest_model(const std::string& folder) {
     std::vector<std::pair<bool, int64_t>> models;           // has a marker; step
     for (const std::string& name : folder_names(folder)) {
-        const int64_t step = checkpoint_number(name, "model_", ".bin");
-        const bool is_one = step >= 0 && checkpoint_model("", step) == "/" + name &&
-                            file_size((folder + "/" + name).c_str()) >= 0;
-        if (!is_one) { continue; }
+        const int64_t step = checkpoint_step(name, "model_", ".bin");
+        if (step < 0 || file_size((folder + "/" + name).c_str()) < 0) { continue; }
         models.push_back({file_size(checkpoint_marker(folder, step).c_str()) >= 0, step});
     }
     std::sort(models.begin(), models.end());
@@ -92,7 +90,7 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
                                           "val-batches"};
     const std::string path = folder + "/run.json";
     if (file_size(path.c_str()) < 0) { return false; }
-    JsonValues values;
+    Facts values;
     const std::string error = json_file_read(path, &values);
     if (!error.empty()) {
         die("'%s' %s\nhint: %s", path.c_str(), error.c_str(),
@@ -141,12 +139,13 @@ static inline void folder_resolve() {
 // no error: the checkpoints hold all other settings.
 static inline void launch_resume() {
     const std::string folder = run.output_dir, path = folder + "/run.json";
-    bool is_open = run.resume && !folder.empty() && file_size(path.c_str()) >= 0 && !*comm_foreign().name;
+    bool is_open = run.resume && !folder.empty() && file_size(path.c_str()) >= 0 &&
+                   comm_foreign().name.empty();
     for (const char* name : {"gpus", "process-init", "process-server", "process-folder", "processes",
                              "process-rank", "gpus-per-node"}) {
         is_open = is_open && !run_given(name);
     }
-    JsonValues values;
+    Facts values;
     if (!is_open || !json_file_read(path, &values).empty()) { return; }
     const std::string* gpus = facts_find(values, "settings.gpus");
     if (gpus) { flags_set(flags_find(kFlags, kNumFlags, "--gpus"), gpus->c_str()); }

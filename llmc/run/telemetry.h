@@ -2,11 +2,7 @@
 A GPU's clock, power, temperature and memory, and what limits its clock. Host only.
 
     Telemetry t = telemetry_start("0000:1B:00.0");      // its PCI bus id
-    TelemetrySample sample;
-    if (telemetry_read(t, &sample)) {                   // false: no NVML, or no such GPU
-        telemetry_text(sample);                         // "1980 MHz 691 W 63 C 27.1 GiB, power cap"
-        telemetry_json(sample);                         // ", \"gpu_mhz\": 1980, ...": fields of a JSON object
-    }
+    TelemetrySample sample = telemetry_read(t);
     telemetry_end(&t);
 
 The program loads NVML, the driver's library, at run time, so it builds and runs without it. GPUs are found by
@@ -17,7 +13,6 @@ report are left out. The declarations follow NVML's API reference.
 #define LLMC_RUN_TELEMETRY_H
 
 #include <dlfcn.h>      // gives: dlopen, dlsym
-#include <math.h>       // gives: NAN, isnan
 #include <stdint.h>     // gives: uint64_t
 
 #include <string>       // gives: std::string
@@ -27,16 +22,8 @@ report are left out. The declarations follow NVML's API reference.
 
 struct Telemetry { void *library, *gpu; };      // gpu: NVML's handle, or nullptr
 
-// In this order on the terminal and in the JSON.
-enum Reading { READ_CLOCK, READ_POWER, READ_TEMPERATURE, READ_MEMORY, kReadings };
-static const struct { const char *key, *text; } kReadingForms[kReadings] = {
-    {"gpu_mhz", "%.0f MHz"}, {"gpu_watts", "%.0f W"}, {"gpu_celsius", "%.0f C"}, {"gpu_gib", "%.1f GiB"}};
-
-struct TelemetrySample {
-    double values[kReadings];       // NAN: not reported
-    bool knows_limits;
-    std::string limits;             // what limits the clock, "": nothing
-};
+// For the terminal: "1980 MHz 691 W 63 C 27.1 GiB, power cap". For a JSON object: `, "gpu_mhz": 1980, ...`.
+struct TelemetrySample { std::string text, json; };
 
 // nvmlClocksEventReasons, without bit 0: the GPU is idle.
 static const struct { uint64_t bit; const char* text; } kClockLimits[] = {
@@ -67,46 +54,34 @@ static inline Telemetry telemetry_start(const std::string& bus_id) {
     return t;
 }
 
-static inline bool telemetry_read(const Telemetry& t, TelemetrySample* sample) {
-    if (!t.gpu) { return false; }
+// Both texts are empty without NVML, or if there is no such GPU.
+static inline TelemetrySample telemetry_read(const Telemetry& t) {
+    TelemetrySample sample;
+    if (!t.gpu) { return sample; }
     const int kSmClock = 1, kOnChip = 0;                // NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
-    unsigned mhz, milliwatts, celsius;
+    unsigned value;
     struct { unsigned long long total, free, used; } memory;
     unsigned long long reasons = 0;
     auto tells = [&](const char* what, auto... args) {
         return nvml_call(t.library, (std::string("nvmlDeviceGet") + what).c_str(), t.gpu, args...);
     };
-    *sample = TelemetrySample();
-    sample->values[READ_CLOCK] = tells("ClockInfo", kSmClock, &mhz) ? mhz : NAN;
-    sample->values[READ_POWER] = tells("PowerUsage", &milliwatts) ? milliwatts * 1e-3 : NAN;
-    sample->values[READ_TEMPERATURE] = tells("Temperature", kOnChip, &celsius) ? celsius : NAN;
-    sample->values[READ_MEMORY] = tells("MemoryInfo", &memory) ? (double)memory.used / (1 << 30) : NAN;
-    sample->knows_limits = tells("CurrentClocksEventReasons", &reasons) ||
-                           tells("CurrentClocksThrottleReasons", &reasons);     // its name before CUDA 12.2
+    auto add = [&](const char* key, const char* form, double x) {
+        sample.text += (sample.text.empty() ? "" : " ") + format(form, x);
+        sample.json += format(", \"%s\": ", key) + json_number(x);
+    };
+    if (tells("ClockInfo", kSmClock, &value)) { add("gpu_mhz", "%.0f MHz", value); }
+    if (tells("PowerUsage", &value)) { add("gpu_watts", "%.0f W", value * 1e-3); }
+    if (tells("Temperature", kOnChip, &value)) { add("gpu_celsius", "%.0f C", value); }
+    if (tells("MemoryInfo", &memory)) { add("gpu_gib", "%.1f GiB", (double)memory.used / (1 << 30)); }
+    const bool knows_limits = tells("CurrentClocksEventReasons", &reasons) ||
+                              tells("CurrentClocksThrottleReasons", &reasons);  // its name before CUDA 12.2
+    std::string limits;
     for (const auto& limit : kClockLimits) {
-        if (!(reasons & limit.bit)) { continue; }
-        sample->limits += (sample->limits.empty() ? "" : ", ") + std::string(limit.text);
+        if (reasons & limit.bit) { limits += (limits.empty() ? "" : ", ") + std::string(limit.text); }
     }
-    return true;
-}
-
-static inline std::string telemetry_text(const TelemetrySample& sample) {
-    std::string text;
-    for (int i = 0; i < kReadings; i++) {
-        if (isnan(sample.values[i])) { continue; }
-        text += (text.empty() ? "" : " ") + format(kReadingForms[i].text, sample.values[i]);
-    }
-    return text + (sample.limits.empty() ? "" : ", " + sample.limits);
-}
-
-static inline std::string telemetry_json(const TelemetrySample& sample) {
-    std::string json;
-    for (int i = 0; i < kReadings; i++) {
-        if (isnan(sample.values[i])) { continue; }
-        json += format(", \"%s\": ", kReadingForms[i].key) + json_number(sample.values[i]);
-    }
-    if (sample.knows_limits) { json += ", \"gpu_limits\": " + json_quote(sample.limits); }
-    return json;
+    if (!limits.empty()) { sample.text += ", " + limits; }
+    if (knows_limits) { sample.json += ", \"gpu_limits\": " + json_quote(limits); }
+    return sample;
 }
 
 #endif  // LLMC_RUN_TELEMETRY_H
