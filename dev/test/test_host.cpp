@@ -1240,6 +1240,7 @@ int main() {
     test_logger();
     test_logger_go_back();
     test_report();
+    test_progress();
     test_text_out();
     return folder_end();
 }

@@ -25,7 +25,7 @@ USUAL = {**COMMON, "-b": 1, "-t": 8}
 STEP = re.compile(r"step (\d+)/(\d+) \| loss (\S+) +\| lr (\S+) \| norm (\S+) +\| (\S+) ms \| (\d+) tok/s"
                   r"(?: \| MFU \S+%)?(?: \| ETA \d+:\d\d:\d\d)?(?:(?: \| |\n    )(.* GiB.*))?")
 BAR = re.compile(r"step (\d+)/(\d+) \[([#.]{40})\] (\d+)% \| ETA \d+:\d\d:\d\d")
-LIVE = re.compile(r"loss \S+ \| lr \S+ \| norm \S+ \| \d+ tok/s.*")
+LIVE = re.compile(r"loss \S+( (?:\xe2\x96[\x81-\x88]){2,10})? \| lr \S+ \| norm \S+ \| \d+ tok/s.*")
 TWO_LINES = r"([^\r\x1b]+)\x1b\[K\r\n([^\r\x1b]+)\x1b\[K"
 BLOCK = re.compile(rf"\r(?:\x1b\[A)?{TWO_LINES}")       # the first one, or over the one before
 SHOWN = re.compile(rf"\r{TWO_LINES}(?:\r\x1b\[A{TWO_LINES})*\r\x1b\[A\x1b\[J")      # blocks, and their end
@@ -127,23 +127,24 @@ def test_widths():
 
 @pytest.mark.cpu_only
 def test_progress():
-    """The screen in the end is what a pipe gets."""
+    """The screen in the end is what a pipe gets. A terminal that shows UTF-8 has a sparkline of the loss."""
     flags = {"-x": 12, "-v": 5, "-m": 1, "-s": 6, "-g": 12, "-n": 0, "--log-every": 4}
     piped = run_ok({"-o": "piped", **flags})
     code, text, lines = on_terminal({"-o": "shown", **flags})
     assert code == 0 and untimed("\n".join(lines).replace("shown", "piped")) == untimed(piped.out)
     blocks = BLOCK.findall(text)
     shown = [BAR.fullmatch(first) for first, _ in blocks]
-    assert shown and all(shown) and all(LIVE.fullmatch(second) for _, second in blocks)
+    assert shown and all(shown) and {LIVE.fullmatch(second)[1] for _, second in blocks} == {None}
     for bar in shown:
         done, full = int(bar[1]), bar[3].count("#")
         assert (int(bar[2]), full, int(bar[4])) == (12, done * 40 // 12, done * 100 // 12)
         assert bar[3] == "#" * full + "." * (40 - full)
     assert {1, 5, 9} <= {int(bar[1]) for bar in shown}, "after a line the next step is shown at once"
     for columns in (80, 30):            # of lines that wrap only the end could be taken back
-        _, text, _ = on_terminal(flags, columns=columns)
-        blocks = BLOCK.findall(text)
+        _, text, _ = on_terminal(flags, columns=columns, env={"LC_ALL": "C.UTF-8"})
+        blocks = [[line.encode("latin-1").decode() for line in block] for block in BLOCK.findall(text)]
         assert blocks and all(len(line) < columns for block in blocks for line in block)
+        assert {"\u2581", "\u2588"} < set(blocks[-1][1].split(" |")[0])
     for term, every in (("dumb", 4), ("xterm", 1)):
         _, text, _ = on_terminal({**flags, "--log-every": every}, env={"TERM": term})
         assert "\x1b" not in text and "[#" not in text

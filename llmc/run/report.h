@@ -28,7 +28,7 @@ Host only.
 #include "../ops/op_types.h"    // gives: UpdateState, kWindow
 #include "flags.h"              // gives: flags_split
 #include "logger.h"             // gives: Logger, TrainMetrics, logger_number
-#include "progress.h"           // gives: progress_show, progress_bar
+#include "progress.h"           // gives: progress_show, progress_bar, progress_sparkline, text_columns
 #include "telemetry.h"          // gives: Telemetry, telemetry_read
 
 struct Report {
@@ -47,7 +47,14 @@ struct Report {
     // For the next line: sums over the steps since the previous line; step and lr of the last step.
     struct { int64_t steps, last; double loss, norm, ms, lr; } line = {};
     std::string gpu = "";                       // telemetry for the next line
+    // The sparkline: means of a hundredth of the run each, and the sum for the next one.
+    bool sparks = false;
+    std::vector<double> marks = {};
+    double mark_sum = 0.0;
+    int64_t mark_steps = 0;
 };
+
+constexpr size_t kSparklineColumns = 10;        // then all fields of its line fit into 80 columns
 
 static inline std::string duration_text(double seconds) {
     const int64_t s = (int64_t)(seconds + 0.5);
@@ -88,6 +95,12 @@ static inline void report_add(Report* r, const TrainMetrics& m) {
     r->seen_first = true;
     if (r->steps++ == 0) { r->first = m.step; }
     r->tokens = m.tokens, r->loss = m.loss;
+    if (isfinite(m.loss)) { r->mark_sum += m.loss, r->mark_steps++; }
+    if (r->mark_steps * 100 >= std::max(r->max_steps, (int64_t)100)) {
+        r->marks.push_back(r->mark_sum / (double)r->mark_steps);
+        if (r->marks.size() > kSparklineColumns) { r->marks.erase(r->marks.begin()); }
+        r->mark_sum = 0.0, r->mark_steps = 0;
+    }
     r->line = {r->line.steps + 1, m.step, r->line.loss + m.loss, r->line.norm + m.norm, r->line.ms + m.ms,
                m.lr};
 }
@@ -115,7 +128,7 @@ static inline std::string report_fields(const std::vector<std::string>& fields, 
                                         size_t least = 1) {
     std::string line;
     for (size_t i = 0; i < fields.size(); i++) {
-        if (i >= least && line.size() + 3 + fields[i].size() > columns) { break; }
+        if (i >= least && text_columns(line) + 3 + fields[i].size() > columns) { break; }
         line += (i ? " | " : "") + fields[i];
     }
     return line;
@@ -167,7 +180,8 @@ static inline void report_show(Report* r) {
     const int64_t done = r->line.last + 1;
     if (done % report_every(*r) == 0) { report_line(r); return; }
     const double n = (double)r->line.steps;
-    std::vector<std::string> fields = {format("loss %.4f", r->line.loss / n),
+    const std::string sparks = r->sparks && r->marks.size() > 1 ? " " + progress_sparkline(r->marks) : "";
+    std::vector<std::string> fields = {format("loss %.4f", r->line.loss / n) + sparks,
                                        format("lr %.2e", r->line.lr), format("norm %.2f", r->line.norm / n)};
     for (const std::string& field : report_speed(*r)) { fields.push_back(field); }
     progress_show(format("step %lld/%lld ", (long long)done, (long long)r->max_steps) +

@@ -27,7 +27,7 @@ always has work.
 #include "../ops/op_types.h"            // gives: DeviceState
 #include "logger.h"                     // gives: Logger, TrainMetrics, logger_train
 #include "plan.h"                       // gives: gpu_kind, step_flops
-#include "progress.h"                   // gives: progress_start
+#include "progress.h"                   // gives: progress_start, progress_utf8
 #include "report.h"                     // gives: Report, report_add, report_show, report_skip
 #include "run_config.h"                 // gives: run
 #include "schedulers.h"                 // gives: LrSchedule, lr_at
@@ -57,6 +57,7 @@ static inline void reports_init(Reports* r, const Config& config, double paramet
     const GpuKind* gpu = gpu_kind(device.name);
     r->report.peak_speed = !low_precision || !gpu ? 0.0
                          : gpu->tflops * 1e12 * comm.world / step_flops(config, parameters, T);
+    r->report.sparks = progress_utf8();
     progress_start();
 }
 
