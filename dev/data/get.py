@@ -234,8 +234,8 @@ def fetch_source(dataset, args, files, work):
     return [path]
 
 
-def made_files(work):
-    return sorted(name for name in os.listdir(work) if name.startswith("tokens_"))
+def made_files(work, begin):
+    return sorted(name for name in os.listdir(work) if name.startswith(begin))
 
 
 def make_source(dataset, args, facts, split, files, work):
@@ -248,14 +248,15 @@ def make_source(dataset, args, facts, split, files, work):
     drawn = 0 if number else args.val_tokens
     flags = ["--bytes", int(args.bytes), "--val-tokens", drawn, "--shard-tokens",
              args.shard_tokens if split == "train" else 0]
-    for name in made_files(work):               # of a run that was killed
+    begin = f"tokens_{os.getpid()}_"            # the tool of a run that was killed may still write others
+    for name in made_files(work, "tokens_"):
         os.unlink(os.path.join(work, name))
     if first is not None:
-        said = run_tool(args.tokenize, os.path.join(work, "tokens"), flags, itertools.chain([first], found))
+        said = run_tool(args.tokenize, os.path.join(work, begin[:-1]), flags, itertools.chain([first], found))
         print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
     new = {**facts, "done": number + 1, "shards": {**facts["shards"]}}
-    for name in made_files(work):
-        to = "val" if split == "val" or name.startswith("tokens_val") else "train"
+    for name in made_files(work, begin):
+        to = "val" if split == "val" or name.startswith(begin + "val") else "train"
         path = os.path.join(args.out, f"{dataset.stem}_{to}_{new['shards'][to] + (to == 'train'):06d}.bin")
         os.replace(os.path.join(work, name), path)
         tokens, _ = shard_tokens(path)
@@ -297,7 +298,7 @@ def make_shards(dataset, args):
             facts = make_source(dataset, args, facts, split, files, work)
             write_facts(record, facts)
             shutil.rmtree(work + "/fetched", ignore_errors=True)        # it is in shards now
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 # ---- shards that others have published ----

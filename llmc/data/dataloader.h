@@ -104,7 +104,10 @@ static inline std::string data_shard_open(DataShard* shard) {
     const char* hint = "hint: `make tokenize`, then `build/tokenize FILE -o NAME` makes shards of a text; or "
                        "name other files with -i and -j";
     shard->fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      // does not block on a pipe, refused below
-    if (shard->fd < 0) { return format("cannot open '%s': %s", path, strerror(errno)); }
+    if (shard->fd < 0) {
+        return format("cannot open '%s': %s%s", path, strerror(errno), errno != EMFILE ? "" :
+                      "\nhint: all shards stay open: raise `ulimit -Hn`, or make larger shards");
+    }
     struct stat st;
     if (fstat(shard->fd, &st) != 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
     if (!S_ISREG(st.st_mode)) { return format("'%s' is not a regular file, so it is no token shard", path); }

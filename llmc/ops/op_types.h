@@ -152,7 +152,7 @@ template <class State, class F> void update_state_fields(State& s, F f) {
     f("norms_count", &s.norms.count, 1);
 }
 static_assert(sizeof(UpdateState) == 2 * (sizeof(Window) + sizeof(long long)) + 6 * 4,
-              "a new field wants a line above (test_cpu_ops sees that every byte is named)");
+              "a new field wants a line above (test_gpt2 sees that every byte is saved)");
 
 struct UpdatePolicy {
     bool dynamic_loss_scale;

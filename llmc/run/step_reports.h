@@ -3,7 +3,7 @@ Reports of finished steps. The host enqueues step s+1 before it waits for the re
 always has work.
 
     Reports reports = {};
-    reports_init(&reports, config, parameters, T, device);
+    reports_init(&reports, config, parameters, T, device, low_precision);
     reports_begin(&reports, step, stream);                      // enqueued before a step's work
     reports_end(&reports, step, model.state, stream);           // and after it
     const bool hopeless = report_step(&reports, &logger, schedule);     // waits, prints and logs
