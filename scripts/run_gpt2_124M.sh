@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 124M on 10B tokens of FineWeb.
 #
+#   scripts/setup.sh data                           # once, for the hub
 #   python3 dev/data/get.py fineweb10B-shards && python3 dev/data/get.py hellaswag
 #   scripts/run_gpt2_124M.sh                        # again, after a stop: it goes on
 #   gpus=4 scripts/run_gpt2_124M.sh --log-every 20  # four GPUs; more flags, by their long names

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 1558M on 34B tokens of FineWeb-Edu.
 #
-#   scripts/setup.sh data       # once, for parquet
+#   scripts/setup.sh data                           # once, for the hub and parquet
 #   python3 dev/data/get.py fineweb-edu100B --shards 336 && python3 dev/data/get.py hellaswag
 #   scripts/run_gpt2_1558M.sh                       # again, after a stop: it goes on
 #

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 350M on 31B tokens of FineWeb.
 #
+#   scripts/setup.sh data                           # once, for the hub
 #   python3 dev/data/get.py fineweb100B-shards --shards 315 && python3 dev/data/get.py hellaswag
 #   scripts/run_gpt2_350M.sh                        # again, after a stop: it goes on
 #

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GPT-2 774M on 150B tokens of FineWeb.
 #
+#   scripts/setup.sh data                           # once, for the hub
 #   python3 dev/data/get.py fineweb100B-shards && python3 dev/data/get.py hellaswag
 #   scripts/run_gpt2_774M.sh                        # again, after a stop: it goes on
 #

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GPT-3 125M, rows of 2048, on 300B tokens of FineWeb.
 #
+#   scripts/setup.sh data                           # once, for the hub
 #   python3 dev/data/get.py fineweb100B-shards && python3 dev/data/get.py hellaswag
 #   scripts/run_gpt3_125M.sh                        # again, after a stop: it goes on
 #

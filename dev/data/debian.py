@@ -1,8 +1,7 @@
 """English documentation out of Debian's packages: a corpus that anyone can make again with apt.
 
 apt-get download needs no root. The documents (HTML, text, POD, reStructuredText) come in the order of their
-sha256, which is as good as a shuffle: the first of them make a validation set like the rest, and a document
-that two packages share comes once.
+sha256, which is as good as a shuffle. A document that two packages share comes once.
 """
 import gzip
 import hashlib

@@ -2,7 +2,7 @@
 """Data sets as token shards, and questions for evaluation, each with one command.
 
     python3 dev/data/get.py                                 # what there is
-    python3 dev/data/get.py fineweb10B --shards 10          # the first 1B tokens: dev/data/fineweb10B/*.bin
+    python3 dev/data/get.py fineweb10B --shards 10          # ten shards or a few more, and one to validate on
     python3 dev/data/get.py files --from my/texts --out data/mine       # .txt .md .jsonl .parquet, .gz .xz
     python3 dev/data/get.py hub --repo OWNER/NAME --pattern 'data/*.parquet' --out data/theirs
 
