@@ -50,7 +50,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, Places, param_address
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
-#include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, UpdateState, ChunkRange
+#include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, ChunkRange
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
 #include "llmc/data/dataloader.h"    // gives: DataLoader
 #include "llmc/data/evalloader.h"    // gives: EvalSet
@@ -61,12 +61,12 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
-#include "llmc/run/plan.h"           // gives: gpu_kind, gpu_names, plan_step
+#include "llmc/run/plan.h"           // gives: gpu_kind, gpu_names, plan_print_time
 #include "llmc/run/step_reports.h"   // gives: Reports, reports_begin, reports_end, report_step
 #include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_end
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
-#include "llmc/files/state_file.h"   // gives: Facts, fact_number, state_row
+#include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
 #include "llmc/files/checkpoints.h"  // gives: checkpoint_before, checkpoint_retain, Retention
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read

@@ -2,7 +2,7 @@
 
     python3 dev/test/gpus.py        # sha256 of the CUDA sources, as in gpu-results.txt
 
-A row there is a suite in a precision, such as `cli BF16`, with a hash of the sources. By it machines without
+A row there is a suite in a precision, such as `runs BF16`, with a hash of the sources. By it machines without
 a GPU know whether the sources have changed since. A run that is broken off leaves the rows of suites that
 have ended; --missing runs the others.
 """

@@ -1,7 +1,7 @@
 /*
 Every op of a GPT-2 training step: what it takes and what it gives. Two sides implement it: CUDA kernels
 (train_gpt2.cu, section 6) and their twins in plain loops (cpu_ops.h, the specification). Both use the structs
-below, and the model (section 8) calls either by the same name:
+below, and a step (section 8) calls either by the same name:
 
     matmul_forward({out, inp, weight, bias, nullptr, nullptr, N, C, OC}, stream);
 
