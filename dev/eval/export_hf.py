@@ -239,6 +239,8 @@ def main():
             with open(os.path.join(made, name), "w", encoding="utf-8") as f:
                 f.write(text)
         write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
+        for number in (signal.SIGINT, signal.SIGTERM):      # between the old folder and the new there is none
+            signal.signal(number, signal.SIG_IGN)
         if os.path.exists(folder):
             shutil.rmtree(folder)
         os.rename(made, folder)
