@@ -358,7 +358,8 @@ def make_plays(dataset, args):
     """As llm.c cuts the text: all of it in _all, its first 32,768 tokens in _val, the rest in _train."""
     path = fetch_file(dataset, args)
     if fetch.sha256_of(path) != SHAKESPEARE_SHA256:
-        raise Problem(f"'{path}' is not tinyshakespeare", f"the text is at {dataset.source}")
+        raise Problem(f"'{path}' is not tinyshakespeare",
+                      f"remove it and run again: the text is at {dataset.source}")
     if subprocess.run([args.tokenize, "-o", os.path.join(args.out, "tiny_shakespeare"), "--separators", "0",
                        "--all", "1", "--val-tokens", "32768", "--", path], check=False).returncode:
         raise Problem("")

@@ -424,6 +424,7 @@ def test_outputs():
                        ("none.bin x", "no file 'none.bin'"), ("plain.bin x --dtype fp8", "fp8"),
                        ("plain.bin dangling", "'dangling' exists and is not a folder")):
         refused(*line.split(), said=said)
+    refused("plain.bin", "", said="no name")            # not the current folder
     os.mkdir("empty")
     tool_ok("plain.bin", "empty")                       # an empty folder is nobody's
     os.symlink("empty", "link")
