@@ -90,7 +90,12 @@ class Ladder:
         self.runs = {}                          # by their flags in words
         if os.path.exists(args.results):
             with open(args.results, encoding="utf-8") as f:
-                self.runs = {run["flags"]: run for run in map(json.loads, f)}
+                for number, line in enumerate(f, 1):
+                    try:
+                        run = json.loads(line)
+                    except ValueError as error:
+                        sys.exit(f"{args.results} line {number} is no run ({error}): remove the line")
+                    self.runs[run["flags"]] = run
 
     def words(self, setting, seed):
         flags = {**setting.flags, **as_flags(self.args.flags), "--seed": str(seed), "-s": "0"}
@@ -127,15 +132,18 @@ class Ladder:
         took = time.monotonic() - start
         with self.lock:
             what = f"{setting.base}, {setting.name}, seed {seed}, {took:.0f} s"
-            if done.returncode != 0:
+            step = r"^step (\d+)/(\d+) \| loss (\S+) .*\| ([\d.]+) ms \|"
+            steps = re.findall(step, done.stdout, re.M)
+            whole = steps and steps[-1][0] == steps[-1][1]      # Ctrl-C ends one with exit code 0, too
+            if done.returncode != 0 or not whole:
                 self.failed += 1
-                print(f"{what}: failed: {done.stderr.strip()[-300:]}", flush=True)
+                print(f"{what}: failed: {done.stderr.strip()[-300:] or 'it was broken off'}", flush=True)
                 return
-            steps = re.findall(r"^step \d+/\d+ \| loss (\S+) .*\| ([\d.]+) ms \|", done.stdout, re.M)
             losses = re.findall(r"^val loss (\S+) @(\d+)", done.stdout, re.M)
-            train, vals = [float(loss) for loss, _ in steps], [(int(at), float(loss)) for loss, at in losses]
+            train = [float(loss) for _, _, loss, _ in steps]
+            vals = [(int(at), float(loss)) for loss, at in losses]
             run = {"flags": words, "val": vals[-1][1], "train": statistics.mean(train[-100:]), "vals": vals,
-                   "losses": train, "ms": [float(ms) for _, ms in steps]}
+                   "losses": train, "ms": [float(ms) for *_, ms in steps]}
             with open(self.args.results, "a", encoding="utf-8") as f:
                 f.write(json.dumps(run) + "\n")
             self.runs[words], self.longest = run, max(self.longest, took)
@@ -189,8 +197,14 @@ def main():
     p.add_argument("--first", type=float, default=-math.inf, help="gain at the first seed that earns others")
     p.add_argument("--jobs", type=int, default=1, help="runs at a time, the first on GPU 0")
     p.add_argument("--minutes", type=float, default=math.inf, help="no run begins that would end later")
-    ladder = Ladder(p.parse_args())
-    ladder.run_all()
+    try:
+        ladder = Ladder(p.parse_args())
+        ladder.run_all()
+    except KeyboardInterrupt:
+        print("stopped; the same command makes the runs that are missing", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}")
     print("\n".join(ladder.table()))
     sys.exit(1 if ladder.failed else 0)
 

@@ -3,6 +3,7 @@
 In a text file a line <|endoftext|> ends a document, and so does its end. The others hold one document a row.
 """
 import bz2
+import codecs
 import contextlib
 import gzip
 import json
@@ -88,7 +89,9 @@ def rows(path, field):
 
 def lines(path):
     """Of a text file, many at a time."""
-    with open_any(path) as f:
+    with open_any(path) as f:       # of UTF-16, half the bytes would end documents
+        if f.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise Problem(f"'{path}' is UTF-16", "iconv -f UTF-16 -t UTF-8 OLD > NEW converts it")
         while some := f.readlines(1 << 20):
             yield b"".join(b"\0" if line in SEPARATORS else line for line in some)
     yield b"\0"

@@ -132,8 +132,8 @@ def own_files(args):
         known = [file for file in files if kind_of(file.path)]
         if len(known) < len(files):
             left = next(file for file in files if not kind_of(file.path))
-            print(f"{len(files) - len(known)} files left out, '{left.name}' for one: no .txt, .md, .rst, "
-                  ".jsonl or .parquet", file=sys.stderr)
+            print(f"{len(files) - len(known)} of {len(files)} files left out, '{left.name}' for one: no "
+                  ".txt, .md, .rst, .jsonl or .parquet", file=sys.stderr)
         files = known
         if not files:
             raise Problem(f"'{args.origin}' holds no .txt, .md, .rst, .jsonl or .parquet file",
@@ -176,21 +176,24 @@ def alone(folder):
                       "wait for it, or choose another --out") from None
 
 
+def made_before(out, stem):
+    """What --restart removes. dataset.json is the first to go: it must not count shards that are gone."""
+    return [path for pattern in ("dataset.json", glob.escape(stem) + "_*_*.bin")
+            for path in sorted(glob.glob(os.path.join(glob.escape(out), pattern)))]
+
+
 def known_facts(out, recipe, restart):
     """dataset.json: what has been made, and of what; or what it begins with."""
-    path = os.path.join(out, "dataset.json")
-    shards = sorted(glob.glob(glob.escape(os.path.join(out, recipe["stem"])) + "_*_*.bin"))
-    if restart:
-        for old in shards + glob.glob(glob.escape(path)):
-            os.unlink(old)
-    elif os.path.exists(path):
+    path, shards = os.path.join(out, "dataset.json"), made_before(out, recipe["stem"])
+    if os.path.exists(path) and not restart:
         facts = read_facts(path)
-        if changed := [f"{key} {facts['recipe'].get(key)!r} and not {value!r}" for key, value in
-                       recipe.items() if facts["recipe"].get(key) != value]:
+        before = facts.get("recipe", {})
+        if changed := [f"{key} {before.get(key)!r} and not {value!r}" for key, value in recipe.items()
+                       if before.get(key) != value]:
             raise Problem(f"'{out}' was begun with {', '.join(changed)}",
                           "the same options go on with it; --restart begins anew; or another --out")
         return facts
-    elif shards:
+    if shards and not restart:
         raise Problem(f"'{out}' holds {os.path.basename(shards[0])}, which another program wrote",
                       "choose another --out, or --restart, which removes them")
     return {"recipe": recipe, "sources": None, "done": 0, "tokens": 0, "shards": {"val": 0, "train": 0}}
@@ -215,6 +218,8 @@ def check_room(dataset, args, facts, sources):
     largest = max(file.size for _, files in sources for file in files)
     needed = int(2 * (tokens - facts["tokens"])) + 3 * max(largest, 0)
     free = shutil.disk_usage(args.out).free
+    if args.restart:
+        free += sum(map(os.path.getsize, made_before(args.out, dataset.stem)))
     if needed > free:
         raise Problem(f"'{args.out}' has room for {free / 1e9:.1f} GB, {dataset.name} takes "
                       f"{needed / 1e9:.1f} GB", "--shards N makes the first N only; --out FOLDER elsewhere")
@@ -255,6 +260,7 @@ def make_source(dataset, args, facts, split, files, work):
         said = run_tool(args.tokenize, os.path.join(work, begin[:-1]), flags, itertools.chain([first], found))
         print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
     new = {**facts, "done": number + 1, "shards": {**facts["shards"]}}
+    write_facts(os.path.join(args.out, "dataset.json"), facts)      # these shards are ours, not yet counted
     for name in made_files(work, begin):
         to = "val" if split == "val" or name.startswith(begin + "val") else "train"
         path = os.path.join(args.out, f"{dataset.stem}_{to}_{new['shards'][to] + (to == 'train'):06d}.bin")
@@ -273,8 +279,6 @@ def make_shards(dataset, args):
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
     with alone(work):
         facts = known_facts(args.out, recipe, args.restart)
-        if args.restart:
-            shutil.rmtree(work + "/fetched", ignore_errors=True)
         complete = facts["sources"] and facts["done"] == len(facts["sources"])
         if not complete or dataset.kind == "files":     # who has all needs no network
             sources = sources_of(dataset, args)
@@ -288,6 +292,10 @@ def make_shards(dataset, args):
             if any(kind_of(file.name) == "parquet" for _, files in sources for file in files):
                 fetch.need("pyarrow.parquet", "parquet files cannot be read", "pyarrow")
             check_room(dataset, args, facts, sources)
+            if args.restart:                    # not before all that can be known beforehand is right
+                for old in made_before(args.out, dataset.stem):
+                    os.unlink(old)
+                shutil.rmtree(work + "/fetched", ignore_errors=True)
         while facts["done"] < len(facts["sources"]):
             if args.shards and facts["shards"]["train"] >= args.shards:
                 print(f"{args.shards} shards, as asked for; the same command with more of them goes on")
@@ -350,7 +358,8 @@ def make_plays(dataset, args):
     """As llm.c cuts the text: all of it in _all, its first 32,768 tokens in _val, the rest in _train."""
     path = fetch_file(dataset, args)
     if fetch.sha256_of(path) != SHAKESPEARE_SHA256:
-        raise Problem(f"'{path}' is not tinyshakespeare", f"the text is at {dataset.source}")
+        raise Problem(f"'{path}' is not tinyshakespeare",
+                      f"remove it and run again: the text is at {dataset.source}")
     if subprocess.run([args.tokenize, "-o", os.path.join(args.out, "tiny_shakespeare"), "--separators", "0",
                        "--all", "1", "--val-tokens", "32768", "--", path], check=False).returncode:
         raise Problem("")
@@ -420,6 +429,8 @@ def check_arguments(dataset, args):
         if not args.out:
             raise Problem(f"{dataset.name} needs a place: --out FOLDER", "the shards are named after it")
         dataset.stem = os.path.basename(os.path.abspath(args.out))
+        if not dataset.stem:
+            raise Problem(f"'{args.out}' has no name for the shards", "--out takes a folder of their own")
     args.out = args.out or os.path.relpath(os.path.join(HERE, dataset.name))
     if args.val_tokens is None:
         args.val_tokens = dataset.val_tokens
@@ -444,6 +455,8 @@ def run(args):
 
 def main():
     args = arguments()
+    for stream in (sys.stdout, sys.stderr):     # a file's name may have bytes that are no UTF-8
+        stream.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(args) if args.name else show_table()
@@ -461,6 +474,11 @@ def main():
     except BrokenPipeError:                     # nobody reads what is printed, as with `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is left of it
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        sys.stdout.flush()
+        print(f"error: '{error.filename}': {error.strerror}" if error.filename else f"error: {error}",
+              file=sys.stderr)
+        return 1
     return 0
 
 

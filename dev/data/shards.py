@@ -38,8 +38,14 @@ def write_facts(path, facts):
 
 
 def read_facts(path):
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as f:
+            facts = json.load(f)
+        if isinstance(facts, dict):
+            return facts
+    except ValueError:
+        pass
+    raise Problem(f"'{path}' is damaged", "--restart begins anew")
 
 
 def shard_tokens(path):

@@ -199,6 +199,8 @@ def validation_loss(path):
 
 def check_folder(folder, force):
     """What is there already must be empty, or with --force an earlier export and nothing besides."""
+    if not folder:
+        die("the folder to write has no name")          # as a path, it would be the current folder
     if not os.path.lexists(folder):
         return
     if not os.path.isdir(folder):
@@ -239,6 +241,9 @@ def main():
             with open(os.path.join(made, name), "w", encoding="utf-8") as f:
                 f.write(text)
         write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
+        for number in (signal.SIGINT, signal.SIGTERM):      # between the old folder and the new there is none
+            signal.signal(number, signal.SIG_IGN)
+        check_folder(args.folder, args.force)               # others may have come to it since
         if os.path.exists(folder):
             shutil.rmtree(folder)
         os.rename(made, folder)

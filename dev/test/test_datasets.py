@@ -270,6 +270,9 @@ def test_files():
         os.unlink("in/" + name)
     refused(*again, said=("other files", "some are missing"))
     assert contents("out") == before, "what was refused changed the shards"
+    for wrong in (files("none", "out"), [*files("in", "out"), "--tokenize", "none"]):
+        refused(*wrong, "--restart", said=("none",))
+    assert contents("out") == before, "--restart removes nothing before it is known what to make"
     makes("in/[ab].*", "out", documents[:2], 0, "--restart")
 
 
@@ -325,6 +328,9 @@ def test_shard_is_synced(monkeypatch):
     ("files --from none* --out o", ["none*"]), ("files --from pictures --out o", ["pictures"]),
     ("files --out o", ["--from"]), ("files --from in/e.txt", ["--out"]),
     ("fineweb", ["'fineweb'", "fineweb10B"]), ("hub --out o", ["--repo"]),
+    ("files --from in --out /", ["'/' has no name"]),
+    ("files --from in --out in/e.txt/o", ["in/e.txt", "Not a directory"]),
+    ("files --from in/u.txt --out o", ["u.txt' is UTF-16", "iconv"]),
     ("files --from in --out o --shard-tokens 0", ["--shard-tokens 0"]),
     ("files --from in --out o --tokenize none", ["'none'"]),
     ("tinystories --from in --out o --val-tokens 5", ["--val-tokens"]),
@@ -333,7 +339,7 @@ def test_refused(words, said):
     cut = gzip.compress(bytes(range(256)) * 100)[:-20]
     for name, text in (("a.jsonl", '{"text": "good"}\n{"text": "bad"\n'), ("b.jsonl", '{"body": "text"}\n'),
                        ("c.jsonl", '{"text": 7}\n'), ("d.txt.gz", cut), ("e.txt", "short"),
-                       ("empty.txt", ""), ("../pictures/f.png", "x")):
+                       ("u.txt", b"\xff\xfex\0"), ("empty.txt", ""), ("../pictures/f.png", "x")):
         write("in/" + name, text)
     refused(*words.split(), said=said)
     assert not contents("o")
@@ -347,6 +353,16 @@ def test_second_thoughts():
     write("a.jsonl", '{"body": "good"}\n')
     write("out/.work/tokens_train_000007.bin", "of a run that was killed")
     makes("a.jsonl", "out", [b"good"], 2, "--text-field", "body")
+    write("in/\udcff.txt", "a name that is no UTF-8")
+
+    def interrupted():
+        get.shard_tokens = lambda path: os.kill(os.getpid(), signal.SIGINT)
+    again = files("in", "own")
+    assert call(*again, prepare=interrupted)[0] == 130 and contents("own")
+    for said in ("1 of 1", "complete"):
+        assert said in works(*again), "the shard that was made is its own"
+    write("own/dataset.json", "{")
+    refused(*again, said=("dataset.json' is damaged", "--restart"))
     write("theirs/theirs_train_000001.bin", "x")
     refused(*files("a.jsonl", "theirs"), said=("theirs_train_000001.bin",))
     makes("a.jsonl", "theirs", [b"good"], 0, "--text-field", "body", "--restart")

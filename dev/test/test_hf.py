@@ -44,11 +44,17 @@ def in_its_own_folder(in_its_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def tool(*words, limit=None, interrupt=None):
-    """interrupt: a signal that comes when the weights are to be written."""
+def tool(*words, limit=None, interrupt=None, late=None):
+    """interrupt: a signal that comes when the weights are to be written; late: when a folder is removed."""
+    def remove(*what, rmtree=shutil.rmtree, **how):
+        os.kill(os.getpid(), late)
+        rmtree(*what, **how)
+
     def main():
         if interrupt:
             export_hf.write_safetensors = lambda *_: os.kill(os.getpid(), interrupt)
+        if late:
+            export_hf.shutil.rmtree = remove
         return export_hf.main()
     return Result(*Forked(main, ["export", *words], limit=limit).end(), ["export", *map(str, words)])
 
@@ -418,6 +424,7 @@ def test_outputs():
                        ("none.bin x", "no file 'none.bin'"), ("plain.bin x --dtype fp8", "fp8"),
                        ("plain.bin dangling", "'dangling' exists and is not a folder")):
         refused(*line.split(), said=said)
+    refused("plain.bin", "", said="no name")            # not the current folder
     os.mkdir("empty")
     tool_ok("plain.bin", "empty")                       # an empty folder is nobody's
     os.symlink("empty", "link")
@@ -434,6 +441,8 @@ def test_broken_off(line):
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         before, result = snapshot(), tool(*line.split(), interrupt=number)
         assert (result.code, result.err, snapshot()) == (code, "", before)
+    assert tool(*line.split(), late=signal.SIGINT).code == 0
+    takes(line.split()[1], "plain.bin")
 
 
 @pytest.mark.parametrize("words, stubs, code, said", [

@@ -78,8 +78,14 @@ def test_ladder(table, monkeypatch, capsys):
     assert rows["as it is"][1:5] == ["2", rows["adamw"][2], "+0.0000 ± 0.0000", "+0.0000 ± 0.0000"]
     assert rows["as it is"][7] == "stays" and rows["muon"][-1] == "base"
     assert float(rows["still"][3].split()[0]) < 0 and rows["still"][5] == "nan (0 of 2)"
+    write("ends_early", f"#!/bin/sh\n{Program.path} \"$@\" | grep -v '^step 4/4'\n")
+    code, out_early, runs_early = climb(monkeypatch, capsys, "--program", "./ends_early", "--seeds", "3")
+    assert (code, runs_early, out_early.count("it was broken off")) == (1, runs, 4)
     again, out_again, runs_again = climb(monkeypatch, capsys)
     assert again == 1 and runs_again == runs and out_again.endswith(out[out.index("| setting"):])
+    write("runs.jsonl", read("runs.jsonl") + b'{"flags": "-b')
+    with pytest.raises(SystemExit, match="runs.jsonl line 9 is no run"):
+        ladder.main()
 
 
 def test_fewer_runs(table, monkeypatch, capsys):
