@@ -494,16 +494,18 @@ def test_kills():
 
 
 def test_kill_while_tokenizing():
-    """A tool that waits to be killed, with its reader: what it leaves does not count."""
+    """The tool of a killed run goes on beside the next run's: what it writes does not count."""
     files_there, documents = hub_files(2)
-    write("slow", "#!/bin/sh\ntouch at_work\nwhile kill -0 $PPID 2>/dev/null; do sleep 0.05; done\n"
-          f'exec {TOOL} "$@"\n')
+    def until(there):
+        return f"for i in $(seq 600); do [ -e {there} ] && break; sleep 0.05; done\n"
+    write("slow", f'#!/bin/sh\ntouch at_work\n{until("go")}seq 999 | {TOOL} "$@"\ntouch ended\n')
+    write("beside", f'#!/bin/sh\n{TOOL} "$@" || exit 1\ntouch go\n{until("ended")}')
     child = start(*HUB, "--tokenize", "./slow", **hub(files_there))
     wait_for(lambda: os.path.exists("at_work"))
     refused(*HUB, said=("another get.py",), **hub(files_there))
     os.kill(child.pid, signal.SIGKILL)
-    child.end()                                         # now the tool takes what it was fed for the whole
-    hub_makes(documents, **hub(files_there))
+    child.end()                         # its tool takes some text for the whole, and writes that late
+    hub_makes(documents, "--tokenize", "./beside", **hub(files_there))
     write("dies", "#!/bin/sh\nkill -9 $$\n")
     write("pipe.jsonl", jsonl(["x" * 1000] * 1000))
     refused(*files("pipe.jsonl", "o2"), "--tokenize", "./dies", said=("signal 9",))
