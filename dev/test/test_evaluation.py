@@ -8,9 +8,8 @@ import re
 
 import pytest
 
-from jobs import TERM, Job
-from trainer import (B, LOG_LINE, T, assert_close, exact, log_lines, metrics, model_path, on_cpu, read_bytes,
-                     run, run_ok, tolerance, write_questions, write_shard)
+from trainer import (B, LOG_LINE, T, assert_close, exact, log_lines, metrics, model_path, nan_model, on_cpu,
+                     read_bytes, run, run_ok, tolerance, write_questions, write_shard)
 from twins import doubles, formats, np, row_losses, token_losses, trained, uneven_rows, windows
 
 pytestmark = pytest.mark.numeric
@@ -53,19 +52,18 @@ def test_validation_in_training():
         assert_close(saved, losses[i + 1:i + 2], tolerance(0, 2e-2), f"the model saved after {steps} steps")
 
 
-def nan_model(path):
-    dims, params = formats.read_checkpoint(path)
-    params["lnfb"][:] = np.nan
-    formats.write_checkpoint("nan.bin", dims, params)
-    return "nan.bin"
-
-
-@pytest.mark.parametrize("flags, code", [({"-x": 0}, 1), ({"-x": 1, "-v": 1}, 0)], ids=str)
-def test_validation_of_nan(flags, code):
-    """A loss that is no number: a warning in training, a failure where it is all there is."""
-    result = run({"-e": nan_model(trained()), **flags})
-    assert result.code == code and "val loss nan" in result.out
-    assert "warning: " in result.err and "validation loss is not finite" in result.err
+@pytest.mark.parametrize("kind, flags, printed", [
+    ("tel", {"-v": 1}, "val loss nan"),
+    ("eval", {"-h": 1, "--eval-data": "q.bin", "-j": None}, "eval acc_norm nan | acc nan | loss nan")])
+def test_nan(kind, flags, printed):
+    """Losses that are no numbers, which choose no answer: a warning in training, a failure where they are
+    all."""
+    write_questions("q.bin", [([1, 2], [[3], [4], [5], [6]])] * 3, [0, 0, 0])
+    for more, code in (({"-x": 0}, 1), ({"-x": 1, "-o": "nan" + kind}, 0)):
+        result = run({"-e": nan_model(trained()), **flags, **more})
+        assert result.code == code and printed in result.out
+        assert re.search("warning: .* not finite", result.err)
+    assert {line.split()[1] for line in log_lines("nan" + kind, kind)} == {kind + ":nan"}
 
 
 # ---- questions ----
@@ -169,26 +167,3 @@ def test_questions_in_training():
         for ranks in (1, 2):
             run_ok({**asked, "-z": 4 * B * T, "-v": 2, "--gpus": ranks, "-o": f"shared_{ranks}"})
         assert read_bytes("shared_1/main.log") == read_bytes("shared_2/main.log")
-
-
-def test_questions_resumed():
-    """A run that is stopped behind an evaluation and goes on logs each once."""
-    write_questions("bytes.bin", [([1, 2], [[3], [4], [5], [6]])], [1], tokenizer=2)
-    flags = {"-h": 1, "--eval-data": "bytes.bin", "--eval-every": 1, "-x": 3, "-z": 200 * B * T, "-y": 1}
-    run_ok({**flags, "-o": "whole"})
-    job = Job({**flags, "-o": "parts"})
-    assert job.when(lambda: len(EVAL.findall(job.out())) >= 2)
-    assert job.signal(TERM).result().code == 0          # in the middle of a long step
-    run_ok({**flags, "-o": "parts"})
-    assert read_bytes("parts/main.log") == read_bytes("whole/main.log")
-
-
-def test_questions_of_nan():
-    """Losses that are no numbers choose nothing: a warning in training, a failure where they are all."""
-    write_questions("q.bin", [([1, 2], [[3], [4], [5], [6]])] * 3, [0, 0, 0])
-    model = nan_model(answering_model()[0])
-    for flags, code in (({"-x": 0, "-j": None}, 1), ({"-x": 1, "-o": "nan_eval"}, 0)):
-        result = run({"-e": model, "-h": 1, "--eval-data": "q.bin", **flags})
-        assert result.code == code and "of the evaluation are not finite" in result.err
-        assert "eval acc_norm nan | acc nan | loss nan" in result.out
-    assert [line.split()[1] for line in log_lines("nan_eval", "eval")] == ["eval:nan"]

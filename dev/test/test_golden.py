@@ -19,40 +19,31 @@ import subprocess
 import pytest
 
 from checks import ROOT
-from trainer import JOB_VARIABLE, write_shard
+from trainer import Program, flags_of, logged_steps, on_cpu, run_ok, write_shard
 
 pytestmark = [pytest.mark.numeric, pytest.mark.programs("plain")]
 GOLDEN = os.path.join(ROOT, "dev/test/golden.json")
+USUAL = flags_of("-e L2,NH1,C64,T96,V256 -i train.bin -j train.bin -b 2 -z 384 -u 5 -x 50 -v 0 -s 0 -n 0")
 MODELS = {      # two micro-steps a step; heads of 64, which Hopper's attention takes
     "gpt2": "-c 0.1 -l 3e-3 -r 2",
     "others": "--block parallel-tied --norm rmsnorm --dropout 0.1 --optimizer muon -c 0.1 -l 3e-3"}
-FLAGS = "-e L2,NH1,C64,T96,V256 -i train.bin -j train.bin -b 2 -z 384 -u 5 -v 0 -s 0 -n 0".split()
-
-
-def run(program, *flags):
-    env = {name: value for name, value in os.environ.items() if not JOB_VARIABLE.match(name)}
-    words = [program, *FLAGS, *flags]
-    return subprocess.run(words, capture_output=True, text=True, env=env, check=True).stdout
 
 
 @functools.cache
 def key_of(program):
-    device, precision = re.search(r"^device: (.*), precision (\w+)$", run(program, "-x", "0"), re.M).groups()
+    if on_cpu():
+        return f"{Program.precision}, CPU, {os.confstr('CS_GNU_LIBC_VERSION')}"
     listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
     library = re.search(r"libcublasLt\.so\S* => (\S+)", listed)
-    if not library:
-        return f"{precision}, CPU, {os.confstr('CS_GNU_LIBC_VERSION')}"
     version = ctypes.CDLL(library[1]).cublasLtGetVersion
     version.restype = ctypes.c_size_t
-    return f"{precision}, {device}, cuBLASLt {version()}"
+    return f"{Program.precision}, {Program.device}, cuBLASLt {version()}"
 
 
-def curve(program, model):
+def curve(model):
     """["LOSS NORM LOSS NORM ..."] of five steps each; nine digits tell all floats apart."""
-    run(program, "-x", "50", "-o", model, *MODELS[model].split())
-    with open(f"{model}/metrics.jsonl", encoding="utf-8") as f:
-        rows = [json.loads(line) for line in f]
-    steps = [f"{row['loss']!r} {row['norm']!r}" for row in rows if "loss" in row]
+    run_ok({**flags_of(MODELS[model]), "-o": model})
+    steps = [f"{row['loss']!r} {row['norm']!r}" for row in logged_steps(model)]
     assert len(steps) == 50
     return [" ".join(steps[i:i + 5]) for i in range(0, 50, 5)]
 
@@ -74,7 +65,7 @@ def test_curve(program, model, request):
         golden = json.load(f)
     if key not in golden and not update:
         pytest.skip(f"no entry for '{key}' in golden.json: --update-golden adds it")
-    got, want = curve(program, model), golden.get(key, {}).get(model)
+    got, want = curve(model), golden.get(key, {}).get(model)
     if update and got != want:
         golden.setdefault(key, {})[model] = want = got
         with open(GOLDEN, "w", encoding="utf-8") as f:

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import functools
 import glob
-import json
 import os
 import random
 import re
@@ -32,8 +31,8 @@ from jobs import (DAY, HUP, INT, KILL, PIPE, STOPPING, TERM, UNREAD, USR1, Fault
                   left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed,
                   unlike)
 from trainer import (LIMIT_S, Program, flags_of, log_columns, metrics, model_path, need_fp8, on_cpu,
-                     read_bytes, refused, run, run_ok, sentences, snapshot, without_checksum, without_scaling,
-                     write_bytes, write_shard)
+                     read_bytes, refused, run, run_ok, sentences, settings_of, snapshot, without_checksum,
+                     without_scaling, write_bytes, write_questions, write_shard)
 
 T_ROWS = 16
 # 16 rows a step, each a lane, as ZeRO stage 2 wants it: 1, 2, 4 or 8 ranks share them out. 13 steps are 2.3
@@ -52,6 +51,7 @@ def data():
     for i, rows in enumerate(ROWS):
         if not os.path.exists(f"part_{i}.bin"):
             write_shard(f"part_{i}.bin", sentences(10 + i, rows * T_ROWS + 1 + i))
+            write_questions("questions.bin", [([1, 2], [[3], [4], [5], [6]])], [1])
 
 
 def judge_of(flags, what=0):
@@ -216,6 +216,7 @@ VARIANTS = [{"-n": 1, "-r": 1, "-a": 1}, {"-n": 0, "-b": 4, "--lanes": None, "--
             {"--dropout": 0.1, "--block": "parallel", "-r": 2},
             {"--dropout": 0.1, "--residual-dtype": "fp32"},
             {"--matmul-dtype": "fp8", "--fp8-head": 1, "-n": 2, "-l": "1e-3"},
+            {"-h": 1, "--eval-data": "questions.bin", "--eval-every": 1},
             {"--matmul-dtype": "fp8", "-n": 1, "-r": 2, "-l": "1e-3"}]
 
 
@@ -329,8 +330,7 @@ def test_fixed_flags():
         fails(run({**again, name: other}), f"{name}", f" {other}: the run in this folder began with ")
     fails(run({**again, "--gpus": 3}), "3 ranks", "hint: a resumed run keeps its batch: ")
     assert snapshot("fixed") == before
-    with open("fixed/run.json", encoding="utf-8") as f:
-        settings = json.load(f)["settings"]
+    settings = settings_of("fixed")
     as_it_was = {name: settings[name[2:]] for name in FIXED if name != "--sequence-length"}     # left open
     as_it_was.update((name, int(value)) for name, value in as_it_was.items() if isinstance(value, bool))
     shutil.copytree("fixed", "elsewhere/fixed")         # the data's names are relative to where it began

@@ -18,8 +18,9 @@ import pytest
 from checks import ROOT
 from jobs import STOPPING, TERM, UNREAD, Job
 from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program, Result, assert_close,
-                     flags_of, log_columns, log_lines, metrics, model_path, need_fp8, on_cpu, read_bytes,
-                     refused, run, run_ok, sentences, tolerance, write_bytes, write_questions, write_shard)
+                     flags_of, log_columns, log_lines, logged_steps, metrics, model_path, need_fp8, on_cpu,
+                     read_bytes, refused, run, run_ok, sentences, settings_of, tolerance, write_bytes,
+                     write_questions, write_shard)
 
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
 
@@ -119,8 +120,7 @@ def test_every_flag_has_a_row():
     rows = {re.search(r"--(\S+)", entry)[1]: entry for entry in entries}
     assert len(rows) == len(entries), "a flag is shown twice"
     run_ok({"-o": "settings", "-x": 1})
-    with open("settings/run.json", encoding="utf-8") as f:
-        names = set(json.load(f)["settings"])
+    names = set(settings_of("settings"))
     assert sorted(rows) == sorted([*names, "help"]) and len(names) >= 30
     assert not [name for name in names if "(default " not in " ".join(rows[name].split())]
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
@@ -271,12 +271,11 @@ def test_files():
     assert [line[:7] for line in lines] == [f"s:{k} {kind}" for k, kind in (
         (0, "tel"), (0, "trl"), (1, "trl"), (2, "tel"), (2, "trl"), (3, "trl"), (4, "tel"))]
     with open(folder + "/run.json", encoding="utf-8") as f:
-        settings = json.load(f)
-    assert settings["settings"]["prompt"] == flags["--prompt"]
-    assert settings["precision"] == Program.precision
+        assert json.load(f)["precision"] == Program.precision
+    assert settings_of(folder)["prompt"] == flags["--prompt"]
     # a step has one number on the terminal, in metrics.jsonl and in names of files: how many are done then;
     # main.log is llm.c's, which counts from 0
-    steps, columns = [r for r in metrics(folder) if "loss" in r], log_columns(folder)
+    steps, columns = logged_steps(folder), log_columns(folder)
     assert [r["step"] for r in steps] == [1, 2, 3, 4] and columns["step"] == [0, 1, 2, 3]
     assert re.findall(r"^step (\d+)/4 ", result.out, re.M) == ["1", "2", "3", "4"]
     assert [r["step"] for r in metrics(folder) if "val_loss" in r] == [0, 2, 4]

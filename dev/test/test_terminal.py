@@ -3,7 +3,6 @@
 A terminal is a pseudo-terminal here. Means over several steps, NaN and MFU are test_host.cpp's.
 """
 import fcntl
-import json
 import os
 import pty
 import re
@@ -18,8 +17,8 @@ import time
 
 import pytest
 
-from trainer import (LIMIT_S, USUAL as COMMON, Program, log_lines, read_bytes, run_ok, without_checksum,
-                     write_bytes)
+from trainer import (LIMIT_S, USUAL as COMMON, Program, log_lines, logged_steps, nan_model, read_bytes,
+                     run_ok, write_bytes)
 
 USUAL = {**COMMON, "-b": 1, "-t": 8}
 STEP = re.compile(r"step (\d+)/(\d+) \| loss (\S+) +\| lr (\S+) \| norm (\S+) +\| (\S+) ms \| (\d+) tok/s"
@@ -65,11 +64,6 @@ def untimed(text):
     return re.sub(times, "N", text[text.index("\ndata: "):], flags=re.M)
 
 
-def steps_of(folder):
-    with open(folder + "/metrics.jsonl", encoding="ascii") as f:
-        return [record for record in map(json.loads, f) if "loss" in record]
-
-
 # ---- the lines that stay ----
 
 @pytest.mark.cpu_only
@@ -87,7 +81,7 @@ def test_stopped_and_resumed():
     validation is held against the run's best, from before the stop, too."""
     code, _, lines = on_terminal({**LONG, "-o": "ends", "-v": 10**6}, until=b" [")
     assert "`" + Program.path + " -y 1 -o ends` goes on with this run" in lines
-    losses = [r["loss"] for r in steps_of("ends")]
+    losses = [r["loss"] for r in logged_steps("ends")]
     done, [row] = len(losses), filter(None, map(STEP.fullmatch, lines))
     assert code == 0 and int(row[1]) == done and abs(float(row[3]) - sum(losses) / done) < 2e-6
     vals = [(float(re.search(r"^val loss (\S+) @0 \|", "\n".join(lines), re.M)[1]), 0)]
@@ -156,10 +150,8 @@ def test_progress_and_messages():
     _, _, lines = on_terminal({"-x": 8, "-o": "saving", "-n": 1, "--log-every": 8})
     good = re.compile(r"saved saving/model_(\d{8})\.bin and its state: \S+ MiB in \S+ s")
     assert [int(m[1]) for m in map(good.fullmatch, lines) if m] == list(range(1, 9))
-
-    data = without_checksum(read_bytes("saving/model_00000008.bin"))
-    data[1024:1028] = b"\0\0\xc0\x7f"                   # NaN, in FP32 and in two bf16
-    code, text, lines = on_terminal({"-e": write_bytes("nan.bin", data), "-x": 50, "--log-every": 30})
+    nan = nan_model("saving/model_00000008.bin")
+    code, text, lines = on_terminal({"-e": nan, "-x": 50, "--log-every": 30})
     said = [line for line in lines if "skipped" in line]
     good = re.compile(r"step \d+: the gradient is not finite \(norm \S+, loss \S+\): update skipped|"
                       r"error: \d+ updates in a row were skipped: the run stops after step \d+, and .*")
@@ -236,7 +228,7 @@ def telemetry(folder, can, flags):
     p = subprocess.run(Program.command({"-o": "lg", **flags}), capture_output=True, timeout=LIMIT_S,
                        env=Program.environment(1, **fake_nvml(folder, can)), check=True, text=True)
     assert p.stderr == ""
-    told = {r["step"]: {key: x for key, x in r.items() if key.startswith("gpu_")} for r in steps_of("lg")}
+    told = {r["step"]: {key: x for key, x in r.items() if key.startswith("gpu_")} for r in logged_steps("lg")}
     return told, [row[7] for row in STEP.findall(p.stdout)], read_bytes("nvml.log").decode().split()
 
 
@@ -282,7 +274,7 @@ def test_telemetry_of_a_gpu():
                            capture_output=True, text=True, timeout=LIMIT_S, check=True)
     gib = float(asked.stdout.split()[0]) / 1024
     run_ok({"-x": 4, "-lg": 2, "-o": "telemetry"})
-    told = [record for record in steps_of("telemetry") if "gpu_mhz" in record]
+    told = [record for record in logged_steps("telemetry") if "gpu_mhz" in record]
     assert [record["step"] for record in told] == [2, 4]
     for record in told:
         assert 100 <= record["gpu_mhz"] <= 5000 and 10 <= record["gpu_watts"] <= 2000

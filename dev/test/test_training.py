@@ -5,7 +5,6 @@ The judge is twins.py. Losses are told apart by rows of text that differ much in
 """
 import glob
 import itertools
-import json
 import os
 import random
 import re
@@ -13,9 +12,9 @@ import struct
 
 import pytest
 
-from trainer import (USUAL as COMMON, Program, assert_close, exact, log_columns, log_lines, metrics,
-                     model_path, need_fp8, read_bytes, refused, run, run_ok, sentences, tolerance,
-                     write_shard)
+from trainer import (USUAL as COMMON, Program, assert_close, exact, log_columns, log_lines, logged_steps,
+                     model_path, nan_model, need_fp8, read_bytes, refused, run, run_ok, sentences,
+                     settings_of, tolerance, write_shard)
 from twins import (BLOCKS, NORMS, SEED, behind, doubles, formats, gradients, mean_loss, norm_of, np,
                    row_losses, trained, uneven_rows, windows)
 
@@ -149,21 +148,17 @@ def test_initial_weights(model, seed):
 @pytest.mark.parametrize("steps, skips, code", [(19, 19, 0), (20, 20, 1), (50, 20, 1)])
 def test_skip_limit(steps, skips, code):
     """Twenty updates in a row that cannot be made end the run; they change no weight."""
-    dims, params = formats.read_checkpoint(trained_kind(0, 0))
-    params["lnfb"][:] = np.nan
-    formats.write_checkpoint("nan.bin", dims, params)
-    folder = f"skips{steps}"
-    result = run({"-e": "nan.bin", "-x": steps, "-o": folder})
+    start, folder = nan_model(trained_kind(0, 0)), f"skips{steps}"
+    result = run({"-e": start, "-x": steps, "-o": folder})
     said = re.findall(r"^step (\d+): the gradient is not finite", result.err, re.M)
     assert said == [str(k) for k in range(1, skips + 1)]
     assert (result.code, "20 updates in a row" in result.err) == (code, code == 1)
     assert len(glob.glob(folder + "/model_*")) == 1 - code
     assert log_lines(folder)[0].startswith("s:0 trl:nan lr:") and len(log_lines(folder)) == skips
-    with open(folder + "/metrics.jsonl", encoding="ascii") as f:
-        assert all('"loss": null' in line for line in f)
+    assert {step["loss"] for step in logged_steps(folder)} == {None}
     if code == 0:
-        after = formats.read_checkpoint(model_path(folder))[1]
-        assert all(np.array_equal(after[name], params[name], equal_nan=True) for name in formats.NAMES)
+        before, after = (formats.read_checkpoint(path)[1] for path in (start, model_path(folder)))
+        assert all(np.array_equal(after[name], before[name], equal_nan=True) for name in formats.NAMES)
 
 
 @pytest.mark.parametrize("flag, limit, what, optimizer", [
@@ -209,7 +204,7 @@ def test_fp8(more):
     assert_close(got, want, 0.03, "losses")
     last = [sum(losses[-30:]) / 30 for losses in (got, want)]
     assert_close(last[:1], last[1:], 0.01, "mean of the last losses")
-    assert all(step["saturated"] <= 1e-3 for step in metrics(folder) if "loss" in step)
+    assert all(step["saturated"] <= 1e-3 for step in logged_steps(folder))
 
 
 # ---- saved models ----
@@ -264,16 +259,13 @@ def residual_word(path):
 
 
 def test_residual_kept():
-    """The stream's type is the run's; of a model file its own, unless a flag says otherwise."""
-    run_ok({"--residual-dtype": "fp32", "-x": 2, "-o": "stream"})
-    start = model_path("stream")
-    for given, word in (({}, 1), ({"--residual-dtype": "branch"}, 0), ({"--residual-dtype": "fp32"}, 1)):
-        folder = f"stream_tuned{len(given)}{word}"
-        run_ok({"-e": start, **given, "-x": 2, "-o": folder})
-        with open(folder + "/run.json", encoding="utf-8") as f:
-            assert json.load(f)["settings"]["residual-dtype"] == ("branch", "fp32")[word]
-        resumed = {"-e": None, "-o": folder, "-y": 1}
-        run_ok({**resumed, "-x": 4})
-        assert residual_word(f"{folder}/model_00000004.bin") == word
-        other = ("fp32", "branch")[word]
-        refused({**resumed, "-x": 6, "--residual-dtype": other}, "--residual-dtype " + other)
+    """A model file's type of the stream, or what a flag says, becomes the run's, also where that goes on."""
+    run_ok({"--residual-dtype": "fp32", "-o": "stream"})
+    for given, word in (({}, 1), ({"--residual-dtype": "branch"}, 0)):
+        run_ok({"-e": model_path("stream"), **given, "-o": f"stream{word}"})
+        own, other = ("branch", "fp32")[word], ("fp32", "branch")[word]
+        assert settings_of(f"stream{word}")["residual-dtype"] == own
+        resumed = {"-e": None, "-o": f"stream{word}", "-y": 1, "-x": 2}
+        refused({**resumed, "--residual-dtype": other}, "--residual-dtype " + other)
+        run_ok(resumed)
+        assert residual_word(f"stream{word}/model_00000002.bin") == word

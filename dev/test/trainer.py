@@ -197,6 +197,13 @@ def without_checksum(data):
     return bytearray(data[:1016]) + bytes(8) + data[1024:]
 
 
+def nan_model(path):
+    """A copy of a model whose losses are NaN, since lnfb's last number is."""
+    data = without_checksum(read_bytes(path))
+    data[-4:] = b"\0\0\xc0\x7f"                # in FP32, and in BF16
+    return write_bytes("nan.bin", data)
+
+
 def model_path(folder):
     found = glob.glob(folder + "/model_*.bin")
     assert len(found) == 1, f"{len(found)} models in {folder}, expected 1"
@@ -223,6 +230,15 @@ def metrics(folder):
         raise ValueError(word)
     with open(folder + "/metrics.jsonl", encoding="ascii") as f:
         return [json.loads(line, parse_constant=no_constant) for line in f]
+
+
+def logged_steps(folder):
+    return [record for record in metrics(folder) if "loss" in record]
+
+
+def settings_of(folder):
+    with open(folder + "/run.json", encoding="utf-8") as f:
+        return json.load(f)["settings"]
 
 
 def snapshot(folder="."):
