@@ -26,6 +26,7 @@ import time
 
 import pytest
 
+import gpus
 from trainer import (LIMIT_S, Program, Result, metrics, model_path, on_cpu, read_bytes, run, run_ok,
                      without_checksum, without_scaling, write_bytes)
 
@@ -41,13 +42,7 @@ TERM, KILL, USR1, HUP, INT, PIPE = (signal.SIGTERM, signal.SIGKILL, signal.SIGUS
 
 def most_ranks():
     """How many ranks can be tested here: on a CPU as many as one likes."""
-    if on_cpu():
-        return 8
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([word for word in visible.split(",") if word])
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    return listed.count("GPU ")
+    return 8 if on_cpu() else len(gpus.list_gpus())
 
 
 def need(ranks):
@@ -269,7 +264,13 @@ def rare_model(home):
     return {**model, "-e": "rare.bin"}
 
 
-# ---- what is in a folder ----
+# ---- what a run prints, and what is in a folder ----
+
+def printed(result):
+    """(steps, losses, scores and titles of samples, without times; the samples)"""
+    lines = re.findall(r"^(?:step|val loss|eval|sample) .*", result.out, re.M)
+    return [re.sub(r" \| [\d.]+ ms \| .*", "", line) for line in lines], result.samples()
+
 
 HEADER, ROW = struct.Struct("<8sIIQQQ24x"), struct.Struct("<64s16s6Q")
 

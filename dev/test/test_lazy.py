@@ -8,13 +8,12 @@ recorded and run as on a GPU: what CUDA's capture of a stream refuses ends the p
 """
 import functools
 import os
-import re
 import shutil
 import time
 
 import pytest
 
-from jobs import DAY, Job, named, ranks, read_state
+from jobs import DAY, Job, named, printed, ranks, read_state
 from checks import ROOT
 from trainer import Program, read_bytes, run, write_questions
 
@@ -61,8 +60,7 @@ def left_by(program, runs):
         result = run({**flags, "-o": folder})
         Program.path = lazy
         assert (result.code, result.err) == (0, ""), result.err
-        facts[f"run {number} printed"] = re.findall(r"^(?:step|val loss|eval|sample) .*|^.*\n---$",
-                                                    re.sub(r" \| [\d.]+ ms \| .*", "", result.out), re.M)
+        facts[f"run {number} printed"] = printed(result)
     for name in os.listdir(folder):
         if name.startswith("state_"):               # without times, and which program it was
             said, tensors = read_state(f"{folder}/{name}")

@@ -21,28 +21,25 @@ def round_up(n, to):
     return -(-n // to) * to
 
 
-
 # ---- parameters ----
 
 def parameter_counts(d):
-    """(matrices with V rows of wte, matrices with all rows, the others)"""
+    """(matrices with V rows of wte, the others)"""
     sizes = {name: math.prod(formats.param_shape(d, name)) for name in formats.NAMES}
     matrices = sum(sizes[name] for name, *_, decays in formats.PARAMS if decays)
-    return matrices - (d.Vp - d.V) * d.C, matrices, sum(sizes.values()) - matrices
+    return matrices - (d.Vp - d.V) * d.C, sum(sizes.values()) - matrices
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("text", ["L1,NH2,C16,T16,V256", "L3,NH4,C40,T33,V509", "L1,NH4,C16,T8,V2",
-                                  pytest.param("d12", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", ["L1,NH2,C16,T16,V256", "L3,NH4,C40,T33,V509", "L1,NH4,C16,T8,V2"])
 def test_parameters(text):
     d = formats.parse_model(text)
-    live, _, others = parameter_counts(d)
+    live, others = parameter_counts(d)
     out = run_ok({"-e": text, "-t": 8, "-b": 1, "-x": 0, "-j": write_shard("zeros.bin", [0] * 9),
                   "--verbose": 1}).out
     assert re.findall(r"^model: (.*)\n(.*)$", out, re.M) == [(
         f"L={d.L} NH={d.NH} C={d.C} T={d.maxT} V={d.V}, {live + others} parameters",
         f"{live} with weight decay, {others} without; wte padded to {d.Vp} rows")]
-    assert sum(parameter_counts(formats.parse_model("d12"))[::2]) == 124439808      # as published
 
 
 # ---- the plan ----

@@ -84,7 +84,9 @@ def test_stopped_and_resumed():
     losses = [r["loss"] for r in logged_steps("ends")]
     done, [row] = len(losses), filter(None, map(STEP.fullmatch, lines))
     assert code == 0 and int(row[1]) == done and abs(float(row[3]) - sum(losses) / done) < 2e-6
-    vals = [(float(re.search(r"^val loss (\S+) @0 \|", "\n".join(lines), re.M)[1]), 0)]
+    [loss] = re.findall(r"^val loss (\S+) @0 \|", "\n".join(lines), re.M)
+    assert "\n".join(lines).count("val loss ") == 1, "none after the stop"
+    vals = [(float(loss), 0)]
     again = {"-o": "ends", "-y": 1, "-b": None, "-t": None, "-v": 1}
     for begin, end, flags in ((done, done + 5, {}), (done + 5, done + 7, {"--log-every": 1})):
         out = run_ok({"-x": end, **again, **flags}).out
