@@ -10,7 +10,7 @@ import pytest
 
 from trainer import (B, LOG_LINE, T, assert_close, exact, log_lines, metrics, model_path, nan_model, on_cpu,
                      read_bytes, run, run_ok, tolerance, write_questions, write_shard)
-from twins import doubles, formats, np, row_losses, token_losses, trained, uneven_rows, windows
+from twins import doubles, np, row_losses, token_losses, trained, uneven_rows, wide_model, windows
 
 pytestmark = pytest.mark.numeric
 EVAL = re.compile(r"^eval acc_norm (\S+) \| acc (\S+) \| loss (\S+)$", re.M)
@@ -74,15 +74,8 @@ def eval_scores(result):
 
 
 def answering_model():
-    """Random weights so wide that what stands far back moves a loss."""
-    dims, rng = formats.parse_model(f"L2,NH2,C16,T{LONG},V256"), np.random.default_rng(7)
-    params = {}
-    for name in formats.NAMES:
-        centre = 1 if name in ("ln1w", "ln2w", "lnfw") else 0
-        noise = rng.standard_normal(formats.param_shape(dims, name))
-        params[name] = (centre + 0.2 * noise).astype(np.float32)
-    formats.write_checkpoint("answers.bin", dims, params)
-    return "answers.bin", doubles("answers.bin")
+    path = wide_model("answers.bin", f"L2,NH2,C16,T{LONG},V256", scale=0.2, seed=7)
+    return path, doubles(path)
 
 
 def judged(model, questions, length):

@@ -19,11 +19,10 @@ from forked import Forked
 from trainer import (LIMIT_S, Result, check_ran, log_lines, model_path, read_bytes, run_ok, snapshot,
                      write_bytes)
 import trainer
+from twins import formats, np, wide_model
 
-np = pytest.importorskip("numpy")
-sys.path[:0] = [os.path.join(ROOT, "dev/reference"), os.path.join(ROOT, "dev/eval")]
+sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
 import export_hf                                    # noqa: E402
-import formats                                      # noqa: E402
 
 pytestmark = pytest.mark.cpu_only
 SHAPES = ["L2,NH4,C64,T32,V256", "L1,NH1,C24,T17,V300", "L3,NH2,C40,T48,V509"]     # V=256 needs no padding
@@ -37,7 +36,7 @@ for ours, theirs in (("ln1", "ln_1"), ("qkv", "attn.c_attn"), ("attproj", "attn.
 def in_its_own_folder(in_its_folder, tmp_path, monkeypatch):
     """With a model `plain.bin`, and its export in the folder `plain`."""
     if not os.path.isdir("plain"):
-        tool_ok(random_model("plain.bin", SHAPES[1]), "plain")
+        tool_ok(wide_model("plain.bin", SHAPES[1]), "plain")
     for name in ("train.bin", "val.bin", "plain.bin"):
         shutil.copy(name, tmp_path)
     shutil.copytree("plain", tmp_path / "plain")
@@ -74,31 +73,14 @@ def refused(*words, said, **more):
 
 
 def takes(folder, want):
-    check_weights_stay(folder + "/model.safetensors", want)
-
-
-def check_weights_stay(path, want):
     """-e takes the file as it is: an update at the rate 0 leaves the weights of `want`, to the bit."""
-    run_ok({"-e": path, "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
+    run_ok({"-e": folder + "/model.safetensors", "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
     got, want = read_bytes("taken/model_00000001.bin"), read_bytes(want)
     assert got[:32] == want[:32] and got[1024:] == want[1024:]
     shutil.rmtree("taken")
 
 
 # ---- models and files, by a few lines of our own ----
-
-def random_model(path, text, version=3, seed=1):
-    """Weights so wide that every one of them moves the loss."""
-    dims, rng = formats.parse_model(text), np.random.default_rng(seed)
-    params = {}
-    for name in formats.NAMES:
-        centre = 1 if name in ("ln1w", "ln2w", "lnfw") else 0
-        values = rng.standard_normal(formats.param_shape(dims, name))
-        params[name] = (centre + values * 0.25).astype(np.float32)
-    params["wte"][dims.V:] = 0
-    formats.write_checkpoint(path, dims, params, version)
-    return path
-
 
 def write_tensors(path, tensors):
     table, at = {}, 0
@@ -158,7 +140,7 @@ def exported(dims, params):
 def test_round_trip(text):
     """A file, its export and what the trainer makes of it."""
     for version in (5, 3):
-        dims, params = formats.read_checkpoint(random_model("m.bin", text, version))
+        dims, params = formats.read_checkpoint(wide_model("m.bin", text, version))
         formats.write_checkpoint("want.bin", dims, params)
         tool_ok("m.bin", "hf", "--force")
         takes("hf", "want.bin")
@@ -179,7 +161,7 @@ def test_other_padding():
 
 def test_types():
     """fp32 becomes bf16 as formats.py rounds it, on both ways; bf16 becomes fp32 without loss."""
-    dims, params = formats.read_checkpoint(random_model("wide.bin", SHAPES[2]))
+    dims, params = formats.read_checkpoint(wide_model("wide.bin", SHAPES[2]))
     rounded = formats.round_params(params, "bfloat16")
     for version, name in ((5, "narrow.bin"), (3, "rounded.bin")):
         formats.write_checkpoint(name, dims, rounded, version)
@@ -235,7 +217,7 @@ def test_config():
 
 def test_gpt2_tokenizer():
     """GPT-2's encoder.json has a published hash; json.dumps happens to write it as OpenAI did."""
-    tool_ok(random_model("gpt2.bin", "L1,NH1,C8,T4,V50257"), "hf")
+    tool_ok(wide_model("gpt2.bin", "L1,NH1,C8,T4,V50257"), "hf")
     vocab, fast = read_json("hf/vocab.json"), read_json("hf/tokenizer.json")
     assert hashlib.sha256(json.dumps(vocab).encode()).hexdigest() == \
         "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
@@ -250,7 +232,7 @@ def test_gpt2_tokenizer():
 
 
 def test_byte_tokenizer():
-    tool_ok(random_model("bytes.bin", SHAPES[0]), "hf")
+    tool_ok(wide_model("bytes.bin", SHAPES[0]), "hf")
     vocab = read_json("hf/vocab.json")
     want = {0: "<|endoftext|>", 10: "\u010a", 32: "\u0120", 65: "A", 173: "\u0143", 174: "\u00ae"}
     assert {i: token for token, i in vocab.items() if i in want} == want
@@ -400,6 +382,7 @@ def test_damaged_folders():
     (lambda good: read_bytes("val.bin"), "starts with 20240520, expected 20240326"),
     (lambda good: good[:-1], "bytes, expected"), (lambda good: good + b"x", "bytes, expected"),
     (lambda good: good[:4] + b"\4" + good[5:], "version 4"),
+    (lambda good: good[:4] + b"\147" + good[5:32] + b"\1" + good[33:], "not GPT-2: its block is parallel"),
     (lambda good: good[:20] + bytes(4) + good[24:], "impossible sizes"),
     (lambda good: good[:20] + b"\5" + good[21:], "NH5,C24"),
     (lambda good: good[:28] + bytes(4) + good[32:], "V300, V padded to 0")])
@@ -410,7 +393,7 @@ def test_damaged_models(change, said):
 
 def test_outputs():
     """What is there already stays, unless --force says otherwise and it is an export."""
-    random_model("second.bin", SHAPES[1], seed=2)
+    wide_model("second.bin", SHAPES[1], seed=2)
     os.makedirs("mine")
     changed_folder("export")
     for path in ("mine/notes.txt", "export/notes.txt"):
@@ -460,7 +443,7 @@ def test_command(words, stubs, code, said):
 def test_transformers():
     """What the real ones write: a model of ours, and one of theirs."""
     theirs = pytest.importorskip("transformers")
-    tool_ok(random_model("mine.bin", SHAPES[2]), "mine")
+    tool_ok(wide_model("mine.bin", SHAPES[2]), "mine")
     model = theirs.GPT2LMHeadModel.from_pretrained("mine").eval()
     assert model.generation_config.pad_token_id is None, "V=509 has no token for padding"
     model.save_pretrained("theirs")

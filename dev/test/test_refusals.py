@@ -6,11 +6,9 @@ questions' test_evalloader.cpp's, how ranks are started test_comm.cpp's.
 import os
 import struct
 import subprocess
-import sys
 
 import pytest
 
-from checks import ROOT
 from trainer import (MODEL_MAGIC, SHARD_MAGIC, T, Program, flags_of, model_path, read_bytes, refused, run_ok,
                      without_checksum, write_bytes, write_questions, write_shard)
 
@@ -240,13 +238,6 @@ def test_model_files():
 
 def test_model_beside_a_bad_run_json():
     run_ok({"-e": "run.json_is_cut/model_00000001.bin", "-x": 0})
-
-
-def test_export_of_another_kind():
-    tool = os.path.join(ROOT, "dev/eval/export_hf.py")
-    p = subprocess.run([sys.executable, tool, "rms.bin", "hf"], capture_output=True, text=True, check=False)
-    assert p.returncode == 1 and "not GPT-2" in p.stderr and "parallel" in p.stderr
-    assert p.stderr.count("\n") <= 3 and not os.path.exists("hf")
 
 
 def test_nothing_can_be_written():

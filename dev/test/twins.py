@@ -128,6 +128,18 @@ def uneven_rows(count, length, seed=3):
     return text
 
 
+def wide_model(path, text, version=3, scale=0.25, seed=1):
+    """Random weights so wide that every one of them, and what stands far back, moves the loss."""
+    dims, params, rng = formats.parse_model(text), {}, np.random.default_rng(seed)
+    for name in formats.NAMES:
+        centre = 1 if name in ("ln1w", "ln2w", "lnfw") else 0
+        noise = rng.standard_normal(formats.param_shape(dims, name))
+        params[name] = (centre + scale * noise).astype(np.float32)
+    params["wte"][dims.V:] = 0
+    formats.write_checkpoint(path, dims, params, version)
+    return path
+
+
 def hand_made(path, dims, **rows):
     """A checkpoint whose weights are zero but for those given; LayerNorms at their start."""
     params = {name: np.zeros(formats.param_shape(dims, name), np.float32) for name in formats.NAMES}
