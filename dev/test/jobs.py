@@ -13,15 +13,19 @@ Faults come from a library that is loaded before libc and counts calls, so each 
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import functools
 import glob
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import socket
 import struct
 import subprocess
+import termios
 import time
 
 import pytest
@@ -230,6 +234,37 @@ class Job:
         ended = self.gone(limit)
         return Result(self.p.returncode if ended else None, self.out(), without_scaling(self.err()),
                       self.p.args)
+
+
+class Terminal:
+    """A run whose input and output are a terminal. shown: the bytes that came there."""
+
+    def __init__(self, flags, columns=200, env=None, **popen):
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 25, columns, 0, 0))
+        self.shown, ends = b"", {"stdin": theirs, "stdout": theirs, "stderr": theirs, **popen}
+        self.p = subprocess.Popen(Program.command(flags), **ends,
+                                  env=Program.environment(1, **{"TERM": "xterm", **(env or {})}))
+        os.close(theirs)
+
+    def until(self, happened):
+        """Reads until happened(shown), or to the end."""
+        end = time.monotonic() + LIMIT_S
+        while not happened(self.shown):
+            if not select.select([self.ours], [], [], LIMIT_S)[0] or time.monotonic() > end:
+                self.p.kill()
+                raise TimeoutError(f"nothing new within {LIMIT_S} s behind {self.shown[-100:]!r}")
+            try:
+                self.shown += os.read(self.ours, 65536)
+            except OSError:                     # Linux: the other side is closed
+                return False
+        return True
+
+    def end(self):
+        """(exit code, all that was shown)"""
+        self.until(lambda shown: False)
+        os.close(self.ours)
+        return self.p.wait(LIMIT_S), self.shown
 
 
 kept_ports = []                         # sockets

@@ -2,21 +2,16 @@
 
 A terminal is a pseudo-terminal here. Means over several steps, NaN and MFU are test_host.cpp's.
 """
-import fcntl
 import os
-import pty
 import re
 import resource
-import select
 import shutil
 import signal
-import struct
 import subprocess
-import termios
-import time
 
 import pytest
 
+from jobs import Terminal
 from trainer import (LIMIT_S, USUAL as COMMON, Program, log_lines, logged_steps, nan_model, read_bytes,
                      run_ok, write_bytes)
 
@@ -31,31 +26,17 @@ SHOWN = re.compile(rf"\r{TWO_LINES}(?:\r\x1b\[A{TWO_LINES})*\r\x1b\[A\x1b\[J")  
 LONG = {"-x": 10**6, "--log-every": 10**6}
 
 
-def on_terminal(flags, columns=200, until=None, then=None, env=None, **popen):
-    """(exit code, all that came, the lines that stay) of a run whose stdout and stderr are a terminal. After
-    the bytes `until` comes then(process): Ctrl-C, if it is not given."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 25, columns, 0, 0))
-    p = subprocess.Popen(Program.command(flags), stdin=theirs, stdout=theirs, stderr=theirs,
-                         env=Program.environment(1, **{"TERM": "xterm", **(env or {})}), **popen)
-    os.close(theirs)
-    data, end = b"", time.monotonic() + LIMIT_S
-    while select.select([ours], [], [], LIMIT_S)[0] and time.monotonic() < end:
-        try:
-            data += os.read(ours, 65536)
-        except OSError:                 # Linux: the other side is closed
-            break
-        if until and until in data:
-            then(p) if then else p.send_signal(signal.SIGINT)
-            until = None
-    else:
-        p.kill()
-        raise TimeoutError(f"no end after {LIMIT_S} s")
-    os.close(ours)
-    text = data.decode("latin-1")
+def on_terminal(flags, until=None, then=None, **more):
+    """(exit code, all that came, the lines that stay). After the bytes `until` comes then(process): Ctrl-C,
+    if it is not given."""
+    terminal = Terminal(flags, **more)
+    if until and terminal.until(lambda shown: until in shown):
+        then(terminal.p) if then else terminal.p.send_signal(signal.SIGINT)
+    code, shown = terminal.end()
+    text = shown.decode("latin-1")
     lines = SHOWN.sub("", text).replace("\r\n", "\n").split("\n")
     assert not any(map(BAR.search, lines)), "progress stays on the screen"
-    return p.wait(), text, lines
+    return code, text, lines
 
 
 def untimed(text):

@@ -5,14 +5,13 @@ beyond T against whole forwards for test_gpt2, greedy texts against the judge fo
 """
 import fcntl
 import os
-import pty
 import re
-import select
 import subprocess
 import termios
 
 import pytest
 
+from jobs import Terminal
 from trainer import ALONE, LIMIT_S, T, Program, run_ok, snapshot, write_shard
 from twins import constant_model, formats, hand_made, np, trained
 
@@ -109,17 +108,6 @@ def test_other_steps_and_seeds():
 
 # ---- on a terminal, and --chat ----
 
-def all_shown(terminal):
-    """What was written to the other end, in bytes: nobody has that open any more."""
-    shown = b""
-    try:
-        while True:
-            shown += os.read(terminal, 1000)
-    except OSError:                                     # EIO: the end
-        os.close(terminal)
-    return shown.replace(b"\r\n", b"\n")
-
-
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("text", ["\u20ac".encode(), b"\xe2\x82", b"\xff\x80a"],
                          ids=["whole", "begun", "none"])
@@ -128,12 +116,9 @@ def test_characters(text):
     period, name = bytes([1]) + text, "characters" + text.hex()
     write_shard("characters.bin", period * 400)
     trained({"-e": "L1,NH2,C32,T32,V256", "-i": "characters.bin", "-j": "characters.bin", "-b": 2}, name, 100)
-    terminal, end = pty.openpty()
-    flags = {**ALONE, "-e": name, "-x": 0, "--prompt": "\x01", "-g": 2 * len(period) - 1, "--temperature": 0}
-    subprocess.run(Program.command(flags), stdout=end, stderr=subprocess.PIPE, check=True, timeout=LIMIT_S,
-                   env=Program.environment(1))
-    os.close(end)
-    assert all_shown(terminal) == period * 2 + b"\n"
+    code, shown = Terminal({**ALONE, "-e": name, "-x": 0, "--prompt": "\x01", "-g": 2 * len(period) - 1,
+                            "--temperature": 0}, stderr=subprocess.DEVNULL).end()
+    assert (code, shown) == (0, period * 2 + b"\r\n")
 
 
 @pytest.mark.cpu_only
@@ -170,38 +155,24 @@ def test_chat_on_a_terminal():
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    terminal, end = pty.openpty()
-    p = subprocess.Popen(Program.command({**ALONE, "-e": trained(), "-x": 0, "--chat": 1, "-g": 1 << 24}),
-                         stdin=end, stdout=end, stderr=subprocess.PIPE, env=Program.environment(1),
-                         preexec_fn=take_terminal)      # pylint: disable=W1509
-    os.close(end)
-    shown = ""
+    terminal = Terminal({**ALONE, "-e": trained(), "-x": 0, "--chat": 1, "-g": 1 << 24},
+                        stderr=subprocess.PIPE, preexec_fn=take_terminal)
 
-    def until(text):
-        nonlocal shown
-        while not shown.endswith(text):
-            if not select.select([terminal], [], [], LIMIT_S)[0]:
-                p.kill()
-                raise TimeoutError(f"no '{text}' on the terminal, but {shown[-100:]!r}")
-            shown += os.read(terminal, 1000).decode("latin-1")
-        shown = ""
+    def until(text, keys):
+        """Types these keys where the text has come."""
+        assert terminal.until(lambda shown: shown.endswith(text)), terminal.shown[-100:]
+        terminal.shown = b""
+        os.write(terminal.ours, keys)
 
-    until("> ")
-    os.write(terminal, b"tak\n")
-    while len(shown) < 300:                             # a text without an end
-        shown += os.read(terminal, 1000).decode("latin-1")
-    assert shown[:8] == "tak\r\ntak", "what is typed, and the text that goes on from it"
-    os.write(terminal, b"\x03")
-    until("\r\n> ")
-    os.write(terminal, b"lor")
-    until("lor")
-    os.write(terminal, b"\x03")
-    until("> ")
-    assert p.poll() is None
-    os.write(terminal, b"\x04")
-    assert p.wait(timeout=LIMIT_S) == 0
-    notes = p.stderr.read().decode()
+    until(b"> ", b"tak\n")
+    assert terminal.until(lambda shown: len(shown) >= 300), "a text without an end"
+    assert terminal.shown[:8] == b"tak\r\ntak", "what is typed, and the text that goes on from it"
+    os.write(terminal.ours, b"\x03")
+    until(b"\r\n> ", b"lor")
+    until(b"lor", b"\x03")
+    until(b"> ", b"\x04")
+    assert terminal.end()[0] == 0
+    notes = terminal.p.stderr.read().decode()
     assert re.search(r"^note: \S+ goes on from each line by 16777216 tokens .*Ctrl-D.*\n"
                      r"note: \d+ tokens, the first after .* tokens/s\n\Z", notes, re.M), notes
-    p.stderr.close()
-    os.close(terminal)
+    terminal.p.stderr.close()
