@@ -1,4 +1,4 @@
-"""What tests of scripts share.
+"""What all tests share.
 
     from checks import ROOT, has_module, read, write
 """
@@ -11,12 +11,13 @@ NAMES = os.path.join(ROOT, "dev/test/names.txt")
 
 
 def write(path, data):
-    """Text or bytes; what begins as scripts do is executable."""
+    """Text or bytes, and the folder; what begins as scripts do is executable. Returns the path."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    data = data if isinstance(data, bytes) else data.encode()
+    data = data.encode() if isinstance(data, str) else data
     with open(path, "wb") as f:
         f.write(data)
     os.chmod(path, 0o755 if data.startswith(b"#!") else 0o644)
+    return path
 
 
 def read(path):

@@ -31,8 +31,9 @@ import time
 import pytest
 
 import gpus
-from trainer import (LIMIT_S, Program, Result, metrics, model_path, on_cpu, read_bytes, run, run_ok,
-                     without_checksum, without_scaling, write_bytes)
+from checks import read, write
+from trainer import (LIMIT_S, Program, Result, metrics, model_path, on_cpu, run, run_ok, without_checksum,
+                     without_scaling)
 
 ENDED_S = 120                           # after a death everything has ended: only a hang takes longer
 STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
@@ -145,7 +146,7 @@ class Fault:
 def preloaded():
     """The library's path; made once in each folder."""
     if not os.path.exists("faults.so"):
-        write_bytes("faults.cpp", PRELOADED.encode())
+        write("faults.cpp", PRELOADED.encode())
         subprocess.run(["g++", "-shared", "-fPIC", "-o", "faults.so", "faults.cpp", "-ldl"], check=True)
     return os.path.abspath("faults.so")
 
@@ -166,7 +167,7 @@ def session_processes(session):
     found = []
     for path in glob.glob("/proc/[0-9]*/stat"):
         with contextlib.suppress(OSError):      # it has just ended
-            fields, pid = read_bytes(path).rpartition(b")")[2].split(), int(path.split("/")[2])
+            fields, pid = read(path).rpartition(b")")[2].split(), int(path.split("/")[2])
             if int(fields[3]) == session != pid and fields[0] not in (b"Z", b"X"):
                 found.append((int(fields[19]), pid))
     return sorted(found)
@@ -191,10 +192,10 @@ class Job:
                 **popen)
 
     def out(self):
-        return (self.read or read_bytes(self.name + ".out")).decode("latin-1")
+        return (self.read or read(self.name + ".out")).decode("latin-1")
 
     def err(self):
-        return read_bytes(self.name + ".err").decode("latin-1")
+        return read(self.name + ".err").decode("latin-1")
 
     def ranks(self):
         """Process numbers by rank: the launcher starts them in this order."""
@@ -291,11 +292,11 @@ def rare_model(home):
     model, C = {"-e": "L1,NH1,C256,T1,V256", "-b": 1, "-z": 1, "-i": "val.bin", "-l": "1e-6", "-v": 0,
                 "--lanes": None, "--shuffle": 0}, 256
     run_ok({**model, "-x": 1, "-o": home + "/rare"})
-    raw, width = without_checksum(read_bytes(model_path("rare"))), 2 if Program.precision == "BF16" else 4
+    raw, width = without_checksum(read(model_path("rare"))), 2 if Program.precision == "BF16" else 4
     row = C * width
     for at, value in ((1024 + row, -3e38), (len(raw) - 2 * row, 0), (len(raw) - row, 2**-12)):
         raw[at:at + row] = struct.pack("<f", value)[4 - width:] * C     # wte of token 1, lnfw, lnfb
-    write_bytes("rare.bin", raw)
+    write("rare.bin", raw)
     return {**model, "-e": "rare.bin"}
 
 
@@ -312,7 +313,7 @@ HEADER, ROW = struct.Struct("<8sIIQQQ24x"), struct.Struct("<64s16s6Q")
 
 def read_state(path):
     """({fact: text}, [(name, type, rows, cols, begin, count, data)])"""
-    raw = read_bytes(path)
+    raw = read(path)
     magic, version, pieces, facts_bytes, file_bytes, _ = HEADER.unpack_from(raw)
     assert (magic, version, file_bytes) == (b"GPT2STAT", 1, len(raw)), path
     at = HEADER.size + pieces * ROW.size
@@ -371,7 +372,7 @@ def unlike(folder, judge):
     if untimed_metrics(folder) != untimed_metrics(judge):
         found.append("metrics.jsonl")
     return found[:9] + [name for name in ("main.log", f"model_{step:08d}.bin")
-                        if read_bytes(f"{folder}/{name}") != read_bytes(f"{judge}/{name}")]
+                        if read(f"{folder}/{name}") != read(f"{judge}/{name}")]
 
 
 def left_over(folder):

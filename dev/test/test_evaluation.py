@@ -8,8 +8,9 @@ import re
 
 import pytest
 
+from checks import read
 from trainer import (B, LOG_LINE, T, assert_close, exact, log_lines, metrics, model_path, nan_model, on_cpu,
-                     read_bytes, run, run_ok, tolerance, write_questions, write_shard)
+                     run, run_ok, tolerance, write_questions, write_shard)
 from twins import doubles, np, row_losses, token_losses, trained, uneven_rows, wide_model, windows
 
 pytestmark = pytest.mark.numeric
@@ -153,10 +154,10 @@ def test_questions_in_training():
         want = [(step, *score) for step, score in zip(steps, scores)]
         assert_close(sum(got, ()), sum(want, ()), 1e-6, "metrics.jsonl")
         assert log_lines(folder) == log_lines("unasked")
-        assert read_bytes(model_path(folder)) == read_bytes(model_path("unasked"))
+        assert read(model_path(folder)) == read(model_path("unasked"))
     saved = run_ok({**asked, "-x": 0, "-e": model_path("at_end")})
     assert_close(eval_scores(saved)[0], scores[-1], tolerance(1e-6, 0.05), "the saved model's")
     if on_cpu():
         for ranks in (1, 2):
             run_ok({**asked, "-z": 4 * B * T, "-v": 2, "--gpus": ranks, "-o": f"shared_{ranks}"})
-        assert read_bytes("shared_1/main.log") == read_bytes("shared_2/main.log")
+        assert read("shared_1/main.log") == read("shared_2/main.log")

@@ -14,10 +14,9 @@ import sys
 
 import pytest
 
-from checks import ROOT
+from checks import ROOT, read, write
 from forked import Forked
-from trainer import (LIMIT_S, Result, check_ran, log_lines, model_path, read_bytes, run_ok, snapshot,
-                     write_bytes)
+from trainer import LIMIT_S, Result, check_ran, log_lines, model_path, run_ok, snapshot
 import trainer
 from twins import formats, np, wide_model
 
@@ -75,7 +74,7 @@ def refused(*words, said, **more):
 def takes(folder, want):
     """-e takes the file as it is: an update at the rate 0 leaves the weights of `want`, to the bit."""
     run_ok({"-e": folder + "/model.safetensors", "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
-    got, want = read_bytes("taken/model_00000001.bin"), read_bytes(want)
+    got, want = read("taken/model_00000001.bin"), read(want)
     assert got[:32] == want[:32] and got[1024:] == want[1024:]
     shutil.rmtree("taken")
 
@@ -88,16 +87,16 @@ def write_tensors(path, tensors):
         table[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [at, at + array.nbytes]}
         at += array.nbytes
     text = json.dumps(table).encode()           # of any length: the format asks for no alignment
-    return write_bytes(path, struct.pack("<Q", len(text)) + text +
+    return write(path, struct.pack("<Q", len(text)) + text +
                        b"".join(array.tobytes() for _, array in tensors.values()))
 
 
 def read_json(path):
-    return json.loads(read_bytes(path))
+    return json.loads(read(path))
 
 
 def write_json(path, value):
-    return write_bytes(path, json.dumps(value).encode())
+    return write(path, json.dumps(value).encode())
 
 
 def changed_folder(name, tensors=None, **config):
@@ -112,7 +111,7 @@ def changed_folder(name, tensors=None, **config):
 
 def read_tensors(path):
     """{name: (type, array)}"""
-    raw = read_bytes(path)
+    raw = read(path)
     end = 8 + struct.unpack("<Q", raw[:8])[0]
     table, types = json.loads(raw[8:end]), {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
     return {name: (t["dtype"], np.frombuffer(raw, types[t["dtype"]], math.prod(t["shape"]),
@@ -152,11 +151,11 @@ def test_round_trip(text):
 
 def test_other_padding():
     """llm.c's files need not pad to a multiple of 128: what the file says stays."""
-    data, C = read_bytes("plain.bin"), 24
-    write_bytes("304.bin", data[:28] + struct.pack("<i", 304) + data[32:1024 + 4 * 304 * C] +
+    data, C = read("plain.bin"), 24
+    write("304.bin", data[:28] + struct.pack("<i", 304) + data[32:1024 + 4 * 304 * C] +
                 data[1024 + 4 * 384 * C:])
     tool_ok("304.bin", "hf")
-    assert read_bytes("hf/model.safetensors") == read_bytes("plain/model.safetensors")
+    assert read("hf/model.safetensors") == read("plain/model.safetensors")
 
 
 def test_types():
@@ -173,7 +172,7 @@ def test_types():
     bits = [0x7FFFFFFF, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x3F808000, 0x3F818000, 1]
     hard = np.zeros(24, "<u4")
     hard[:len(bits)] = bits
-    write_bytes("hard.bin", read_bytes("plain.bin")[:-96] + hard.tobytes())
+    write("hard.bin", read("plain.bin")[:-96] + hard.tobytes())
     tool_ok("hard.bin", "hard", "--dtype", "bf16")
     got = read_tensors("hard/model.safetensors")[LNFB][1].tolist()[:len(bits)]
     assert all(half & 0x7F80 == 0x7F80 and half & 0x7F for half in got[:3]), "a NaN stays one"
@@ -184,12 +183,12 @@ def test_run_folder():
     """The last model of a run, with its loss; what the trainer wrote comes back."""
     run_ok({"-o": "run", "-x": 6, "-v": 3, "-n": None})
     shutil.copy(model_path("run"), "run/model_00000005.bin")    # an older one, and what is no model
-    write_bytes("run/model_99999999.bin.part", b"")
-    log = read_bytes("run/main.log")                    # a run that went back says a step again
-    write_bytes("run/main.log", b"s:6 tel:9.9\n" + log)
+    write("run/model_99999999.bin.part", b"")
+    log = read("run/main.log")                    # a run that went back says a step again
+    write("run/main.log", b"s:6 tel:9.9\n" + log)
     tool_ok("run", "deep/er/mine")
     takes("deep/er/mine", "run/model_00000006.bin")
-    card = read_bytes("deep/er/mine/README.md").decode()
+    card = read("deep/er/mine/README.md").decode()
     loss = log_lines("run", "tel")[-1].split("tel:")[1].strip()
     assert "model_00000006.bin" in card and f"validation loss {loss}" in card and "`<|endoftext|>`" in card
     assert "# mine\n" in card and os.getcwd() not in card, "the card names the folder, not its place"
@@ -205,11 +204,11 @@ def test_config():
     assert {key: config[key] for key in want} == want
     names = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert sorted(os.listdir("plain")) == names, "no tokenizer for V=300"
-    assert b"endoftext" not in read_bytes("plain/README.md"), "nor a word of it on the card"
+    assert b"endoftext" not in read("plain/README.md"), "nor a word of it on the card"
     assert set(read_json("plain/generation_config.json").values()) == {None}
     out = tool_ok("plain.bin", "plain2").out
     assert "no tokenizer" in out and f"{(300 + 17) * 24 + (12 * 24 + 13) * 24 + 48:,} parameters" in out
-    weights = read_bytes("plain/model.safetensors")
+    weights = read("plain/model.safetensors")
     length = struct.unpack("<Q", weights[:8])[0]
     assert length % 8 == 0, "its bytes begin at a multiple of 8"
     assert json.loads(weights[8:8 + length])["__metadata__"] == {"format": "pt"}, "what PyTorch asks for"
@@ -221,8 +220,8 @@ def test_gpt2_tokenizer():
     vocab, fast = read_json("hf/vocab.json"), read_json("hf/tokenizer.json")
     assert hashlib.sha256(json.dumps(vocab).encode()).hexdigest() == \
         "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
-    merges = read_bytes(os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe"))
-    assert read_bytes("hf/merges.txt") == merges
+    merges = read(os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe"))
+    assert read("hf/merges.txt") == merges
     assert fast["model"]["vocab"] == vocab
     assert fast["model"]["merges"] == merges.decode().split("\n")[1:-1]
     assert [(t["id"], t["content"]) for t in fast["added_tokens"]] == [(50256, "<|endoftext|>")]
@@ -286,7 +285,7 @@ def tensor(name, value=None):
 def data(change):
     def make():
         changed_folder("other")
-        write_bytes("other/model.safetensors", change(read_bytes("plain/model.safetensors")))
+        write("other/model.safetensors", change(read("plain/model.safetensors")))
     return make
 
 
@@ -368,7 +367,7 @@ def test_damaged_folders():
     changed_folder("other")
     path = "other/model.safetensors"
     for raw in (b"", b"{", b"[]"):
-        write_bytes("other/config.json", raw)
+        write("other/config.json", raw)
         trainer.refused({"-e": path}, "is not a JSON object")
     os.unlink("other/config.json")
     for path, said in ((path, f"'{path}' has no config.json beside it"), ("none.safetensors", "'none.safe"),
@@ -379,7 +378,7 @@ def test_damaged_folders():
 
 @pytest.mark.parametrize("change, said", [
     (lambda good: b"", "shorter than"), (lambda good: good[:512], "shorter than its 1024-byte header"),
-    (lambda good: read_bytes("val.bin"), "starts with 20240520, expected 20240326"),
+    (lambda good: read("val.bin"), "starts with 20240520, expected 20240326"),
     (lambda good: good[:-1], "bytes, expected"), (lambda good: good + b"x", "bytes, expected"),
     (lambda good: good[:4] + b"\4" + good[5:], "version 4"),
     (lambda good: good[:4] + b"\147" + good[5:32] + b"\1" + good[33:], "not GPT-2: its block is parallel"),
@@ -387,7 +386,7 @@ def test_damaged_folders():
     (lambda good: good[:20] + b"\5" + good[21:], "NH5,C24"),
     (lambda good: good[:28] + bytes(4) + good[32:], "V300, V padded to 0")])
 def test_damaged_models(change, said):
-    write_bytes("bad.bin", change(read_bytes("plain.bin")))
+    write("bad.bin", change(read("plain.bin")))
     refused("bad.bin", "x", said=said)
 
 
@@ -397,7 +396,7 @@ def test_outputs():
     os.makedirs("mine")
     changed_folder("export")
     for path in ("mine/notes.txt", "export/notes.txt"):
-        write_bytes(path, b"of mine")
+        write(path, b"of mine")
     os.mkfifo("pipe")
     os.symlink("nowhere", "dangling")
     for line, said in (("second.bin plain", "'plain' exists and is not empty"),
@@ -433,7 +432,7 @@ def test_broken_off(line):
 def test_command(words, stubs, code, said):
     """As a user starts it, in a process of its own; without numpy as well."""
     os.makedirs("bare")
-    write_bytes("bare/numpy.py", b"raise ImportError\n")
+    write("bare/numpy.py", b"raise ImportError\n")
     p = subprocess.run([sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py"), *words.split()],
                        text=True, capture_output=True, timeout=LIMIT_S, check=False,
                        env={**os.environ, "PYTHONPATH": stubs, "PYTHONDONTWRITEBYTECODE": "1"})

@@ -14,8 +14,8 @@ import time
 import pytest
 
 from jobs import DAY, Job, named, printed, ranks, read_state
-from checks import ROOT
-from trainer import Program, read_bytes, run, write_questions
+from checks import ROOT, read
+from trainer import Program, run, write_questions
 
 pytestmark = [pytest.mark.programs("lazy"), pytest.mark.cpu_only]
 ORDINARY = os.path.join(ROOT, "train_gpt2cpu")
@@ -68,7 +68,7 @@ def left_by(program, runs):
         elif name.startswith("DONE_"):              # the files' checksums
             facts[name] = True
         elif name not in ("metrics.jsonl", "run.json"):
-            facts[name] = read_bytes(f"{folder}/{name}")
+            facts[name] = read(f"{folder}/{name}")
     shutil.rmtree(folder)
     return facts
 

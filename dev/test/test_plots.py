@@ -10,8 +10,8 @@ import types
 
 import pytest
 
-from checks import ROOT
-from trainer import assert_close, log_columns, read_bytes, run_ok
+from checks import ROOT, read, write
+from trainer import assert_close, log_columns, logged_steps, run_ok
 
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
 import plot_log                         # noqa: E402
@@ -20,10 +20,9 @@ import tensorboard_log                  # noqa: E402
 pytestmark = pytest.mark.cpu_only
 LOSS, HALF = "loss (nats per token)", f"{11 / 21:.3f}"
 
-def write(path, text, mode="w"):
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, mode, encoding="utf-8") as f:
-        f.write(text)
+
+def append(path, text):
+    write(path, read(path) + text.encode())
 
 
 def made_run(folder, steps=20, batch=64, **settings):
@@ -57,8 +56,7 @@ def test_plot_of_a_real_run():
     run, columns = plot_log.Run("real"), log_columns("real")
     for name, column in (("train", "trl"), ("lr", "lr"), ("norm", "norm")):
         assert run.curves[name] == (columns["step"], columns[column])
-    with open("real/metrics.jsonl", encoding="ascii") as f:
-        speeds = [r["tokens_per_s"] for r in map(json.loads, f) if "loss" in r]
+    speeds = [step["tokens_per_s"] for step in logged_steps("real")]
     assert run.curves["speed"] == ([0, 1, 2, 3, 4, 5], speeds)
     assert run.curves["val"][0] == [0, 3, 6] and "eval" not in run.curves
     assert run.facts()[1:] == ["48 tokens", f"validation loss {run.curves['val'][1][-1]:.3f}"]
@@ -69,15 +67,15 @@ def test_plot_reads():
     made_run("made")
     whole = plot_log.Run("made").curves
     assert whole["eval"] == ([0, 10, 20], [0.250000, 0.250010, 0.250020])
-    write("made/metrics.jsonl", '{"step": 20, "loss": 1, "ms": 2, "tokens_per_s": 3, "abandoned": 1}\n'
-          '{"step": 21, "val_lo', "a")
-    write("made/main.log", "s:20 tel:5.", "a")
+    append("made/metrics.jsonl", '{"step": 20, "loss": 1, "ms": 2, "tokens_per_s": 3, "abandoned": 1}\n'
+          '{"step": 21, "val_lo')
+    append("made/main.log", "s:20 tel:5.")
     assert plot_log.Run("made").curves == whole
-    write("made/metrics.jsonl", "x\n", "a")
+    append("made/metrics.jsonl", "x\n")
     assert "made/metrics.jsonl:" in fails(plot_log.Run, "made")
     made_run("gpu", 1)
-    write("gpu/metrics.jsonl",
-          '{"step": 2, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_celsius": null, "gpu_gib": 30}\n', "a")
+    append("gpu/metrics.jsonl",
+          '{"step": 2, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_celsius": null, "gpu_gib": 30}\n')
     curves = plot_log.Run("gpu").curves
     assert [curves[name] for name in ("clock", "power", "memory")] == [([1], [1910]), ([1], [7]), ([1], [30])]
     assert math.isnan(curves["temperature"][1][0])
@@ -132,7 +130,7 @@ def test_plot_of_one_run():
         f"web · d12 · 1.28K tokens · validation loss {HALF} · accuracy 0.250", "step")
     assert list(panels) == [LOSS, "questions, normalised accuracy", "learning rate", "gradient norm",
                             "tokens/s"]
-    write("web/metrics.jsonl", '{"step": 3, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_gib": 30}\n', "a")
+    append("web/metrics.jsonl", '{"step": 3, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_gib": 30}\n')
     for folder, count in (("web", 8), ("tuned", 1), ("a", 5)):
         places = [axes.get_subplotspec() for axes in draw(folder)[0].axes]
         filled, grid = sum(len(p.rowspan) * len(p.colspan) for p in places), places[0].get_gridspec()
@@ -172,7 +170,7 @@ def test_plot_of_several_runs():
 def test_plot_over_seconds():
     """A point stands where the steps before it end, first steps that compile included."""
     made_run("timed", 4)
-    log = read_bytes("timed/metrics.jsonl").decode()
+    log = read("timed/metrics.jsonl").decode()
     write("timed/metrics.jsonl", log.replace('"ms": 2', '"ms": 5000', 1))
     run = plot_log.Run("timed")
     values = {name: curve[1] for name, curve in run.curves.items()}
@@ -213,7 +211,7 @@ def test_plot_writes(monkeypatch):
                        check=True, capture_output=True, text=True,
                        env={name: value for name, value in os.environ.items() if name != "DISPLAY"})
     assert (p.stdout, p.stderr) == ("wrote all.png\n", "")
-    assert read_bytes("all.png")[:8] == b"\x89PNG\r\n\x1a\n"
+    assert read("all.png")[:8] == b"\x89PNG\r\n\x1a\n"
     monkeypatch.setattr(sys, "argv", ["plot_log.py", "one", "-o", "nowhere/x.png"])
     assert "cannot write nowhere/x.png" in fails(plot_log.main)
 
@@ -268,8 +266,7 @@ def test_tensorboard(call, capsys):
 def test_tensorboard_follows(call, monkeypatch):
     """New lines come as they are written; a run that went back to a checkpoint is written anew."""
     made_run("live", 10)
-    with open("live/metrics.jsonl", encoding="ascii") as f:
-        lines = f.readlines()
+    lines = read("live/metrics.jsonl").decode().splitlines(True)
     write("live/metrics.jsonl", "".join(lines[:5]))
     seen = []
 
@@ -277,7 +274,7 @@ def test_tensorboard_follows(call, monkeypatch):
         assert 0.5 <= seconds <= 10
         seen.append(list(Recorder.last.steps))
         if len(seen) == 1:
-            write("live/metrics.jsonl", lines[5] + lines[6][:7], "a")
+            append("live/metrics.jsonl", lines[5] + lines[6][:7])
         elif len(seen) == 2:
             write("live/metrics.jsonl", "".join(lines[:3]) + '{"step": 3, "loss": 7}\n')
         else:

@@ -20,9 +20,9 @@ import pytest
 
 from jobs import (ENDED_S, HUP, INT, KILL, STOPPING, TERM, Job, free_port, most_ranks, named, need, printed,
                   ranks, rare_model, steps_of, tcp, undisturbed, unlike)
+from checks import read, write
 from trainer import (Program, assert_close, check_ran, log_lines, metrics, model_path, nan_model, on_cpu,
-                     read_bytes, refused, run, run_ok, sentences, tolerance, without_checksum, write_bytes,
-                     write_shard)
+                     refused, run, run_ok, sentences, tolerance, without_checksum, write_shard)
 
 SMALL, SMALL_T = "L2,NH2,C64,T32,V256", 32
 ODD, ODD_T = "L3,NH3,C48,T24,V300", 24      # nothing is a power of two, the vocabulary is padded
@@ -50,7 +50,7 @@ def left_by(key):
     facts = {"output": printed(result), "stderr": result.err}
     for name in os.listdir(folder):
         if name == "main.log" or name.startswith("model_"):
-            facts[name] = read_bytes(f"{folder}/{name}")
+            facts[name] = read(f"{folder}/{name}")
     return result, facts
 
 
@@ -266,7 +266,7 @@ def test_poor_rank():
     results = limited(1200 - float(free[1]) + few + (many - few) / 4, **{"-o": "poor"})
     assert [result.code for result in results] == [0, 0], results[0].err + results[1].err
     assert "summed over 2 lanes, not 8" in results[0].out
-    assert read_bytes("poor/main.log") == read_bytes("rich2/main.log"), "losses are those of --lanes 2"
+    assert read("poor/main.log") == read("rich2/main.log"), "losses are those of --lanes 2"
 
 
 # ---- ways to start ----
@@ -291,8 +291,8 @@ def test_mpirun():
         return
     assert (result.code, result.err) == (0, "")
     judge = left_of({**batch(8), "--gpus": 2})[1]
-    assert read_bytes("mpi/main.log") == judge["main.log"]
-    assert read_bytes(model_path("mpi")) == judge["model_00000006.bin"]
+    assert read("mpi/main.log") == judge["main.log"]
+    assert read(model_path("mpi")) == judge["model_00000006.bin"]
 
 
 # ---- bad input ----
@@ -352,12 +352,12 @@ def test_ranks_that_do_not_fit(what):
         shutil.copy(name, place)
     flags = {"-o": f"unfit_{what}", **batch(8), **({"-e": "model.bin"} if what == "model" else {})}
     if what == "model":
-        model = without_checksum(read_bytes(trained()))
-        write_bytes("model.bin", model)
+        model = without_checksum(read(trained()))
+        write("model.bin", model)
         model[-1] = 0x3F                            # makes 0.5 of the last number of all
-        write_bytes(place + "/model.bin", model)
+        write(place + "/model.bin", model)
     elif what == "program":
-        program = write_bytes(os.path.abspath(place + "/program"), read_bytes(program) + b"\n")
+        program = write(os.path.abspath(place + "/program"), read(program) + b"\n")
         os.chmod(program, 0o755)
     elif what == "tokens":
         write_shard(place + "/train.bin", sentences(1, 19000))

@@ -9,8 +9,9 @@ import subprocess
 
 import pytest
 
-from trainer import (MODEL_MAGIC, SHARD_MAGIC, T, Program, flags_of, model_path, read_bytes, refused, run_ok,
-                     without_checksum, write_bytes, write_questions, write_shard)
+from checks import read, write
+from trainer import (MODEL_MAGIC, SHARD_MAGIC, T, Program, flags_of, model_path, refused, run_ok,
+                     without_checksum, write_questions, write_shard)
 
 pytestmark = pytest.mark.cpu_only
 NO_TEXT = "L2,NH2,C32,T32,V300"         # no tokenizer has 300 tokens
@@ -153,16 +154,16 @@ def files():
         return
     for name, flags in {"good": {}, "rms": {"--block": "parallel", "--norm": "rmsnorm"}, "run": {}}.items():
         run_ok({"-o": name, "-x": 1, **flags})
-        write_bytes(name + ".bin", read_bytes(model_path(name)))
-    write_bytes("plain", b"x")
+        write(name + ".bin", read(model_path(name)))
+    write("plain", b"x")
     for folder in ("no_models", "logged", "run.json_is_cut"):
         os.mkdir(folder)
-    write_bytes("logged/main.log", b"s:0 trl:5.5 lr:1e-3 norm:1.0\n")
-    write_bytes("run.json_is_cut/model_00000001.bin", read_bytes("good.bin"))
-    write_bytes("run.json_is_cut/run.json", b'{"settings": {"a": 1}')
+    write("logged/main.log", b"s:0 trl:5.5 lr:1e-3 norm:1.0\n")
+    write("run.json_is_cut/model_00000001.bin", read("good.bin"))
+    write("run.json_is_cut/run.json", b'{"settings": {"a": 1}')
     os.mkfifo("fifo.bin")                       # nobody will ever write to it
-    whole = read_bytes(write_shard("tokens_256.bin", [1] * 40 + [256] * 4000))
-    write_bytes("magic.bin", struct.pack("<i", 20240521) + whole[4:])
+    whole = read(write_shard("tokens_256.bin", [1] * 40 + [256] * 4000))
+    write("magic.bin", struct.pack("<i", 20240521) + whole[4:])
     question = [1, 2], [[3], [4, 5], [6], [7]]
     write_questions("q_gpt2.bin", [question] * 3, [0, 1, 2], tokenizer=1)
     write_questions("q_label.bin", [question] * 3, [0, 1, 4])
@@ -212,27 +213,27 @@ version=103,norm=-1 => norm -1
 
 @pytest.mark.parametrize("line", HEADERS.strip().splitlines(), ids=lambda line: line.split(" ")[0])
 def test_model_header(line):
-    good = bytes(without_checksum(read_bytes("good.bin")))
+    good = bytes(without_checksum(read("good.bin")))
     words = list(struct.unpack("<256i", good[:1024]))
     changes, said = line.replace("SIZE", str(len(good))).split(" => ")
     for change in changes.strip().split(","):
         field, value = change.split("=")
         words[253 if field == "residual" else FIELDS.index(field)] = int(value)
-    write_bytes("bad_model.bin", struct.pack("<256i", *words) + good[1024:])
+    write("bad_model.bin", struct.pack("<256i", *words) + good[1024:])
     refused({"-e": "bad_model.bin"}, "bad_model.bin", *said.split(" | "))
 
 
 def test_model_files():
     """What is no model, or not all of it."""
-    good = read_bytes("good.bin")
+    good = read("good.bin")
     flipped = bytearray(good)
     flipped[5000] ^= 1
     for data, *said in ((b"", "empty"), (good[:100], "truncated", "100"), (good[:1024], "1024", len(good)),
                         (good[:-4], len(good) - 4, len(good)), (good + b"\0", len(good) + 1, len(good)),
-                        (flipped, "checksum"), (read_bytes("train.bin"), "a token shard", SHARD_MAGIC),
+                        (flipped, "checksum"), (read("train.bin"), "a token shard", SHARD_MAGIC),
                         (b'{"settings": 1}\n', "text"), (b"to be or not to be\n" * 100, "text"),
                         (bytes(range(256)) * 8, "not a model checkpoint")):
-        write_bytes("bad_model.bin", data)
+        write("bad_model.bin", data)
         refused({"-e": "bad_model.bin"}, "bad_model.bin", *said)
 
 

@@ -26,13 +26,13 @@ import time
 
 import pytest
 
-from checks import ROOT
+from checks import ROOT, read, write
 from jobs import (DAY, HUP, INT, KILL, PIPE, STOPPING, TERM, UNREAD, USR1, Fault, Job, fault_environment,
                   left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed,
                   unlike)
-from trainer import (LIMIT_S, Program, flags_of, log_columns, metrics, model_path, need_fp8, on_cpu,
-                     read_bytes, refused, run, run_ok, sentences, settings_of, snapshot, without_checksum,
-                     without_scaling, write_bytes, write_questions, write_shard)
+from trainer import (LIMIT_S, Program, flags_of, log_columns, metrics, model_path, need_fp8, on_cpu, refused,
+                     run, run_ok, sentences, settings_of, snapshot, without_checksum, without_scaling,
+                     write_questions, write_shard)
 
 T_ROWS = 16
 # 16 rows a step, each a lane, as ZeRO stage 2 wants it: 1, 2, 4 or 8 ranks share them out. 13 steps are 2.3
@@ -114,7 +114,7 @@ def calls(key, start):
     assert job.result().code == 0
     assert unlike(log + ".run", judge_of(flags)) == []
     found = collections.defaultdict(list)
-    for line in read_bytes(log).decode().splitlines():
+    for line in read(log).decode().splitlines():
         rank, operation, name = line.split(maxsplit=2)
         for kind in ("main.log", "metrics.jsonl", "run.json", "state_", "model_", "DONE_", "HALF_"):
             if kind in name:
@@ -280,7 +280,7 @@ def test_own_flags():
     assert (result.code, result.err) == (0, "")
     assert "launch: --gpus 2, as the run was started" in result.out
     assert [name for name in ("main.log", MODEL % 20)
-            if read_bytes(f"own/{name}") != read_bytes(f"{judge}/{name}")] == []
+            if read(f"own/{name}") != read(f"{judge}/{name}")] == []
     result = Job({}, resume_words("own", {"-x": 20, "--gpus": 1})).result()
     assert "launch: ranks now 1, before 2\n" in result.out
     # what was left open is settled anew where there is no checkpoint
@@ -336,7 +336,7 @@ def test_fixed_flags():
     shutil.copytree("fixed", "elsewhere/fixed")         # the data's names are relative to where it began
     assert run(again, cwd="elsewhere").code == 0
     same_end(run({**again, **as_it_was}), "fixed", undisturbed({}))
-    marked = read_bytes(os.path.join(ROOT, "llmc/run/run_config.h")).count(b"FLAG_FIXED},")
+    marked = read(os.path.join(ROOT, "llmc/run/run_config.h")).count(b"FLAG_FIXED},")
     assert marked == len(FIXED), "a flag that FIXED lacks"
 
 
@@ -356,13 +356,13 @@ def test_other_runs():
     same_end(run({"-y": 1, "-o": "empty"}), "empty", undisturbed({}))
     same_end(run({"-y": 1, "-o": "new/er"}), "new/er", undisturbed({}))
     os.mkdir("began")
-    write_bytes("began/main.log", b"s:0 trl:5.5 lr:1e-3 norm:1.0\n")
+    write("began/main.log", b"s:0 trl:5.5 lr:1e-3 norm:1.0\n")
     said = run({"-y": 1, "-o": "began"}).err
     assert re.fullmatch("warning: the run in -o began has no checkpoint: it begins anew\n", said)
     assert unlike("began", undisturbed({})) == []
     os.mkdir("older")                           # begun by a program that had another flag
     settings = b'"settings": {"residual": "layernorm", '
-    write_bytes("older/run.json", read_bytes("began/run.json").replace(b'"settings": {', settings))
+    write("older/run.json", read("began/run.json").replace(b'"settings": {', settings))
     refused({"-y": 1, "-o": "older"}, "began with --residual layernorm")
 
 
@@ -372,7 +372,7 @@ def test_failed_start():
     for i, row in enumerate([sentences(30 + i, T_ROWS + 1) for i in range(16)]):
         write_shard(f"bad_{i:02d}.bin", list(row) if i != 4 else [300] * (T_ROWS + 1))
     os.makedirs("kept")
-    write_bytes("kept/notes.txt", b"mine")
+    write("kept/notes.txt", b"mine")
     before = snapshot()
     for folder in ("kept", "never"):
         fails(run({"-i": "bad_*.bin", "--shuffle": 0, "-o": folder}), "token id 300")
@@ -423,9 +423,9 @@ def test_vanished_folder():
 # ---- damage ----
 
 def flipped(path, at=-1):
-    raw = bytearray(read_bytes(path))
+    raw = bytearray(read(path))
     raw[at] ^= 1 << at % 8
-    write_bytes(path, raw)
+    write(path, raw)
 
 
 DONE_13, MODEL_13, STATE_13, OTHER_13 = "DONE_00000013", MODEL % 13, STATE % 13, "state_00000013_00001.bin"
@@ -527,7 +527,7 @@ def test_looking(words, changes, said):
     shutil.copytree(judge, "F")
     for name, change in changes.items():
         if change:
-            write_bytes(f"F/{name}", change(read_bytes(f"F/{name}")))
+            write(f"F/{name}", change(read(f"F/{name}")))
         else:
             os.remove(f"F/{name}")
     p = subprocess.run(f"{TOOL} {words}", shell=True, capture_output=True, text=True, check=False)
@@ -551,7 +551,7 @@ def stalled(flags):
         assert job.p.poll() is None and time.monotonic() < end, "the run has ended, or never waits"
         full = no_room(job.p.stdout)
         process = process or full and (job.ranks() or [job.p.pid])[0]
-        sleeps = full and read_bytes(f"/proc/{process}/stat").rpartition(b")")[2].split()[0] == b"S"
+        sleeps = full and read(f"/proc/{process}/stat").rpartition(b")")[2].split()[0] == b"S"
         times = times + 1 if sleeps else 0
         time.sleep(0.01)
     return job

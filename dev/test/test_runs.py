@@ -15,12 +15,11 @@ import time
 
 import pytest
 
-from checks import ROOT
+from checks import ROOT, read, write
 from jobs import STOPPING, TERM, UNREAD, Job
 from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program, Result, assert_close,
                      flags_of, log_columns, log_lines, logged_steps, metrics, model_path, need_fp8, on_cpu,
-                     read_bytes, refused, run, run_ok, sentences, settings_of, tolerance, write_bytes,
-                     write_questions, write_shard)
+                     refused, run, run_ok, sentences, settings_of, tolerance, write_questions, write_shard)
 
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
 
@@ -33,7 +32,7 @@ def observe(flags, name):
     samples = re.findall(r"^sample (\d+ at step \d+:\n.*?)\n---$", result.out, re.M | re.S)
     return {"loss of step 1": columns["trl"][:1], "norm of step 1": columns["norm"][:1],
             "later losses": columns["trl"][1:] + columns["norm"][1:], "rates": columns["lr"],
-            "weights": read_bytes(sorted(glob.glob(name + "/model_*.bin"))[-1]),
+            "weights": read(sorted(glob.glob(name + "/model_*.bin"))[-1]),
             "memory": re.findall(r"^memory: .*$", result.out, re.M),
             "first validation": losses[:1], "later validations": losses[1:], "samples": samples}
 
@@ -219,7 +218,7 @@ def test_quiet():
         assert what(quiet) == what(loud)
     kinds = "step [12]/2 |val loss |sample |saved |---$"
     assert re.match(kinds, quiet.out) and re.match(kinds, quiet.out.splitlines()[-1])
-    assert read_bytes("quiet0/main.log") == read_bytes("quiet1/main.log")
+    assert read("quiet0/main.log") == read("quiet1/main.log")
     loss = run_ok({"-x": 0}).val_losses()[0]
     assert run_ok({"-x": 0, "--verbose": -1}).out == f"val loss {loss:.6f} | ppl {math.exp(loss):.2f}\n"
 
@@ -287,8 +286,8 @@ def test_files():
 def test_failed_start():
     """A folder without the line of a step is no run; nor is one in which nothing could be written."""
     os.mkdir("failed")
-    write_bytes("failed/main.log", b"s:0 tel:5.545\n")
-    write_bytes("failed/metrics.jsonl", b"")
+    write("failed/main.log", b"s:0 tel:5.545\n")
+    write("failed/metrics.jsonl", b"")
     run_ok({"-o": "failed", "-x": 2})
     assert (len(log_lines("failed")), log_lines("failed", "tel"), len(metrics("failed"))) == (2, [], 2)
     full = run({"-o": "full"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)))
@@ -376,14 +375,14 @@ def test_folder(folder):
 
     shutil.copytree(folder, "runs/damaged")
     damaged = "runs/damaged/model_%08d.bin"
-    data = bytearray(read_bytes(damaged % 6))
+    data = bytearray(read(damaged % 6))
     data[5000] ^= 1
-    write_bytes(damaged % 6, data)
+    write(damaged % 6, data)
     taken, loss, err = evaluate("runs/damaged")
     assert (taken, loss) == (damaged % 4, losses[4]) and damaged % 6 in err and err.count("\n") == 1
     shutil.copy(damaged % 2, damaged % 9)
     assert evaluate("runs/damaged")[0] == damaged % 4, "checkpoints come before a model alone"
-    write_bytes("runs/damaged/model_99.bin", b"nobody's")
+    write("runs/damaged/model_99.bin", b"nobody's")
     for path in glob.glob("runs/damaged/DONE_*") + glob.glob("runs/damaged/state_*"):
         os.remove(path)
     assert evaluate("runs/damaged") == (damaged % 9, losses[2], "")
@@ -409,7 +408,7 @@ def test_folder_name(folder):
     assert "longest sequence, 1024" in err
     assert evaluate("./d12", {"-j": "own_1.bin"}, **inside)[0] == "./d12/model_00000006.bin"
     shutil.copytree(folder, "gone")
-    write_bytes("gone/run.json", read_bytes("gone/run.json").replace(b'"own_val.bin"', b'"gone.bin"'))
+    write("gone/run.json", read("gone/run.json").replace(b'"own_val.bin"', b'"gone.bin"'))
     refused({**ALONE, "-o": None, "-e": "gone", "-x": 0}, "'gone.bin'")
 
 
@@ -466,9 +465,9 @@ def test_llmc_format(version, sizes):
     fp32 = struct.pack(f"<{count}f", *values)
     kinds = {3: fp32, 5: b"".join(fp32[at + 2:at + 4] for at in range(0, len(fp32), 4))}    # exact in bf16
     model, folder = f"theirs_{version}_{padded}.bin", f"theirs_{version}_{padded}"
-    write_bytes(model, struct.pack("<256i", MODEL_MAGIC, version, *fields, *[0] * 248) + kinds[version])
+    write(model, struct.pack("<256i", MODEL_MAGIC, version, *fields, *[0] * 248) + kinds[version])
     result = run_ok({"-e": model, "-v": 1, "-l": 0, "-x": 1, "-o": folder})
-    saved = read_bytes(model_path(folder))
+    saved = read(model_path(folder))
     header = struct.unpack("<8i", saved[:32])
     assert header[2:] == fields and saved[1024:] == kinds[header[1]]
     evaluated = run_ok({"-e": model, "-x": 0}).val_losses()

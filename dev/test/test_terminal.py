@@ -12,8 +12,8 @@ import subprocess
 import pytest
 
 from jobs import Terminal
-from trainer import (LIMIT_S, USUAL as COMMON, Program, log_lines, logged_steps, nan_model, read_bytes,
-                     run_ok, write_bytes)
+from checks import read, write
+from trainer import LIMIT_S, USUAL as COMMON, Program, log_lines, logged_steps, nan_model, run_ok
 
 USUAL = {**COMMON, "-b": 1, "-t": 8}
 STEP = re.compile(r"step (\d+)/(\d+) \| loss (\S+) +\| lr (\S+) \| norm (\S+) +\| (\S+) ms \| (\d+) tok/s"
@@ -52,7 +52,7 @@ def test_log_every():
     """One line for so many steps, and before what has a line of its own; the files have every step."""
     every, some = (run_ok({"-x": 10, "-o": f"every{n}", "-v": 4, "-m": 1, "--log-every": n}) for n in (1, 3))
     assert [int(row[0]) for row in STEP.findall(some.out)] == [3, 4, 6, 8, 9, 10]
-    assert read_bytes("every3/main.log") == read_bytes("every1/main.log") and len(log_lines("every1")) == 10
+    assert read("every3/main.log") == read("every1/main.log") and len(log_lines("every1")) == 10
     assert some.val_losses() == every.val_losses() and not re.search("[\r\x1b]", some.out)
 
 
@@ -212,7 +212,7 @@ def telemetry(folder, can, flags):
                        env=Program.environment(1, **fake_nvml(folder, can)), check=True, text=True)
     assert p.stderr == ""
     told = {r["step"]: {key: x for key, x in r.items() if key.startswith("gpu_")} for r in logged_steps("lg")}
-    return told, [row[7] for row in STEP.findall(p.stdout)], read_bytes("nvml.log").decode().split()
+    return told, [row[7] for row in STEP.findall(p.stdout)], read("nvml.log").decode().split()
 
 
 @pytest.mark.cpu_only
@@ -222,7 +222,7 @@ def test_telemetry():
     else changes. Where there is no library, or it does not know that GPU, nothing is said."""
     for name, reasons in (("nvml", "ClocksEvent"), ("nvml_old", "ClocksThrottle")):
         os.makedirs(name)
-        write_bytes(name + ".cpp", FAKE_NVML.encode())
+        write(name + ".cpp", FAKE_NVML.encode())
         subprocess.run(["g++", "-shared", "-fPIC", f"-DREASONS=nvmlDeviceGetCurrent{reasons}Reasons", "-o",
                         name + "/libnvidia-ml.so.1", name + ".cpp"], check=True)
     run_ok({"-x": 6, "-o": "plain"})
@@ -235,7 +235,7 @@ def test_telemetry():
     assert words == ["" if step % 2 else f"19{step // 2}0 MHz 691 W 63 C 30.0 GiB, power cap, heat"
                      for step in range(1, 7)]
     assert asked == ["init", "cpu", "end"], "a CPU is no GPU, so this is no bus id"
-    assert read_bytes("lg/main.log") == read_bytes("plain/main.log")
+    assert read("lg/main.log") == read("plain/main.log")
     _, _, lines = on_terminal({"-x": 1, "-lg": 1}, columns=80, env=fake_nvml("nvml", "init gpu watts"))
     assert "    1910 MHz 691 W 63 C 30.0 GiB, power cap, heat" in lines, "what does not fit goes on below"
 

@@ -12,9 +12,10 @@ import struct
 
 import pytest
 
+from checks import read
 from trainer import (USUAL as COMMON, Program, assert_close, exact, log_columns, log_lines, logged_steps,
-                     model_path, nan_model, need_fp8, read_bytes, refused, run, run_ok, sentences,
-                     settings_of, tolerance, write_shard)
+                     model_path, nan_model, need_fp8, refused, run, run_ok, sentences, settings_of, tolerance,
+                     write_shard)
 from twins import (BLOCKS, NORMS, SEED, behind, doubles, formats, gradients, mean_loss, norm_of, np,
                    row_losses, trained, uneven_rows, windows)
 
@@ -112,7 +113,7 @@ def test_threads():
     """They share out rows, columns and heads, and change no bit."""
     flags = {"-e": "L2,NH3,C72,T70,V500", "-b": 9, "-x": 3, "-l": "1e-2", "--dropout": 0.1, "-c": 0.1}
     for optimizer in ("adamw", "muon"):
-        models = [read_bytes(model_path(f"threads{n}{optimizer}")) for n in (1, 3) if run_ok(
+        models = [read(model_path(f"threads{n}{optimizer}")) for n in (1, 3) if run_ok(
             {**flags, "--optimizer": optimizer, "-o": f"threads{n}{optimizer}"}, threads=n)]
         assert models[0] == models[1]
 
@@ -129,8 +130,8 @@ def test_rates_of_updates(optimizer):
         rates["--muon-lr"], half["--muon-lr"] = 0.05, 0.025
     run_ok({**flags, **rates, "-x": 3, "-u": 2, "-n": 1, "-nk": 0, "-o": "warm_" + optimizer})
     run_ok({**flags, **half, "-o": "half_" + optimizer})
-    warm = read_bytes(f"warm_{optimizer}/model_00000001.bin")
-    assert warm == read_bytes(model_path("half_" + optimizer)) != read_bytes(flags["-e"])
+    warm = read(f"warm_{optimizer}/model_00000001.bin")
+    assert warm == read(model_path("half_" + optimizer)) != read(flags["-e"])
 
 
 @pytest.mark.parametrize("model, seed", [(MODEL, 1337), ("L3,NH1,C24,T20,V300", 12345678901)])
@@ -184,7 +185,7 @@ def test_outliers(flag, limit, what, optimizer):
                       re.M)
     assert (got.code, said) == (0, [(str(before + 1 + k), what) for k in range(spike)]), got.err
     assert got.losses()[:before] + got.losses()[before + spike:] == want.losses()
-    assert read_bytes(model_path("spiky" + kind)) == read_bytes(model_path("clean" + kind))
+    assert read(model_path("spiky" + kind)) == read(model_path("clean" + kind))
 
 
 # ---- FP8 ----
@@ -229,7 +230,7 @@ def test_saved(flags):
     dims, p = doubles(path)
     kind = BLOCKS.index(flags.get("--block", "sequential")), NORMS.index(flags.get("--norm", "layernorm"))
     version = (5 if Program.precision == "BF16" else 3) + 100 * (kind != (0, 0))
-    header = struct.unpack("<10i", read_bytes(path)[:40])
+    header = struct.unpack("<10i", read(path)[:40])
     assert header[1] == version and header[8:] == kind == (dims.block, dims.norm)
     residual = flags.get("--residual-dtype") == "fp32"
     assert residual_word(path) == residual
@@ -251,11 +252,11 @@ def test_saved(flags):
         assert max(behind(dims, p, text, 3), default=0) <= tolerance(1e-4, 0.25), text
     # what learned nothing is saved as it was loaded
     run_ok({"-e": path, "-l": 0, "-c": 0.1, "-o": folder + "_again"})
-    assert read_bytes(path) == read_bytes(model_path(folder + "_again"))
+    assert read(path) == read(model_path(folder + "_again"))
 
 
 def residual_word(path):
-    return struct.unpack_from("<i", read_bytes(path), 4 * RESIDUAL_WORD)[0]
+    return struct.unpack_from("<i", read(path), 4 * RESIDUAL_WORD)[0]
 
 
 def test_residual_kept():

@@ -23,6 +23,8 @@ import subprocess
 
 import pytest
 
+from checks import read, write
+
 SHARD_MAGIC, EVAL_MAGIC, MODEL_MAGIC = 20240520, 20240522, 20240326
 B, T, V, C, L = 4, 32, 256, 32, 2
 TINY = f"L{L},NH2,C{C},T{T},V{V}"
@@ -153,20 +155,9 @@ def tolerance(fp32, low):
 
 # ---- files, written and read by a few lines of our own ----
 
-def write_bytes(path, data):
-    with open(path, "wb") as f:
-        f.write(data)
-    return path
-
-
-def read_bytes(path):
-    with open(path, "rb") as f:
-        return f.read()
-
-
 def write_shard(path, tokens, magic=SHARD_MAGIC, version=1, count=None):
     header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
-    return write_bytes(path, header + struct.pack(f"<{len(tokens)}H", *tokens))
+    return write(path, header + struct.pack(f"<{len(tokens)}H", *tokens))
 
 
 def write_questions(path, questions, labels, tokenizer=0):
@@ -180,7 +171,7 @@ def write_questions(path, questions, labels, tokenizer=0):
         longest = max(longest, words[1])
         body.append(struct.pack(f"<{len(words)}H", *words))
     header = struct.pack("<256i", EVAL_MAGIC, 1, len(body), longest, tokenizer, *[0] * 251)
-    return write_bytes(path, header + b"".join(body))
+    return write(path, header + b"".join(body))
 
 
 def sentences(seed, length):
@@ -199,9 +190,9 @@ def without_checksum(data):
 
 def nan_model(path):
     """A copy of a model whose losses are NaN, since lnfb's last number is."""
-    data = without_checksum(read_bytes(path))
+    data = without_checksum(read(path))
     data[-4:] = b"\0\0\xc0\x7f"                # in FP32, and in BF16
-    return write_bytes("nan.bin", data)
+    return write("nan.bin", data)
 
 
 def model_path(folder):
@@ -248,7 +239,7 @@ def snapshot(folder="."):
         state.update((os.path.join(parent, name), None) for name in folders)
         for name in files:
             path = os.path.join(parent, name)
-            state[path] = hashlib.sha256(read_bytes(path)).hexdigest() if os.path.isfile(path) else "special"
+            state[path] = hashlib.sha256(read(path)).hexdigest() if os.path.isfile(path) else "special"
     return state
 
 
