@@ -18,7 +18,7 @@ import subprocess
 
 import pytest
 
-from checks import ROOT
+from checks import ROOT, read, write
 from trainer import Program, flags_of, logged_steps, on_cpu, run_ok, write_shard
 
 pytestmark = [pytest.mark.numeric, pytest.mark.programs("plain")]
@@ -61,13 +61,11 @@ def made_up_data():
 def test_curve(program, model, request):
     made_up_data()
     update, key = request.config.getoption("--update-golden"), key_of(program)
-    with open(GOLDEN, encoding="utf-8") as f:
-        golden = json.load(f)
+    golden = json.loads(read(GOLDEN))
     if key not in golden and not update:
         pytest.skip(f"no entry for '{key}' in golden.json: --update-golden adds it")
     got, want = curve(model), golden.get(key, {}).get(model)
     if update and got != want:
         golden.setdefault(key, {})[model] = want = got
-        with open(GOLDEN, "w", encoding="utf-8") as f:
-            f.write(json.dumps(golden, indent=0, sort_keys=True) + "\n")
+        write(GOLDEN, json.dumps(golden, indent=0, sort_keys=True) + "\n")
     assert got == want, f"{key}, {model}"

@@ -19,9 +19,7 @@ from checks import NAMES, ROOT, known_names, read, row_of, write
 
 
 def names_of(path):
-    with open(path, encoding="utf-8") as f:
-        tree = ast.parse(f.read())
-    return [node.name.removeprefix("test_") for node in tree.body
+    return [node.name.removeprefix("test_") for node in ast.parse(read(path)).body
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
@@ -83,14 +81,13 @@ def test_gpu_results():
     assert fields["counts"] == "12 passed, 1 failed, 1 skipped" and fields["sha256"] == "sources"
     assert gpus.passed_rows("sources", "results") == {"cli BF16"}
     assert gpus.passed_rows("other sources", "results") == set()
-    with open("results", "a", encoding="utf-8") as f:
-        f.write("\nmemcheck: ok\n")
+    write("results", read("results") + b"\nmemcheck: ok\n")
     gpus.write_results({"ranks BF16, 2 GPUs": (8, 0, 0)}, "sources", "results")
-    text = open("results", encoding="utf-8").read()
+    text = read("results").decode()
     assert text.endswith("\n\nmemcheck: ok\n"), "other steps of these sources stay"
     assert gpus.passed_rows("sources", "results") == set(rows), "other suites stay"
     gpus.write_results({"cli FP16": (1, 0, 0)}, "other sources", "results")
-    text = open("results", encoding="utf-8").read()
+    text = read("results").decode()
     assert "memcheck" not in text and "BF16" not in text, "those of other sources go"
 
 
@@ -167,8 +164,7 @@ def run_suites(*words, gpus_here=0, **env):
     if not os.path.exists("docs"):
         write("docs/performance.md", status.BEGIN + status.END)
     shutil.copy(os.path.join(ROOT, "pytest.ini"), ".")
-    with open("checks.py", encoding="utf-8") as f:
-        write("checks.py", f.read().replace("ROOT = ", f"ROOT = {os.getcwd()!r}\nIT = "))
+    write("checks.py", read("checks.py").decode().replace("ROOT = ", f"ROOT = {os.getcwd()!r}\nIT = "))
     for name, text in SUITES.items():
         write(name, text)
     write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'; " for i in range(gpus_here)) + "\n")

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from checks import read
 from trainer import C, V, Program, run, run_ok, sentences, write_shard
 from twins import formats
 
@@ -69,13 +70,11 @@ def planned_and_taken(flags):
         assert line, p.stderr.read()
         out += line
     def busy():                                             # seconds of processor time
-        with open(f"/proc/{p.pid}/stat", encoding="ascii") as f:
-            return int(f.read().rsplit(")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
+        return int(read(f"/proc/{p.pid}/stat").rsplit(b")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
     since = busy()
     while b"evaluating " in out and busy() < since + 0.1 and p.poll() is None:
         time.sleep(0.02)                                    # past the first batch
-    with open(f"/proc/{p.pid}/status", encoding="ascii") as f:
-        peak = re.search(r"^VmPeak:\s+(\d+) kB$", f.read(), re.M)
+    peak = re.search(rb"^VmPeak:\s+(\d+) kB$", read(f"/proc/{p.pid}/status"), re.M)
     p.kill()
     p.communicate()
     plan = re.search(rb"^memory: (\S+) (MiB|GiB) in all", out, re.M)

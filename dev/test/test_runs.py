@@ -264,13 +264,11 @@ def test_files():
     result, folder = run_ok(flags), flags["-o"]
     assert sorted(os.listdir(folder)) == ["DONE_00000004", "main.log", "metrics.jsonl", "model_00000004.bin",
                                           "run.json", "state_00000004_00000.bin"]
-    with open(folder + "/main.log", encoding="ascii") as f:
-        lines = f.read().splitlines()
+    lines = read(folder + "/main.log").decode("ascii").splitlines()
     assert all(LOG_LINE.fullmatch(line) for line in lines)
     assert [line[:7] for line in lines] == [f"s:{k} {kind}" for k, kind in (
         (0, "tel"), (0, "trl"), (1, "trl"), (2, "tel"), (2, "trl"), (3, "trl"), (4, "tel"))]
-    with open(folder + "/run.json", encoding="utf-8") as f:
-        assert json.load(f)["precision"] == Program.precision
+    assert json.loads(read(folder + "/run.json"))["precision"] == Program.precision
     assert settings_of(folder)["prompt"] == flags["--prompt"]
     # a step has one number on the terminal, in metrics.jsonl and in names of files: how many are done then;
     # main.log is llm.c's, which counts from 0
@@ -440,8 +438,7 @@ def test_folder_writes(folder):
 @pytest.mark.numeric
 def test_pytorch_run():
     """12 steps with accumulation, warm-up, decay and clipping, two shards, as PyTorch in fp32 did them."""
-    with open(FIXTURE + "/run.json", encoding="utf-8") as f:
-        reference = json.load(f)
+    reference = json.loads(read(FIXTURE + "/run.json"))
     words = reference["our_flags"].split()
     run_ok({**dict(zip(words[::2], words[1::2])), "-i": os.path.join(FIXTURE, reference["shards"]),
             "-o": "pytorch"})

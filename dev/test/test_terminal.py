@@ -153,8 +153,7 @@ def test_progress_and_errors():
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 
     def kill_rank_1(p):
-        with open(f"/proc/{p.pid}/task/{p.pid}/children", encoding="ascii") as f:
-            os.kill(int(f.read().split()[1]), signal.SIGKILL)
+        os.kill(int(read(f"/proc/{p.pid}/task/{p.pid}/children").split()[1]), signal.SIGKILL)
     for said, flags, more in (("error: cannot write 'full/", {"-o": "full"}, {"preexec_fn": small_files}),
                               ("error: rank 1 (", {"--gpus": 2}, {"until": b" [", "then": kill_rank_1})):
         code, _, lines = on_terminal({**LONG, **flags}, **more)

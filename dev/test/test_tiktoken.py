@@ -28,9 +28,8 @@ def gpt2_ranks(path):
     byte_of = {chr(b): b for b in printable}
     byte_of.update({chr(256 + i): b for i, b in enumerate(order[len(printable):])})
     ranks = {bytes([b]): i for i, b in enumerate(order)}
-    with open(path, encoding="utf-8") as f:
-        for line in f.read().split("\n")[1:-1]:
-            ranks[bytes(byte_of[c] for c in line.replace(" ", ""))] = len(ranks)
+    for line in read(path).decode().split("\n")[1:-1]:
+        ranks[bytes(byte_of[c] for c in line.replace(" ", ""))] = len(ranks)
     return ranks
 
 

@@ -205,8 +205,8 @@ LOG_LINE = re.compile(r"s:(\d+) (?:trl:(\S+) lr:(\S+) norm:(\S+)|tel:(\S+)|eval:
 
 
 def log_lines(folder, kind="trl"):
-    with open(folder + "/main.log", encoding="ascii") as f:
-        return [line for line in f if f" {kind}:" in line]
+    lines = read(folder + "/main.log").decode("ascii").splitlines(True)
+    return [line for line in lines if f" {kind}:" in line]
 
 
 def log_columns(folder):
@@ -219,8 +219,8 @@ def metrics(folder):
     """The records of metrics.jsonl."""
     def no_constant(word):              # Python's reader would take NaN, which is not JSON
         raise ValueError(word)
-    with open(folder + "/metrics.jsonl", encoding="ascii") as f:
-        return [json.loads(line, parse_constant=no_constant) for line in f]
+    lines = read(folder + "/metrics.jsonl").decode("ascii").splitlines()
+    return [json.loads(line, parse_constant=no_constant) for line in lines]
 
 
 def logged_steps(folder):
@@ -228,8 +228,7 @@ def logged_steps(folder):
 
 
 def settings_of(folder):
-    with open(folder + "/run.json", encoding="utf-8") as f:
-        return json.load(f)["settings"]
+    return json.loads(read(folder + "/run.json"))["settings"]
 
 
 def snapshot(folder="."):
