@@ -4049,10 +4049,9 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
                       Accumulate acc);                                          // after the forward
 static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges);
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // these four: the exchange
+static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // these three: the exchange
 static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges);
 static void gpt2_await_params(GPT2* model, int bucket);
-static void check_ranks(GPT2* model, int64_t step);
 static void gpt2_update(GPT2* model, double lr, double muon_lr = 0.0);
 
 static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
@@ -4116,7 +4115,6 @@ static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, doub
     }
     saver_hold(saver);                          // weights change only after a checkpoint has its copies
     gpt2_update(model, lr, muon_lr);
-    if (run.check_ranks) { check_ranks(model, model->step); }
     return true;
 }
 
@@ -4855,12 +4853,19 @@ static void gpt2_await_all_params(GPT2* model) {
 
 // Dies if the parameters of two ranks differ: each rank hashes its own, and all compare the hashes.
 static void check_ranks(GPT2* model, int64_t step) {
+    if (comm.world == 1) { return; }
+    CommWait waiting;                           // the device may wait for other ranks
     const size_t bytes = model->layout.params_bytes;
     gpt2_await_all_params(model);
-    std::vector<char> params(bytes);
-    copy_to_host(params.data(), model->params, bytes, model->stream);
-    stream_sync(model->stream);
-    std::vector<uint64_t> hashes(comm.world, checksum(params.data(), bytes));
+    std::vector<char> part(std::min(bytes, (size_t)64 << 20));
+    Checksum sum;
+    for (size_t at = 0; at < bytes; at += part.size()) {
+        const size_t n = std::min(part.size(), bytes - at);
+        copy_to_host(part.data(), model->params + at, n, model->stream);
+        stream_sync(model->stream);
+        checksum_add(&sum, part.data(), n);
+    }
+    std::vector<uint64_t> hashes(comm.world, checksum_end(&sum));
     comm_all_gather(hashes.data(), sizeof(hashes[0]));
     for (int r = 1; r < comm.world; r++) {
         if (hashes[r] == hashes[0]) { continue; }
@@ -5532,7 +5537,7 @@ static void load_model(Training* t, const Config& config, const Options& options
     }
     else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
     else { gpt2_init_random(model, options.seed); }
-    if (comm.world > 1) { check_ranks(model, model->step); }
+    check_ranks(model, model->step);
 }
 
 // Starts the logs and the checkpoints' writer, and finds where a resumed run goes on.
@@ -5870,6 +5875,7 @@ static void train(Training* t) {
     report_rewinds();                           // if a signal ended the loop, a step is pending
     report_line(&reports.report);               // the last steps, fewer than --log-every
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
+    check_ranks(model, t->step);                // a model on which the ranks disagree is not saved
     save(t);                                    // first: the rest takes time
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, &t->logger, t->step); }

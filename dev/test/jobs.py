@@ -318,7 +318,7 @@ def untimed_metrics(folder):
 
 
 # what a resumed run may say otherwise: times, and who computed it on how many ranks
-OTHERWISE = re.compile("ranks|device|program|flag[.](output-dir|resume|gpus|check-ranks|"
+OTHERWISE = re.compile("ranks|device|program|flag[.](output-dir|resume|gpus|"
                        "zero-stage|recompute|checkpoint-every|max-steps|keep|major-every)")
 
 

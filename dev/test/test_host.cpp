@@ -681,7 +681,7 @@ static void test_run() {
         }
     }
     check_lives("flags of old programs", [] {
-        settings_known({{"flag.residual", "gemm"}, {"flag.quiet", "1"}}, "flag.");
+        settings_known({{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"}}, "flag.");
     });
 }
 

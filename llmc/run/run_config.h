@@ -76,7 +76,7 @@ struct RunConfig {
     CommOptions comm;
     const char* plan;
     double price;
-    int zero, lanes, check_ranks;
+    int zero, lanes;
     Reduction reduction;
 
     // output
@@ -241,8 +241,6 @@ static const Flag kFlags[] = {
         FLAG_FIXED},
     {"",    "reduction",       FLAG_ENUM,   &run.reduction,      "tree",    0, 0, "tree|nccl",
         "gradients of all ranks are summed by the lanes' tree, or in NCCL's order", FLAG_FIXED},
-    {"",    "check-ranks",     FLAG_BOOL,   &run.check_ranks,    "0",       0, 1, nullptr,
-        "compare all ranks' parameters after every step (slow)", FLAG_NOW},
     {"pi",  "process-init",    FLAG_ENUM,   &run.comm.init,      "auto",    0, 0, "auto|mpi|tcp|fs",
         "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
         FLAG_NOW},
@@ -291,7 +289,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "master-weights grad-dtype matmul-dtype fp8-head process-init process-server process-folder processes "
      "process-rank gpus-per-node start-timeout"},
     {"for measuring and debugging", "",
-     "overfit log-gpu tf32 gelu-fusion kernels lanes reduction check-ranks"}};
+     "overfit log-gpu tf32 gelu-fusion kernels lanes reduction"}};
 
 // The command line with `eval|sample|chat RUN` in front written out as flags.
 static inline std::vector<const char*> words_in_full(int argc, char** argv) {
@@ -404,14 +402,21 @@ static inline std::string from_start(const std::string& pattern, const std::stri
     return path + "/" + pattern;
 }
 
-// Dies if the run was started with a flag that this program lacks. --residual gemm passes: it names the only
-// behaviour of this program. So does --quiet, which is --verbose -1 now and no run keeps.
+// Flags of earlier programs that a run may have been started with, each with the value that names what this
+// program does. "": any value, because the flag concerned only one start.
+constexpr struct { const char *name, *value; } kFormerFlags[] = {
+    {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}};
+
+// Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
 static inline void settings_known(const Facts& facts, const std::string& prefix) {
     for (const auto& fact : facts) {
         if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
         const std::string name = fact.first.substr(prefix.size());
-        const bool passes = (name == "residual" && fact.second == "gemm") || name == "quiet";
-        if (passes || flags_find(kFlags, kNumFlags, "--" + name)) { continue; }
+        bool passes = flags_find(kFlags, kNumFlags, "--" + name) != nullptr;
+        for (const auto& former : kFormerFlags) {
+            passes = passes || (name == former.name && (!*former.value || fact.second == former.value));
+        }
+        if (passes) { continue; }
         die("the run in -o %s began with --%s %s, which this program does not have\n"
             "hint: go on with the program that began it", run.output_dir, name.c_str(), fact.second.c_str());
     }
