@@ -5484,7 +5484,7 @@ static size_t open_text(Training* t, const Config& config) {
     if (!run_writes_text()) { return 0; }
     text_init(&t->tokenizer, config.V);
     if (run.chat && !t->text()) {
-        die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
+        die("chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
     }
     return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
 }
@@ -5897,7 +5897,7 @@ static bool validate_alone(Training* t) {
     return validate(&t->model, &t->val_loader, &t->logger, 0);
 }
 
-// -x 0 with --prompt or --chat.
+// -x 0 with --prompt, or chat.
 static void write_alone(Training* t) {
     if (!run.chat) { generate(t); return; }
     // without -g a text goes on to the end of a sentence

@@ -24,7 +24,7 @@ VALUES = """
 --log-every -1 | -r 3 | -f 2 | -a yes | -w 2 | -y 2 | -h 2 | -ge 3 | -sl -1 | -sg -1 | --seed -1
 --grad-clip -1 | --beta1 1 | --beta2 1 | --eps 0 | --optimizer sgd | --muon-lr -1 | --muon-momentum 1
 --muon-steps 0 | --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
---top-k -1 | --top-p 1.5 | --chat 2 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
+--top-k -1 | --top-p 1.5 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
 --matmul-dtype fp16 | --fp8-head 2 | --reduction ring nccl | -pi udp | -pn 4097
 -pg -1 | --start-timeout 0 | --cooldown 1.1 | --muon-warmup -1
@@ -70,8 +70,6 @@ REFUSED = f"""
 --matmul-dtype fp8 -e L2,NH1,C24,T32,V256 => multiples of 16 | C = 24
 -y 1 -o ''                  => -y 1 needs -o
 --on-bad-loss rewind -o ''  => --on-bad-loss rewind needs -o
---chat 1                    => --chat | -x 0
---chat 1 -x 0 -o '' -e {NO_TEXT} => --chat | V=300
 --prompt hi -x 0 -o '' -e {NO_TEXT} => --prompt | 300
 --prompt hi -s 5 -x 10 -e {NO_TEXT} => --prompt | 300
 --prompt {'a' * T} -x 0 -o ''   => {T} | {T - 2}
@@ -235,6 +233,11 @@ def test_model_files():
                         (bytes(range(256)) * 8, "not a model checkpoint")):
         write_bytes("bad_model.bin", data)
         refused({"-e": "bad_model.bin"}, "bad_model.bin", *said)
+
+
+def test_chat_without_a_tokenizer():
+    p = subprocess.run([Program.path, "chat", NO_TEXT], capture_output=True, text=True, check=False)
+    assert p.returncode == 1 and p.stderr.startswith("error: chat needs a tokenizer") and "V=300" in p.stderr
 
 
 def test_model_beside_a_bad_run_json():

@@ -124,7 +124,7 @@ def test_every_flag_has_a_row():
     assert sorted(rows) == sorted([*names, "help"]) and len(names) >= 30
     assert not [name for name in names if "(default " not in " ".join(rows[name].split())]
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
-    known |= {"evaluate", "eval-data", "eval-every", "chat", "log-gpu", "verbose"}  # tests of their own
+    known |= {"evaluate", "eval-data", "eval-every", "log-gpu", "verbose"}  # tests of their own
     known |= {"plan", "price"}
     known |= {"gpus", "zero-stage", "lanes", "reduction", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}

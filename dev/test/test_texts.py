@@ -1,4 +1,4 @@
-"""Texts that the program writes: prompts, samples in training, --chat.
+"""Texts that the program writes: prompts, samples in training, chat.
 
 Models that leave no doubt tell samples apart. What is drawn from given logits is for test_host.cpp, texts
 beyond T against whole forwards for test_gpt2, greedy texts against the judge for test_training.py.
@@ -107,7 +107,7 @@ def test_other_steps_and_seeds():
     assert len({*run_ok(flags).samples(), *run_ok({**flags, "--seed": 4}).samples()}) == 6
 
 
-# ---- on a terminal, and --chat ----
+# ---- on a terminal, and chat ----
 
 def all_shown(terminal):
     """What was written to the other end, in bytes: nobody has that open any more."""
@@ -136,13 +136,18 @@ def test_characters(text):
     assert all_shown(terminal) == period * 2 + b"\n"
 
 
+def chat_command(flags):
+    program, *words = Program.command({**flags, "-e": None, "-x": None})
+    return [program, "chat", trained(), *words]
+
+
 @pytest.mark.cpu_only
 def test_chat():
     """Lines are answered through a pipe, as one text that goes on: what was said before counts."""
     flags = {**ALONE, "-e": trained(), "-x": 0, "--temperature": 0, "-g": 5, "--verbose": -1}
 
     def chat(lines, **more):
-        p = subprocess.run(Program.command({**flags, "--chat": 1, **more}), input=lines, capture_output=True,
+        p = subprocess.run(chat_command({**flags, **more}), input=lines, capture_output=True,
                            timeout=LIMIT_S, env=Program.environment(1), check=True)
         assert p.stderr == b""
         return p.stdout.decode("latin-1")
@@ -171,7 +176,7 @@ def test_chat_on_a_terminal():
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     terminal, end = pty.openpty()
-    p = subprocess.Popen(Program.command({**ALONE, "-e": trained(), "-x": 0, "--chat": 1, "-g": 1 << 24}),
+    p = subprocess.Popen(chat_command({**ALONE, "-g": 1 << 24}),
                          stdin=end, stdout=end, stderr=subprocess.PIPE, env=Program.environment(1),
                          preexec_fn=take_terminal)      # pylint: disable=W1509
     os.close(end)

@@ -82,10 +82,11 @@ struct RunConfig {
     // output
     int checkpoint_every, keep, major_every, resume;
     int val_every, val_batches, log_every, log_gpu, evaluate, eval_every, verbose;
-    int sample_every, sample_tokens, num_samples, top_k, chat;
+    int sample_every, sample_tokens, num_samples, top_k;
     double temperature, top_p;
 
     // not flags
+    bool chat;                      // chat RUN
     bool resumed;                   // continues from a checkpoint
     bool again;                     // -y 1 without a checkpoint: begins again with the settings of run.json
     bool own_launch;                // -y 1: --gpus was taken from run.json
@@ -194,9 +195,6 @@ static const Flag kFlags[] = {
         "sample among the k likeliest tokens; 0: among all"},
     {"",    "top-p",           FLAG_FLOAT,  &run.top_p,          "1",       0, 1, nullptr,
         "and of those among the likeliest that have this part of the probability"},
-    {"",    "chat",            FLAG_BOOL,   &run.chat,           "0",       0, 1, nullptr,
-        "-x 0: read lines and go on from each; Ctrl-C ends a text, Ctrl-D the program; without -g a text "
-        "goes on to the end of a sentence"},
     {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
         "train on the first batch over and over", FLAG_FIXED},
     {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
@@ -271,10 +269,12 @@ static inline bool run_given(const char* name) { return flags_given(kFlags, kNum
 
 // What --help shows; with `all`, also each group's further flags.
 static const std::vector<FlagGroup> kFlagGroups = {
-    {"RUN is a run's folder or a model. Short forms, which other flags may follow:\n"
-     "  eval RUN                    -e RUN -x 0\n"
-     "  sample RUN                  -e RUN -x 0 --prompt ''\n"
-     "  chat RUN                    -e RUN -x 0 --chat 1", "", ""},
+    {"RUN is a run's folder or a model. Flags may follow:\n"
+     "  eval RUN                    the validation loss, as -e RUN -x 0\n"
+     "  sample RUN                  writes, as -e RUN -x 0 --prompt ''\n"
+     "  chat RUN                    reads lines and goes on from each, to the end of\n"
+     "                              a sentence (with -g by so many tokens); Ctrl-C\n"
+     "                              ends a text, Ctrl-D the program", "", ""},
     {"data and model", "train-data val-data model output-dir resume",
      "block norm residual-dtype dropout shuffle seed"},
     {"batch and schedule",
@@ -283,7 +283,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "final-fraction cooldown beta1 beta2 eps muon-lr muon-momentum muon-warmup muon-steps muon-decay "
      "grad-clip skip-loss skip-norm on-bad-loss"},
     {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
-     "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p chat keep "
+     "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
      "major-every log-every"},
     {"memory and several GPUs", "recompute gpus zero-stage plan price",
      "master-weights grad-dtype matmul-dtype fp8-head process-init process-server process-folder processes "
@@ -291,11 +291,12 @@ static const std::vector<FlagGroup> kFlagGroups = {
     {"for measuring and debugging", "",
      "overfit log-gpu tf32 gelu-fusion kernels lanes reduction"}};
 
-// The command line with `eval|sample|chat RUN` in front written out as flags.
+// The command line with `eval|sample|chat RUN` in front written out as flags. Sets run.chat, which has none.
 static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     std::vector<const char*> words(argv, argv + argc);
     const std::string form = argc > 1 ? argv[1] : "";
-    if (form != "eval" && form != "sample" && form != "chat") { return words; }
+    run.chat = form == "chat";
+    if (form != "eval" && form != "sample" && !run.chat) { return words; }
     if (argc < 3 || argv[2][0] == '-') {
         die("%s: of which run?\nhint: %s %s RUN, with a run's folder or a model", form.c_str(), argv[0],
             form.c_str());
@@ -305,7 +306,6 @@ static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     bool prompts = false;
     for (int i = 3; i < argc; i++) { prompts = prompts || strncmp(argv[i], "--prompt", 8) == 0; }
     if (form == "sample" && !prompts) { words.push_back("--prompt="); }
-    if (form == "chat") { words.push_back("--chat=1"); }
     return words;
 }
 
@@ -318,7 +318,7 @@ __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ..
     va_end(args);
 }
 
-// Evaluate: validation loss, answers to questions, or both. Write: texts after --prompt, or --chat; it may
+// Evaluate: validation loss, answers to questions, or both. Write: texts after --prompt, or chat; it may
 // answer questions first.
 enum class Task { Train, Evaluate, Write };
 static inline Task run_task() {
@@ -341,7 +341,7 @@ static inline bool run_validates() {
 // ---- what all ranks must agree on ----
 
 static inline Facts flag_facts() {
-    Facts facts;
+    Facts facts = {{"chat", run.chat ? "1" : "0"}};
     for (const Flag& flag : kFlags) {
         const std::string name = flag.name;
         if (name == "process-rank" || name == "process-server") { continue; }
@@ -405,7 +405,7 @@ static inline std::string from_start(const std::string& pattern, const std::stri
 // Flags of earlier programs that a run may have been started with, each with the value that names what this
 // program does. "": any value, because the flag concerned only one start.
 constexpr struct { const char *name, *value; } kFormerFlags[] = {
-    {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}};
+    {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}};
 
 // Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
 static inline void settings_known(const Facts& facts, const std::string& prefix) {
@@ -621,7 +621,6 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
         die("--plan is for training that begins: leave %s out", run.resume ? "-y 1" : "-x 0");
     }
     if (run.price > 0 && run.plan[0] == '\0') { die("--price is for --plan, which is not given"); }
-    if (run.chat && run.max_steps != 0) { die("--chat needs -x 0: it does not train"); }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {
         die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
     }
