@@ -5370,7 +5370,6 @@ static Options run_options() {
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
     o.grad_clip = (float)run.grad_clip;
     o.muon = run.optimizer == OptimizerKind::Muon;
-    o.muon_steps = run.muon_steps;
     o.muon_momentum = run.muon_momentum;
     o.muon_warmup = run.muon_warmup;
     o.muon_decay = run.muon_decay;

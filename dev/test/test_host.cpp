@@ -686,8 +686,10 @@ static void test_run() {
     }
     check_lives("flags of old programs", [] {
         settings_known({{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},
-                        {"flag.chat", "0"}}, "flag.");
+                        {"flag.chat", "0"}, {"flag.muon-steps", "5"}}, "flag.");
     });
+    check_dies("a flag of old programs", [] { settings_known({{"flag.muon-steps", "6"}}, "flag."); },
+               {"began with --muon-steps 6, which this program does not have", "the program that began it"});
 }
 
 // ---- lanes.h ----

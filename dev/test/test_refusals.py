@@ -23,7 +23,7 @@ VALUES = """
 -x -1 +2 epochs | -u -1 | -c -0.1 | -v -1 | -m 0 | -s -1 | -g 0 | -n -1 | -nk -1 | -nm -1 | -lg -1
 --log-every -1 | -r 3 | -f 2 | -a yes | -w 2 | -y 2 | -h 2 | -ge 3 | -sl -1 | -sg -1 | --seed -1
 --grad-clip -1 | --beta1 1 | --beta2 1 | --eps 0 | --optimizer sgd | --muon-lr -1 | --muon-momentum 1
---muon-steps 0 | --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
+--muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
 --top-k -1 | --top-p 1.5 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
 --matmul-dtype fp16 | --fp8-head 2 | --reduction ring nccl | -pi udp | -pn 4097
@@ -52,7 +52,6 @@ REFUSED = f"""
 --muon-lr 0.05              => --muon-lr is for --optimizer muon
 --muon-momentum 0.5         => --muon-momentum is for --optimizer muon
 --muon-warmup 9             => --muon-warmup is for --optimizer muon
---muon-steps 4              => --muon-steps is for --optimizer muon
 --muon-decay 5              => --muon-decay is for --optimizer muon
 -z 130                      => 130 | use -z 128
 -z 100                      => 100 | 128

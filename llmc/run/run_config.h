@@ -61,7 +61,6 @@ struct RunConfig {
     int64_t warmup, seed;
     int schedule, overfit, shuffle; // schedule: LrKind
     OptimizerKind optimizer;
-    int muon_steps;
     int64_t muon_warmup;
     double muon_lr, muon_momentum, muon_decay;
     OnBadLoss on_bad_loss;
@@ -150,8 +149,6 @@ static const Flag kFlags[] = {
         "Muon: Nesterov's", FLAG_FIXED},
     {"",    "muon-warmup",     FLAG_INT64,  &run.muon_warmup,    "0",       0, 1e15, nullptr,
         "Muon: steps in which its momentum rises from 0.85", FLAG_FIXED},
-    {"",    "muon-steps",      FLAG_INT,    &run.muon_steps,     "5",       1, 20, nullptr,
-        "Muon: steps of Newton and Schulz", FLAG_FIXED},
     {"",    "muon-decay",      FLAG_FLOAT,  &run.muon_decay,     "0.01",    0, 10, nullptr,
         "Muon: weight decay of its matrices, for which -c then does not count", FLAG_FIXED},
     {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
@@ -280,7 +277,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
     {"batch and schedule",
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
-     "final-fraction cooldown beta1 beta2 eps muon-lr muon-momentum muon-warmup muon-steps muon-decay "
+     "final-fraction cooldown beta1 beta2 eps muon-lr muon-momentum muon-warmup muon-decay "
      "grad-clip skip-loss skip-norm on-bad-loss"},
     {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
@@ -405,7 +402,7 @@ static inline std::string from_start(const std::string& pattern, const std::stri
 // Flags of earlier programs that a run may have been started with, each with the value that names what this
 // program does. "": any value, because the flag concerned only one start.
 constexpr struct { const char *name, *value; } kFormerFlags[] = {
-    {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}};
+    {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"}};
 
 // Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
 static inline void settings_known(const Facts& facts, const std::string& prefix) {
@@ -597,7 +594,7 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
         die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
             "one", run.gelu_fusion);
     }
-    for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-steps", "muon-decay"}) {
+    for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-decay"}) {
         if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {
             die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
                 "hint: give --optimizer muon, or leave --%s out", name, name);
