@@ -5363,8 +5363,8 @@ static Options run_options() {
     o.dropout = run.dropout;
     o.tf32 = run.tf32 != 0;
     o.kernels = run.kernels;
-    o.fp8 = o.trains && run.matmul_dtype == MatmulDtype::Fp8;
-    o.fp8_head = o.fp8 && run.fp8_head != 0;
+    o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
+    o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
     o.recompute = o.fp8 ? 2 : run.recompute;    // FP8 recomputes in its first step only
     o.weight_decay = (float)run.weight_decay;
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;

@@ -685,11 +685,19 @@ static void test_run() {
         }
     }
     check_lives("flags of old programs", [] {
-        settings_known({{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},
-                        {"flag.chat", "0"}, {"flag.muon-steps", "5"}}, "flag.");
+        Facts facts = {{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},
+                       {"flag.chat", "0"}, {"flag.muon-steps", "5"}};
+        settings_known(&facts, "flag.");
     });
-    check_dies("a flag of old programs", [] { settings_known({{"flag.muon-steps", "6"}}, "flag."); },
-               {"began with --muon-steps 6, which this program does not have", "the program that began it"});
+    check_dies("a flag of old programs", [] {
+        Facts facts = {{"flag.muon-steps", "6"}};
+        settings_known(&facts, "flag.");
+    }, {"began with --muon-steps 6, which this program does not have", "the program that began it"});
+    for (const char* head : {"0", "1", "false", "true"}) {
+        Facts facts = {{"flag.matmul-dtype", "fp8"}, {"flag.fp8-head", head}};
+        settings_known(&facts, "flag.");
+        CHECK_TEXT(facts[0].second, head[0] == '1' || head[0] == 't' ? "fp8-head" : "fp8");
+    }
 }
 
 // ---- lanes.h ----

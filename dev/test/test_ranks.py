@@ -115,7 +115,7 @@ BITS = {
     "-r 0, 1 and 2": (batch(8), [{"--gpus": 1, "-r": 0}, {"--gpus": 2, "-r": 1}, {**ranks(2, 1), "-r": 2}]),
     # three layers: two ranks share them out by two and one, and the fourth of four has none
     "Muon": (MUON, worlds((1, 4), 0) + worlds((2,), 1) + worlds((4,), 2)),
-    "FP8": ({"--matmul-dtype": "fp8", "--fp8-head": 1, "-b": 2, "-z": 16 * SMALL_T, "--lanes": 4},
+    "FP8": ({"--matmul-dtype": "fp8-head", "-b": 2, "-z": 16 * SMALL_T, "--lanes": 4},
             worlds((1, 2, 4), 0, lanes=4) + worlds((2,), 1, lanes=4)),
     "FP8, M=G": ({"--matmul-dtype": "fp8", "--optimizer": "muon", "--dropout": 0.1, **batch(8)},
                  worlds((1, 4), 2) + [{**ranks(2, 1), "-r": 2}]),

@@ -26,7 +26,7 @@ VALUES = """
 --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
 --top-k -1 | --top-p 1.5 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
---matmul-dtype fp16 | --fp8-head 2 | --reduction ring nccl | -pi udp | -pn 4097
+--matmul-dtype fp16 | --reduction ring nccl | -pi udp | -pn 4097
 -pg -1 | --start-timeout 0 | --cooldown 1.1 | --muon-warmup -1
 """
 
@@ -63,7 +63,6 @@ REFUSED = f"""
 -ge 1 -r 1                  => -ge 1 | -r 0
 -ge 1                       => -ge 1 needs the CUDA program
 --grad-dtype bf16           => --grad-dtype bf16 needs the CUDA program
---fp8-head 1                => --fp8-head 1 needs --matmul-dtype fp8
 --matmul-dtype fp8 -ge 1    => --matmul-dtype fp8 needs -ge 0
 --matmul-dtype fp8 -b 1 -t 8 => multiples of 16: -b 1 x -t 8 = 8 tokens
 --matmul-dtype fp8 -e L2,NH1,C24,T32,V256 => multiples of 16 | C = 24

@@ -83,7 +83,7 @@ CHANGES = [
     ("--grad-dtype bf16", {CUDA + "memory"}, {CUDA + kind for kind in LEARNED | SHOWN | FIRST}),
     # the first step multiplies as without FP8
     ("--matmul-dtype fp8", LEARNED | {"memory"}, SHOWN),
-    ("--matmul-dtype fp8 --fp8-head 1", LEARNED | {"memory"}, SHOWN),
+    ("--matmul-dtype fp8-head", LEARNED | {"memory"}, SHOWN),
     ("-ge 1", set(), {CUDA + kind for kind in ALL_NUMBERS | {"memory"}}),
     *[(flag, set(), set()) for flag in ("-n 2", "-nk 1", "-nm 1", "-y 1", "--on-bad-loss rewind",
                                         "--log-every 3")],
@@ -159,7 +159,7 @@ SAID = r"""
 -x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
 -x 1 --verbose 1                  => out: ^defaults: [^:]*beta1=0.9, | no: quiet
 -x 1 -n 0 -nk 1 --on-bad-loss rewind -o once => steps: 1
--x 1 --matmul-dtype fp8 --fp8-head 1 => out: ^matrix products: e4m3, also the LM head's$
+-x 1 --matmul-dtype fp8-head => out: ^matrix products: e4m3, also the LM head's$
 -x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} @4\n512 tokens in
 -i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\)$ | steps: 8
 -i part_*.bin -x NONE             => steps: 8

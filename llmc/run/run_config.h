@@ -40,7 +40,7 @@ struct Build { const char* precision; bool is_cuda, has_nccl; };
 // Options of ENUM flags, in the order of the table's texts.
 enum class Reduction { Tree, Nccl };            // how gradients of all ranks are summed
 enum class GradDtype { Fp32, Bf16 };
-enum class MatmulDtype { Bf16, Fp8 };
+enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
 enum class ResidualDtype { Branch, Fp32 };
 enum class OnBadLoss { Stop, Rewind };
@@ -70,7 +70,6 @@ struct RunConfig {
     ResidualDtype residual_dtype;
     GradDtype grad_dtype;
     MatmulDtype matmul_dtype;
-    int fp8_head;
     Kernels kernels;
     CommOptions comm;
     const char* plan;
@@ -220,10 +219,9 @@ static const Flag kFlags[] = {
     {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
         FLAG_FIXED},
-    {"",    "matmul-dtype",    FLAG_ENUM,   &run.matmul_dtype,   "bf16",    0, 0, "bf16|fp8",
-        "what the layers' matrix products multiply in training: the weights' type, or e4m3", FLAG_FIXED},
-    {"",    "fp8-head",        FLAG_BOOL,   &run.fp8_head,       "0",       0, 1, nullptr,
-        "--matmul-dtype fp8: the LM head's products, too", FLAG_FIXED},
+    {"",    "matmul-dtype",    FLAG_ENUM,   &run.matmul_dtype,   "bf16",    0, 0, "bf16|fp8|fp8-head",
+        "what matrix products multiply in training: the weights' type; e4m3 in the layers; or also in the "
+        "LM head", FLAG_FIXED},
     {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
         "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
     {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
@@ -283,7 +281,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
      "major-every log-every"},
     {"memory and several GPUs", "recompute gpus zero-stage plan price",
-     "master-weights grad-dtype matmul-dtype fp8-head process-init process-server process-folder processes "
+     "master-weights grad-dtype matmul-dtype process-init process-server process-folder processes "
      "process-rank gpus-per-node start-timeout"},
     {"for measuring and debugging", "",
      "overfit log-gpu tf32 gelu-fusion kernels lanes reduction"}};
@@ -400,13 +398,17 @@ static inline std::string from_start(const std::string& pattern, const std::stri
 }
 
 // Flags of earlier programs that a run may have been started with, each with the value that names what this
-// program does. "": any value, because the flag concerned only one start.
+// program does. "": any value; the flag concerned only one start, or settings_known says it in today's words.
 constexpr struct { const char *name, *value; } kFormerFlags[] = {
-    {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"}};
+    {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"},
+    {"fp8-head", ""}};
 
 // Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
-static inline void settings_known(const Facts& facts, const std::string& prefix) {
-    for (const auto& fact : facts) {
+static inline void settings_known(Facts* facts, const std::string& prefix) {
+    const std::string* head = facts_find(*facts, prefix + "fp8-head");
+    const bool has_head = head && (*head == "1" || *head == "true");
+    for (auto& fact : *facts) {
+        if (has_head && fact.first == prefix + "matmul-dtype") { fact.second = "fp8-head"; }
         if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
         const std::string name = fact.first.substr(prefix.size());
         bool passes = flags_find(kFlags, kNumFlags, "--" + name) != nullptr;
@@ -422,8 +424,8 @@ static inline void settings_known(const Facts& facts, const std::string& prefix)
 // Takes over the settings of a run whose model is `c`. Settings that the run left open stay as it settled
 // them: on another number of ranks it keeps its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
-    settings_known(from, "flag.");
     static Facts facts = from;                  // static: the flags keep pointing to these texts
+    settings_known(&facts, "flag.");
     for (auto& fact : facts) {
         for (const char* name : kDataFlags) {
             if (fact.first != std::string("flag.") + name) { continue; }
@@ -554,10 +556,8 @@ static inline void batch_check(const Config& c, const Build& build) {
 
 // The products' sizes are multiples of 16: channels, wte's padded rows, and B*T.
 static inline void fp8_check(const Config& c, const Build& build) {
-    if (run.matmul_dtype != MatmulDtype::Fp8) {
-        if (run.fp8_head) { die("--fp8-head 1 needs --matmul-dtype fp8"); }
-        return;
-    }
+    if (run.matmul_dtype == MatmulDtype::Bf16) { return; }
+    const bool head = run.matmul_dtype == MatmulDtype::Fp8Head;
     if (build.is_cuda && strcmp(build.precision, "BF16") != 0) {
         die("--matmul-dtype fp8 needs a program with PRECISION=BF16; this one computes in %s",
             build.precision);
@@ -565,7 +565,7 @@ static inline void fp8_check(const Config& c, const Build& build) {
     if (run.gelu_fusion > 0) {
         die("--matmul-dtype fp8 needs -ge 0: its matrix products have no GELU in the epilogue");
     }
-    if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || (run.fp8_head && c.Vp % 16 != 0)) {
+    if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || (head && c.Vp % 16 != 0)) {
         die("--matmul-dtype fp8 needs multiples of 16: -b %d x -t %d = %d tokens, C = %d, wte of %d rows",
             run.B, run.T, run.B * run.T, c.C, c.Vp);
     }
