@@ -380,14 +380,6 @@ def test_ranks_that_do_not_fit(what):
     assert what == "no data" or not os.path.exists(flags["-o"])
 
 
-@pytest.mark.cpu_only
-def test_ranks_that_never_meet():
-    os.makedirs("another", exist_ok=True)
-    alone = {"-pi": "fs", "-pn": 2, "-pf": "another", "-pr": 1, "--start-timeout": 1}
-    ended([Job({**batch(8), "-o": "lonely", **alone})], "another")
-    assert not os.path.exists("lonely")
-
-
 # ---- stops ----
 
 def check_stopped(result, folder, flags):

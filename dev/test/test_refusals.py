@@ -27,7 +27,7 @@ VALUES = """
 --top-k -1 | --top-p 1.5 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
 --matmul-dtype fp16 | --reduction ring nccl | -pi udp | -pn 4097
--pg -1 | --start-timeout 0 | --cooldown 1.1 | --muon-warmup -1
+-pg -1 | --cooldown 1.1 | --muon-warmup -1
 """
 
 

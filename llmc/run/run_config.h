@@ -255,8 +255,6 @@ static const Flag kFlags[] = {
         "of GPU (A100, H100, H200, 4090; auto: the one here)", FLAG_NOW},
     {"",    "price",           FLAG_FLOAT,  &run.price,          "0",       0, 1e6, nullptr,
         "--plan: dollars for an hour of one GPU", FLAG_NOW},
-    {"",    "start-timeout",   FLAG_INT,    &run.comm.start_timeout_s, "120", 1, 86400, nullptr,
-        "seconds that ranks wait for each other at the start", FLAG_NOW},
 };
 constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
 
@@ -282,7 +280,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "major-every log-every"},
     {"memory and several GPUs", "recompute gpus zero-stage plan price",
      "master-weights grad-dtype matmul-dtype process-init process-server process-folder processes "
-     "process-rank gpus-per-node start-timeout"},
+     "process-rank gpus-per-node"},
     {"for measuring and debugging", "",
      "overfit log-gpu tf32 gelu-fusion kernels lanes reduction"}};
 
@@ -401,7 +399,7 @@ static inline std::string from_start(const std::string& pattern, const std::stri
 // program does. "": any value; the flag concerned only one start, or settings_known says it in today's words.
 constexpr struct { const char *name, *value; } kFormerFlags[] = {
     {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"},
-    {"fp8-head", ""}};
+    {"fp8-head", ""}, {"start-timeout", ""}};
 
 // Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
 static inline void settings_known(Facts* facts, const std::string& prefix) {
