@@ -4049,10 +4049,9 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
                       Accumulate acc);                                          // after the forward
 static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges);
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // these four: the exchange
+static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // these three: the exchange
 static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges);
 static void gpt2_await_params(GPT2* model, int bucket);
-static void check_ranks(GPT2* model, int64_t step);
 static void gpt2_update(GPT2* model, double lr, double muon_lr = 0.0);
 
 static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
@@ -4116,7 +4115,6 @@ static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, doub
     }
     saver_hold(saver);                          // weights change only after a checkpoint has its copies
     gpt2_update(model, lr, muon_lr);
-    if (run.check_ranks) { check_ranks(model, model->step); }
     return true;
 }
 
@@ -4855,12 +4853,19 @@ static void gpt2_await_all_params(GPT2* model) {
 
 // Dies if the parameters of two ranks differ: each rank hashes its own, and all compare the hashes.
 static void check_ranks(GPT2* model, int64_t step) {
+    if (comm.world == 1) { return; }
+    CommWait waiting;                           // the device may wait for other ranks
     const size_t bytes = model->layout.params_bytes;
     gpt2_await_all_params(model);
-    std::vector<char> params(bytes);
-    copy_to_host(params.data(), model->params, bytes, model->stream);
-    stream_sync(model->stream);
-    std::vector<uint64_t> hashes(comm.world, checksum(params.data(), bytes));
+    std::vector<char> part(std::min(bytes, (size_t)64 << 20));
+    Checksum sum;
+    for (size_t at = 0; at < bytes; at += part.size()) {
+        const size_t n = std::min(part.size(), bytes - at);
+        copy_to_host(part.data(), model->params + at, n, model->stream);
+        stream_sync(model->stream);
+        checksum_add(&sum, part.data(), n);
+    }
+    std::vector<uint64_t> hashes(comm.world, checksum_end(&sum));
     comm_all_gather(hashes.data(), sizeof(hashes[0]));
     for (int r = 1; r < comm.world; r++) {
         if (hashes[r] == hashes[0]) { continue; }
@@ -5358,14 +5363,13 @@ static Options run_options() {
     o.dropout = run.dropout;
     o.tf32 = run.tf32 != 0;
     o.kernels = run.kernels;
-    o.fp8 = o.trains && run.matmul_dtype == MatmulDtype::Fp8;
-    o.fp8_head = o.fp8 && run.fp8_head != 0;
+    o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
+    o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
     o.recompute = o.fp8 ? 2 : run.recompute;    // FP8 recomputes in its first step only
     o.weight_decay = (float)run.weight_decay;
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
     o.grad_clip = (float)run.grad_clip;
     o.muon = run.optimizer == OptimizerKind::Muon;
-    o.muon_steps = run.muon_steps;
     o.muon_momentum = run.muon_momentum;
     o.muon_warmup = run.muon_warmup;
     o.muon_decay = run.muon_decay;
@@ -5479,7 +5483,7 @@ static size_t open_text(Training* t, const Config& config) {
     if (!run_writes_text()) { return 0; }
     text_init(&t->tokenizer, config.V);
     if (run.chat && !t->text()) {
-        die("--chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
+        die("chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
     }
     return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
 }
@@ -5532,7 +5536,7 @@ static void load_model(Training* t, const Config& config, const Options& options
     }
     else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
     else { gpt2_init_random(model, options.seed); }
-    if (comm.world > 1) { check_ranks(model, model->step); }
+    check_ranks(model, model->step);
 }
 
 // Starts the logs and the checkpoints' writer, and finds where a resumed run goes on.
@@ -5870,6 +5874,7 @@ static void train(Training* t) {
     report_rewinds();                           // if a signal ended the loop, a step is pending
     report_line(&reports.report);               // the last steps, fewer than --log-every
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
+    check_ranks(model, t->step);                // a model on which the ranks disagree is not saved
     save(t);                                    // first: the rest takes time
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
     if (run.val_every > 0) { validate(model, &t->val_loader, &t->logger, t->step); }
@@ -5891,7 +5896,7 @@ static bool validate_alone(Training* t) {
     return validate(&t->model, &t->val_loader, &t->logger, 0);
 }
 
-// -x 0 with --prompt or --chat.
+// -x 0 with --prompt, or chat.
 static void write_alone(Training* t) {
     if (!run.chat) { generate(t); return; }
     // without -g a text goes on to the end of a sentence

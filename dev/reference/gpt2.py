@@ -202,8 +202,7 @@ class MuonAndAdamW:
         self.parts = [(p, [nn.Parameter(part) for part in p.detach().chunk(count)])
                       for name, count in self.TAKEN.items() for p in tensor_list(model, name)]
         self.muon = torch.optim.Muon([part for _, parts in self.parts for part in parts], lr=hyper["muon_lr"],
-                                     weight_decay=hyper["muon_decay"], momentum=hyper["muon_momentum"],
-                                     ns_steps=hyper["muon_steps"])
+                                     weight_decay=hyper["muon_decay"], momentum=hyper["muon_momentum"])
         self.adamw = make_optimizer(model, hyper, fused, without=self.TAKEN)
 
     def step(self):

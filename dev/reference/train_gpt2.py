@@ -49,9 +49,8 @@ def parse_arguments(argv):
     p.add_argument("--eps", type=float, default=1e-8)
     p.add_argument("--grad_clip", type=float, default=1.0, help="0: off")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
-    p.add_argument("--muon_lr", type=float, default=0.02, help="this and the next three as ours")
+    p.add_argument("--muon_lr", type=float, default=0.02, help="this and the next two as ours")
     p.add_argument("--muon_momentum", type=float, default=0.95)
-    p.add_argument("--muon_steps", type=int, default=5)
     p.add_argument("--muon_decay", type=float, default=0.01)
     p.add_argument("--muon_bf16", type=int, default=1, choices=(0, 1),
                    help="1: torch.optim.Muon as it is; 0: its products in the weights' type")

@@ -238,13 +238,13 @@ class Job:
 
 
 class Terminal:
-    """A run whose input and output are a terminal. shown: the bytes that came there."""
+    """A program whose input and output are a terminal. shown: the bytes that came there."""
 
-    def __init__(self, flags, columns=200, env=None, **popen):
+    def __init__(self, command, columns=200, env=None, **popen):
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 25, columns, 0, 0))
         self.shown, ends = b"", {"stdin": theirs, "stdout": theirs, "stderr": theirs, **popen}
-        self.p = subprocess.Popen(Program.command(flags), **ends,
+        self.p = subprocess.Popen(command, **ends,
                                   env=Program.environment(1, **{"TERM": "xterm", **(env or {})}))
         os.close(theirs)
 
@@ -355,7 +355,7 @@ def untimed_metrics(folder):
 
 
 # what a resumed run may say otherwise: times, and who computed it on how many ranks
-OTHERWISE = re.compile("ranks|device|program|flag[.](output-dir|resume|gpus|check-ranks|"
+OTHERWISE = re.compile("ranks|device|program|flag[.](output-dir|resume|gpus|"
                        "zero-stage|recompute|checkpoint-every|max-steps|keep|major-every)")
 
 

@@ -541,7 +541,11 @@ static std::vector<Case> folder_cases() {
     write_text(place + "/rendezvous-other", stale);
     std::vector<Case> cases = {{.name = "folder that is a file", .codes = {1}, .words = {"is not a folder"},
                                 .args = {"init=fs", "folder=" + place + "/rendezvous-other"}, .world = 2,
-                                .local = false, .start = {0}}};
+                                .local = false, .start = {0}},
+                               {.name = "nobody in the folder", .codes = {1, 1},
+                                .words = {"rank 0 was not found at the folder '" + place + "' within 1 s"},
+                                .args = {"init=fs", "folder=" + place, "timeout=1"}, .world = 2,
+                                .local = false, .start = {1}}};
     const std::string mute = comm_describe(1, port_in_use());
     for (const std::string& left : {stale, mute, stale.substr(0, stale.size() / 2)}) {
         const std::string id = std::to_string(cases.size());

@@ -635,8 +635,12 @@ static void test_run() {
             {{}, ""}, {{"-e", "eval"}, "-e eval"}, {{"eval", "a", "-b", "2"}, "-e a -x 0 -b 2"},
             {{"sample", "a"}, "-e a -x 0 --prompt="},
             {{"sample", "a", "--prompt", "b"}, "-e a -x 0 --prompt b"},
-            {{"chat", "a", "-g", "9"}, "-e a -x 0 -g 9 --chat=1"}};
-        for (const auto& c : cases) { CHECK_TEXT(in_full(c.words), c.text); }
+            {{"chat", "a", "-g", "9"}, "-e a -x 0 -g 9"}};
+        for (const auto& c : cases) {
+            CHECK_TEXT(in_full(c.words), c.text);
+            CHECK(run.chat == (c.words == cases[5].words), "%s: chat %d", c.text, run.chat);
+        }
+        run.chat = false;
         check_dies("no run", [&] { in_full({"eval"}); }, {"eval: of which run?"});
         check_dies("a flag", [&] { in_full({"chat", "-x", "0"}); }, {"chat: of which run?"});
     }
@@ -681,8 +685,19 @@ static void test_run() {
         }
     }
     check_lives("flags of old programs", [] {
-        settings_known({{"flag.residual", "gemm"}, {"flag.quiet", "1"}}, "flag.");
+        Facts facts = {{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},
+                       {"flag.chat", "0"}, {"flag.muon-steps", "5"}};
+        settings_known(&facts, "flag.");
     });
+    check_dies("a flag of old programs", [] {
+        Facts facts = {{"flag.muon-steps", "6"}};
+        settings_known(&facts, "flag.");
+    }, {"began with --muon-steps 6, which this program does not have", "the program that began it"});
+    for (const char* head : {"0", "1", "false", "true"}) {
+        Facts facts = {{"flag.matmul-dtype", "fp8"}, {"flag.fp8-head", head}};
+        settings_known(&facts, "flag.");
+        CHECK_TEXT(facts[0].second, head[0] == '1' || head[0] == 't' ? "fp8-head" : "fp8");
+    }
 }
 
 // ---- lanes.h ----

@@ -45,8 +45,7 @@ RUNS = [[{}], [{"-v": 2, "-s": 2, "-g": 4, "-z": 32}], saved({"-z": 32}), [QUEST
                                           {"--optimizer": "muon"}, {"--block": "parallel", "--lanes": 2})),
         saved({**ADDS, **QUESTIONS, "--dropout": 0.2, "-v": 2, "-s": 2, "-g": 20}),
         [{**ranks(2, 1), **QUESTIONS}], *(saved({**ranks(2, zs), **ONE_LAYER}) for zs in (0, 1, 2)),
-        *([ranks(2, zs)] for zs in (0, 1, 2)), [{**ranks(2, 1), "--check-ranks": 1}],
-        [{**ranks(2, 1), **ONE_LAYER}],
+        *([ranks(2, zs)] for zs in (0, 1, 2)), [{**ranks(2, 1), **ONE_LAYER}],
         [{**ranks(4), **FIVE, "--optimizer": "muon"}],
         *([{**ranks(2, zs), **FIVE, "--optimizer": "muon"}] for zs in (1, 2)),
         *([{**ranks(4, zs), **AHEAD}] for zs in (0, 1, 2))]

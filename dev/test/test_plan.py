@@ -9,7 +9,7 @@ from trainer import refused, run_ok
 pytestmark = pytest.mark.cpu_only
 
 # ms a step, measured on H200s (docs/performance.md, docs/multi-gpu.md)
-FP8 = {"matmul-dtype": "fp8", "fp8-head": 1}
+FP8 = {"matmul-dtype": "fp8-head"}
 MEASURED = [("d12", 64, 1, {}, 106.2), ("d12", 4, 1, {}, 8.85), ("d24", 48, 1, {}, 214.0),
             ("d36", 32, 1, {}, 306.5), ("d48", 16, 1, {}, 309.1), ("d12", 64, 2, {}, 110.5),
             ("d48", 16, 2, {}, 313.8), ("d12", 64, 1, FP8, 83.0), ("d48", 16, 1, FP8, 227)]

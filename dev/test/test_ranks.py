@@ -105,19 +105,18 @@ BITS = {
     "rows as they lie": ({"-i": "rows.bin", "-x": 12, "--shuffle": 0, "-b": 3, "-z": 12 * SMALL_T}, FEW),
     "-x epoch": ({"-i": "rows.bin", "-x": "epoch", **batch(8)}, worlds((1, 4), 0)),
     "-a 1": ({"-a": 1, **batch(8, rows=2)}, FEW),
-    "--check-ranks": ({"-e": "trained.bin", "-v": 4, **batch(8)},
-                      worlds((1,), 0) + [{**v, "--check-ranks": 1} for v in FEW]),
+    "-e FILE": ({"-e": "trained.bin", "-v": 4, **batch(8)}, FEW),
     "options": ({"-r": 2, "-t": 7, "-z": 8 * 7, "--grad-clip": 0.01, "-u": 3}, FEW),
     "another block": ({"--block": "parallel-tied", "--norm": "rmsnorm", "--dropout": 0.2, **batch(8)}, FEW),
     "-r 0, 1 and 2": (batch(8), [{"--gpus": 1, "-r": 0}, {"--gpus": 2, "-r": 1}, {**ranks(2, 1), "-r": 2}]),
     # three layers: two ranks share them out by two and one, and the fourth of four has none
     "Muon": (MUON, worlds((1, 4), 0) + worlds((2,), 1) + worlds((4,), 2)),
-    "FP8": ({"--matmul-dtype": "fp8", "--fp8-head": 1, "-b": 2, "-z": 16 * SMALL_T, "--lanes": 4},
+    "FP8": ({"--matmul-dtype": "fp8-head", "-b": 2, "-z": 16 * SMALL_T, "--lanes": 4},
             worlds((1, 2, 4), 0, lanes=4) + worlds((2,), 1, lanes=4)),
     "FP8, M=G": ({"--matmul-dtype": "fp8", "--optimizer": "muon", "--dropout": 0.1, **batch(8)},
                  worlds((1, 4), 2) + [{**ranks(2, 1), "-r": 2}]),
 }
-ON_GPUS_TOO = ("M=8", "M=16", "M=16=G", "M=24=G", "M=24, 6 lanes", "--check-ranks", "Muon", "FP8")
+ON_GPUS_TOO = ("M=8", "M=16", "M=16=G", "M=24=G", "M=24, 6 lanes", "-e FILE", "Muon", "FP8")
 # --slow: all sizes at all stages
 MORE_BITS = {
     "M=8, all": ({**LOUD, **batch(8)}, worlds((1, 2, 4, 8), 0, 1, 2)),
@@ -139,7 +138,7 @@ def test_bits(name):
     if name == "FP8" and not on_cpu() and Program.precision != "BF16":
         pytest.skip("the BF16 build's")
     write_shard("rows.bin", sentences(5, 37 * SMALL_T + 1))
-    if name == "--check-ranks":
+    if name == "-e FILE":
         shutil.copy(trained(), "trained.bin")
     same_bits(*{**BITS, **MORE_BITS}[name])
 
@@ -160,7 +159,7 @@ def test_skipped_updates():
         write_shard(f"rare_{i:02d}.bin", [0, int(i in (9, 23))])        # step 2, rank 0; step 3, rank 3
     flags = {**rare_model(os.getcwd()), "-i": "rare_*.bin", "-x": 4, "-z": 8}
     same_bits(flags, worlds((1, 4), 0) + worlds((4,), 1, 2), complaints=True)
-    result = run({**flags, "--gpus": 4, "--check-ranks": 1})
+    result = run({**flags, "--gpus": 4})
     skips = re.findall(r"^step (\d+): the gradient is not finite.*\n", result.err, re.M)
     assert (result.code, skips, result.err.count("\n")) == (0, ["2", "3"], 2), "each is said once"
 
@@ -175,7 +174,7 @@ def test_low_precision():
     for more in ({"-w": 0}, {"--grad-dtype": "bf16"}, {"--grad-dtype": "bf16", "-w": 0}):
         # of bf16's rounding it is not promised that the number of ranks does not matter
         for n, zs in ((1, 0), (most, 0), (most, 1), (most, 2)):
-            same_bits({**flags, **more, **ranks(n, zs)}, [ranks(n, zs), {"--check-ranks": 1}])
+            check_ran(left_of({**flags, **more, **ranks(n, zs)})[0])        # its ranks agree at the end
         result, _ = left_of({**flags, **more, **ranks(most, 1)})
         assert_close(result.losses(), usual, 5e-2, f"{named(more)}: losses")
     same_bits({**flags, "-w": 0}, worlds((1, 2, 4), 0, 1, 2))
@@ -192,8 +191,9 @@ def test_nccl_order():
         need(n)
         for zs in (0, 1):
             more = {**flags, **ranks(n, zs), "--reduction": "nccl"}
-            same_bits(more, [ranks(n, zs), {"--check-ranks": 1}])
-            relative = [a / b for a, b in zip(left_of({**more, **ranks(n, zs)})[0].losses(), tree)]
+            result, _ = left_of(more)
+            check_ran(result)                                   # its ranks agree at the end
+            relative = [a / b for a, b in zip(result.losses(), tree)]
             assert_close(relative, [1] * len(tree), tolerance(1e-5, 1e-2), f"{n} ranks, -zs {zs}: losses")
 
 

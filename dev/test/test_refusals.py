@@ -22,11 +22,11 @@ VALUES = """
 -x -1 +2 epochs | -u -1 | -c -0.1 | -v -1 | -m 0 | -s -1 | -g 0 | -n -1 | -nk -1 | -nm -1 | -lg -1
 --log-every -1 | -r 3 | -f 2 | -a yes | -w 2 | -y 2 | -h 2 | -ge 3 | -sl -1 | -sg -1 | --seed -1
 --grad-clip -1 | --beta1 1 | --beta2 1 | --eps 0 | --optimizer sgd | --muon-lr -1 | --muon-momentum 1
---muon-steps 0 | --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
---top-k -1 | --top-p 1.5 | --chat 2 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
+--muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
+--top-k -1 | --top-p 1.5 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
---matmul-dtype fp16 | --fp8-head 2 | --reduction ring nccl | --check-ranks 2 | -pi udp | -pn 4097
--pg -1 | --start-timeout 0 | --cooldown 1.1 | --muon-warmup -1
+--matmul-dtype fp16 | --reduction ring nccl | -pi udp | -pn 4097
+-pg -1 | --cooldown 1.1 | --muon-warmup -1
 """
 
 
@@ -51,7 +51,6 @@ REFUSED = f"""
 --muon-lr 0.05              => --muon-lr is for --optimizer muon
 --muon-momentum 0.5         => --muon-momentum is for --optimizer muon
 --muon-warmup 9             => --muon-warmup is for --optimizer muon
---muon-steps 4              => --muon-steps is for --optimizer muon
 --muon-decay 5              => --muon-decay is for --optimizer muon
 -z 130                      => 130 | use -z 128
 -z 100                      => 100 | 128
@@ -63,14 +62,11 @@ REFUSED = f"""
 -ge 1 -r 1                  => -ge 1 | -r 0
 -ge 1                       => -ge 1 needs the CUDA program
 --grad-dtype bf16           => --grad-dtype bf16 needs the CUDA program
---fp8-head 1                => --fp8-head 1 needs --matmul-dtype fp8
 --matmul-dtype fp8 -ge 1    => --matmul-dtype fp8 needs -ge 0
 --matmul-dtype fp8 -b 1 -t 8 => multiples of 16: -b 1 x -t 8 = 8 tokens
 --matmul-dtype fp8 -e L2,NH1,C24,T32,V256 => multiples of 16 | C = 24
 -y 1 -o ''                  => -y 1 needs -o
 --on-bad-loss rewind -o ''  => --on-bad-loss rewind needs -o
---chat 1                    => --chat | -x 0
---chat 1 -x 0 -o '' -e {NO_TEXT} => --chat | V=300
 --prompt hi -x 0 -o '' -e {NO_TEXT} => --prompt | 300
 --prompt hi -s 5 -x 10 -e {NO_TEXT} => --prompt | 300
 --prompt {'a' * T} -x 0 -o ''   => {T} | {T - 2}
@@ -235,6 +231,11 @@ def test_model_files():
                         (bytes(range(256)) * 8, "not a model checkpoint")):
         write("bad_model.bin", data)
         refused({"-e": "bad_model.bin"}, "bad_model.bin", *said)
+
+
+def test_chat_without_a_tokenizer():
+    p = subprocess.run([Program.path, "chat", NO_TEXT], capture_output=True, text=True, check=False)
+    assert p.returncode == 1 and p.stderr.startswith("error: chat needs a tokenizer") and "V=300" in p.stderr
 
 
 def test_model_beside_a_bad_run_json():

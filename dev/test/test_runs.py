@@ -63,8 +63,7 @@ CHANGES = [
                                           "--grad-clip 0.01")],
     ("--optimizer muon", LEARNED | {"memory"}, SHOWN),
     *[("--optimizer muon " + flag, LEARNED, SHOWN)
-      for flag in ("--muon-lr 0.05", "--muon-momentum 0.5", "--muon-warmup 3", "--muon-steps 4",
-                   "--muon-decay 5")],
+      for flag in ("--muon-lr 0.05", "--muon-momentum 0.5", "--muon-warmup 3", "--muon-decay 5")],
     ("-sl 1", set(), set()), ("-sg 1", set(), set()),   # fewer than 128 steps judge nothing
     ("--seed 7", ALL_NUMBERS, set()),
     ("--shuffle 0", FIRST | LEARNED, SHOWN), ("-a 1", FIRST | LEARNED, SHOWN),
@@ -84,7 +83,7 @@ CHANGES = [
     ("--grad-dtype bf16", {CUDA + "memory"}, {CUDA + kind for kind in LEARNED | SHOWN | FIRST}),
     # the first step multiplies as without FP8
     ("--matmul-dtype fp8", LEARNED | {"memory"}, SHOWN),
-    ("--matmul-dtype fp8 --fp8-head 1", LEARNED | {"memory"}, SHOWN),
+    ("--matmul-dtype fp8-head", LEARNED | {"memory"}, SHOWN),
     ("-ge 1", set(), {CUDA + kind for kind in ALL_NUMBERS | {"memory"}}),
     *[(flag, set(), set()) for flag in ("-n 2", "-nk 1", "-nm 1", "-y 1", "--on-bad-loss rewind",
                                         "--log-every 3")],
@@ -123,10 +122,10 @@ def test_every_flag_has_a_row():
     assert sorted(rows) == sorted([*names, "help"]) and len(names) >= 30
     assert not [name for name in names if "(default " not in " ".join(rows[name].split())]
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
-    known |= {"evaluate", "eval-data", "eval-every", "chat", "log-gpu", "verbose"}  # tests of their own
+    known |= {"evaluate", "eval-data", "eval-every", "log-gpu", "verbose"}  # tests of their own
     known |= {"plan", "price"}
-    known |= {"gpus", "zero-stage", "lanes", "reduction", "check-ranks", "process-init", "process-server",
-              "process-folder", "processes", "process-rank", "gpus-per-node", "start-timeout"}
+    known |= {"gpus", "zero-stage", "lanes", "reduction", "process-init", "process-server",
+              "process-folder", "processes", "process-rank", "gpus-per-node"}
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
     known |= {name for name, row in rows.items() if flags & {*re.split("[ ,]", row.strip()), "--" + name}}
     assert not names - known, "flags that no row is about"
@@ -159,7 +158,7 @@ SAID = r"""
 -x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
 -x 1 --verbose 1                  => out: ^defaults: [^:]*beta1=0.9, | no: quiet
 -x 1 -n 0 -nk 1 --on-bad-loss rewind -o once => steps: 1
--x 1 --matmul-dtype fp8 --fp8-head 1 => out: ^matrix products: e4m3, also the LM head's$
+-x 1 --matmul-dtype fp8-head => out: ^matrix products: e4m3, also the LM head's$
 -x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} @4\n512 tokens in
 -i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\)$ | steps: 8
 -i part_*.bin -x NONE             => steps: 8

@@ -29,7 +29,7 @@ LONG = {"-x": 10**6, "--log-every": 10**6}
 def on_terminal(flags, until=None, then=None, **more):
     """(exit code, all that came, the lines that stay). After the bytes `until` comes then(process): Ctrl-C,
     if it is not given."""
-    terminal = Terminal(flags, **more)
+    terminal = Terminal(Program.command(flags), **more)
     if until and terminal.until(lambda shown: until in shown):
         then(terminal.p) if then else terminal.p.send_signal(signal.SIGINT)
     code, shown = terminal.end()

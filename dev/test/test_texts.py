@@ -1,4 +1,4 @@
-"""Texts that the program writes: prompts, samples in training, --chat.
+"""Texts that the program writes: prompts, samples in training, chat.
 
 Models that leave no doubt tell samples apart. What is drawn from given logits is for test_host.cpp, texts
 beyond T against whole forwards for test_gpt2, greedy texts against the judge for test_training.py.
@@ -106,7 +106,7 @@ def test_other_steps_and_seeds():
     assert len({*run_ok(flags).samples(), *run_ok({**flags, "--seed": 4}).samples()}) == 6
 
 
-# ---- on a terminal, and --chat ----
+# ---- on a terminal, and chat ----
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("text", ["\u20ac".encode(), b"\xe2\x82", b"\xff\x80a"],
@@ -116,9 +116,14 @@ def test_characters(text):
     period, name = bytes([1]) + text, "characters" + text.hex()
     write_shard("characters.bin", period * 400)
     trained({"-e": "L1,NH2,C32,T32,V256", "-i": "characters.bin", "-j": "characters.bin", "-b": 2}, name, 100)
-    code, shown = Terminal({**ALONE, "-e": name, "-x": 0, "--prompt": "\x01", "-g": 2 * len(period) - 1,
-                            "--temperature": 0}, stderr=subprocess.DEVNULL).end()
+    flags = {**ALONE, "-e": name, "-x": 0, "--prompt": "\x01", "-g": 2 * len(period) - 1, "--temperature": 0}
+    code, shown = Terminal(Program.command(flags), stderr=subprocess.DEVNULL).end()
     assert (code, shown) == (0, period * 2 + b"\r\n")
+
+
+def chat_command(flags):
+    program, *words = Program.command({**flags, "-e": None, "-x": None})
+    return [program, "chat", trained(), *words]
 
 
 @pytest.mark.cpu_only
@@ -127,7 +132,7 @@ def test_chat():
     flags = {**ALONE, "-e": trained(), "-x": 0, "--temperature": 0, "-g": 5, "--verbose": -1}
 
     def chat(lines, **more):
-        p = subprocess.run(Program.command({**flags, "--chat": 1, **more}), input=lines, capture_output=True,
+        p = subprocess.run(chat_command({**flags, **more}), input=lines, capture_output=True,
                            timeout=LIMIT_S, env=Program.environment(1), check=True)
         assert p.stderr == b""
         return p.stdout.decode("latin-1")
@@ -155,8 +160,8 @@ def test_chat_on_a_terminal():
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    terminal = Terminal({**ALONE, "-e": trained(), "-x": 0, "--chat": 1, "-g": 1 << 24},
-                        stderr=subprocess.PIPE, preexec_fn=take_terminal)
+    terminal = Terminal(chat_command({**ALONE, "-g": 1 << 24}), stderr=subprocess.PIPE,
+                        preexec_fn=take_terminal)
 
     def until(text, keys):
         """Types these keys where the text has come."""

@@ -190,17 +190,17 @@ def test_outliers(flag, limit, what, optimizer):
 
 # ---- FP8 ----
 
-@pytest.mark.parametrize("more", ["", "--fp8-head 1", "--fp8-head 1 --optimizer muon --block parallel-tied"])
+@pytest.mark.parametrize("more", ["fp8", "fp8-head", "fp8-head --optimizer muon --block parallel-tied"])
 def test_fp8(more):
     """Learns as well as without FP8, whose roundings make each step's loss another. Nothing saturates. At
     three times this rate AdamW enlarges any rounding: losses are then up to 0.13 apart, by the seed."""
     need_fp8()
     usual = {"-e": "L2,NH2,C32,T32,V256", "-b": 8, "-x": 150, "-l": "1e-3", "-u": 20, "-c": 0.1}
-    more = dict(zip(more.split()[::2], more.split()[1::2]))
-    plain = {**usual, **{flag: value for flag, value in more.items() if flag != "--fp8-head"}}
-    want = run_ok(plain).losses()
-    folder = "fp8" + "".join(more.values())
-    got = run_ok({**usual, **more, "--matmul-dtype": "fp8", "-o": folder}).losses()
+    kind, *words = more.split()
+    usual.update(zip(words[::2], words[1::2]))
+    want = run_ok(usual).losses()
+    folder = kind + "".join(words[1::2])
+    got = run_ok({**usual, "--matmul-dtype": kind, "-o": folder}).losses()
     assert got[0] == want[0] and got[1:] != want[1:]
     assert_close(got, want, 0.03, "losses")
     last = [sum(losses[-30:]) / 30 for losses in (got, want)]
@@ -214,7 +214,7 @@ def test_fp8(more):
     {"-e": "L1,NH1,C8,T16,V256"}, {"-e": "L3,NH2,C24,T16,V200", "-c": 0.5}, {"-t": 7}, {"-t": 1},
     {"-e": "L1,NH4,C40,T31,V384", "-r": 2, "-z": 62 * B}, {"--residual-dtype": "fp32"},
     {"--dropout": 0.4}, {**flags_of(2, 1), "--residual-dtype": "fp32", "--dropout": 0.2},
-    {"-e": "L2,NH2,C32,T16,V256", "--matmul-dtype": "fp8", "--fp8-head": 1}], ids=str)
+    {"-e": "L2,NH2,C32,T16,V256", "--matmul-dtype": "fp8-head"}], ids=str)
 def test_saved(flags):
     """A file says what it is, loads again and is the model that was trained, whose likeliest letters it
     writes; a position that was not seen, and the padded vocabulary, are as they were."""

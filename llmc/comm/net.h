@@ -272,6 +272,14 @@ static inline void comm_accept(int listener, std::vector<CommPending>* pending) 
     }
 }
 
+// After twenty seconds of waiting, says once for whom.
+static inline void comm_tell_wait(bool* told, double deadline, int limit_s, const char* whom,
+                                  const std::string& where) {
+    if (*told || comm_now() < deadline - limit_s + 20) { return; }
+    fprintf(stderr, "note: still waiting for %s, at %s, for %d s in all\n", whom, where.c_str(), limit_s);
+    *told = true;
+}
+
 // Waits for all ranks and tells them to go on. file: the rendezvous file, removed at the end.
 static inline void comm_gather(CommJob* job, int listener, uint64_t key, int limit_s,
                                const std::string& where, const std::string& file = "") {
@@ -283,7 +291,7 @@ static inline void comm_gather(CommJob* job, int listener, uint64_t key, int lim
     fcntl(listener, F_SETFL, O_NONBLOCK);
     std::vector<CommPending> pending;
     std::string note, missing;
-    while (left > 0 && comm_now() < deadline) {
+    for (bool told = false; left > 0 && comm_now() < deadline;) {
         struct pollfd p = {listener, POLLIN, 0};
         poll(&p, 1, 20);
         comm_accept(listener, &pending);
@@ -297,6 +305,8 @@ static inline void comm_gather(CommJob* job, int listener, uint64_t key, int lim
             if (left++ < 8) { missing += format(left == 1 ? "%d" : ", %d", r); }
         }
         if (left > 8) { missing += format(" and %d more", left - 8); }
+        const std::string ranks = (left == 1 ? "rank " : "ranks ") + missing;
+        if (left > 0) { comm_tell_wait(&told, deadline, limit_s, ranks.c_str(), where); }
     }
     for (const CommPending& p : pending) { close(p.fd); }
     close(listener);
@@ -306,9 +316,8 @@ static inline void comm_gather(CommJob* job, int listener, uint64_t key, int lim
         if (p.control >= 0) { comm_write(p.control, &welcome, sizeof(welcome), comm_now() + 5); }
     }
     if (left == 0) { return; }
-    die("rank%s %s of %d did not come to %s within %d s%s\nhint: were all of them started? --start-timeout "
-        "sets the limit; %s", left == 1 ? "" : "s", missing.c_str(), job->world, where.c_str(), limit_s,
-        note.c_str(), kCommApart);
+    die("rank%s %s of %d did not come to %s within %d s%s\nhint: were all of them started? %s",
+        left == 1 ? "" : "s", missing.c_str(), job->world, where.c_str(), limit_s, note.c_str(), kCommApart);
 }
 
 // ---- the others look for rank 0 ----
@@ -338,7 +347,8 @@ static inline void comm_join(CommJob* job, int limit_s, const std::string& where
     const double deadline = comm_now() + limit_s;
     std::string why = "nothing is there";
     CommHello hub;
-    while (comm_now() < deadline) {
+    for (bool told = false; comm_now() < deadline;) {
+        comm_tell_wait(&told, deadline, limit_s, "rank 0", where);
         for (const CommAddress& a : addresses()) {
             const int control = comm_try(a, comm_hello(*job), 0, deadline, &why);
             if (control < 0) { continue; }
@@ -355,8 +365,8 @@ static inline void comm_join(CommJob* job, int limit_s, const std::string& where
         }
         usleep(100000);
     }
-    die("rank 0 was not found at %s within %d s: %s\nhint: was it started? --start-timeout sets the limit; "
-        "%s", where.c_str(), limit_s, why.c_str(), kCommApart);
+    die("rank 0 was not found at %s within %d s: %s\nhint: was it started? %s", where.c_str(), limit_s,
+        why.c_str(), kCommApart);
 }
 
 #endif  // LLMC_COMM_NET_H

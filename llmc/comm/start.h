@@ -39,7 +39,7 @@ struct CommOptions {
     CommInit init = CommInit::Auto;
     const char *server = "", *folder = "";
     int processes = 0, process = -1, per_node = 0;  // 0, -1, 0: not given
-    int start_timeout_s = 120;
+    int start_timeout_s = 600;                  // tests lower it
 };
 
 static const int kCommPort = 29547;

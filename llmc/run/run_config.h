@@ -40,7 +40,7 @@ struct Build { const char* precision; bool is_cuda, has_nccl; };
 // Options of ENUM flags, in the order of the table's texts.
 enum class Reduction { Tree, Nccl };            // how gradients of all ranks are summed
 enum class GradDtype { Fp32, Bf16 };
-enum class MatmulDtype { Bf16, Fp8 };
+enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
 enum class ResidualDtype { Branch, Fp32 };
 enum class OnBadLoss { Stop, Rewind };
@@ -61,7 +61,6 @@ struct RunConfig {
     int64_t warmup, seed;
     int schedule, overfit, shuffle; // schedule: LrKind
     OptimizerKind optimizer;
-    int muon_steps;
     int64_t muon_warmup;
     double muon_lr, muon_momentum, muon_decay;
     OnBadLoss on_bad_loss;
@@ -71,21 +70,21 @@ struct RunConfig {
     ResidualDtype residual_dtype;
     GradDtype grad_dtype;
     MatmulDtype matmul_dtype;
-    int fp8_head;
     Kernels kernels;
     CommOptions comm;
     const char* plan;
     double price;
-    int zero, lanes, check_ranks;
+    int zero, lanes;
     Reduction reduction;
 
     // output
     int checkpoint_every, keep, major_every, resume;
     int val_every, val_batches, log_every, log_gpu, evaluate, eval_every, verbose;
-    int sample_every, sample_tokens, num_samples, top_k, chat;
+    int sample_every, sample_tokens, num_samples, top_k;
     double temperature, top_p;
 
     // not flags
+    bool chat;                      // chat RUN
     bool resumed;                   // continues from a checkpoint
     bool again;                     // -y 1 without a checkpoint: begins again with the settings of run.json
     bool own_launch;                // -y 1: --gpus was taken from run.json
@@ -149,8 +148,6 @@ static const Flag kFlags[] = {
         "Muon: Nesterov's", FLAG_FIXED},
     {"",    "muon-warmup",     FLAG_INT64,  &run.muon_warmup,    "0",       0, 1e15, nullptr,
         "Muon: steps in which its momentum rises from 0.85", FLAG_FIXED},
-    {"",    "muon-steps",      FLAG_INT,    &run.muon_steps,     "5",       1, 20, nullptr,
-        "Muon: steps of Newton and Schulz", FLAG_FIXED},
     {"",    "muon-decay",      FLAG_FLOAT,  &run.muon_decay,     "0.01",    0, 10, nullptr,
         "Muon: weight decay of its matrices, for which -c then does not count", FLAG_FIXED},
     {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
@@ -194,9 +191,6 @@ static const Flag kFlags[] = {
         "sample among the k likeliest tokens; 0: among all"},
     {"",    "top-p",           FLAG_FLOAT,  &run.top_p,          "1",       0, 1, nullptr,
         "and of those among the likeliest that have this part of the probability"},
-    {"",    "chat",            FLAG_BOOL,   &run.chat,           "0",       0, 1, nullptr,
-        "-x 0: read lines and go on from each; Ctrl-C ends a text, Ctrl-D the program; without -g a text "
-        "goes on to the end of a sentence"},
     {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
         "train on the first batch over and over", FLAG_FIXED},
     {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
@@ -225,10 +219,9 @@ static const Flag kFlags[] = {
     {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
         FLAG_FIXED},
-    {"",    "matmul-dtype",    FLAG_ENUM,   &run.matmul_dtype,   "bf16",    0, 0, "bf16|fp8",
-        "what the layers' matrix products multiply in training: the weights' type, or e4m3", FLAG_FIXED},
-    {"",    "fp8-head",        FLAG_BOOL,   &run.fp8_head,       "0",       0, 1, nullptr,
-        "--matmul-dtype fp8: the LM head's products, too", FLAG_FIXED},
+    {"",    "matmul-dtype",    FLAG_ENUM,   &run.matmul_dtype,   "bf16",    0, 0, "bf16|fp8|fp8-head",
+        "what matrix products multiply in training: the weights' type; e4m3 in the layers; or also in the "
+        "LM head", FLAG_FIXED},
     {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
         "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
     {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
@@ -241,8 +234,6 @@ static const Flag kFlags[] = {
         FLAG_FIXED},
     {"",    "reduction",       FLAG_ENUM,   &run.reduction,      "tree",    0, 0, "tree|nccl",
         "gradients of all ranks are summed by the lanes' tree, or in NCCL's order", FLAG_FIXED},
-    {"",    "check-ranks",     FLAG_BOOL,   &run.check_ranks,    "0",       0, 1, nullptr,
-        "compare all ranks' parameters after every step (slow)", FLAG_NOW},
     {"pi",  "process-init",    FLAG_ENUM,   &run.comm.init,      "auto",    0, 0, "auto|mpi|tcp|fs",
         "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
         FLAG_NOW},
@@ -264,8 +255,6 @@ static const Flag kFlags[] = {
         "of GPU (A100, H100, H200, 4090; auto: the one here)", FLAG_NOW},
     {"",    "price",           FLAG_FLOAT,  &run.price,          "0",       0, 1e6, nullptr,
         "--plan: dollars for an hour of one GPU", FLAG_NOW},
-    {"",    "start-timeout",   FLAG_INT,    &run.comm.start_timeout_s, "120", 1, 86400, nullptr,
-        "seconds that ranks wait for each other at the start", FLAG_NOW},
 };
 constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
 
@@ -273,31 +262,34 @@ static inline bool run_given(const char* name) { return flags_given(kFlags, kNum
 
 // What --help shows; with `all`, also each group's further flags.
 static const std::vector<FlagGroup> kFlagGroups = {
-    {"RUN is a run's folder or a model. Short forms, which other flags may follow:\n"
-     "  eval RUN                    -e RUN -x 0\n"
-     "  sample RUN                  -e RUN -x 0 --prompt ''\n"
-     "  chat RUN                    -e RUN -x 0 --chat 1", "", ""},
+    {"RUN is a run's folder or a model. Flags may follow:\n"
+     "  eval RUN                    the validation loss, as -e RUN -x 0\n"
+     "  sample RUN                  writes, as -e RUN -x 0 --prompt ''\n"
+     "  chat RUN                    reads lines and goes on from each, to the end of\n"
+     "                              a sentence (with -g by so many tokens); Ctrl-C\n"
+     "                              ends a text, Ctrl-D the program", "", ""},
     {"data and model", "train-data val-data model output-dir resume",
      "block norm residual-dtype dropout shuffle seed"},
     {"batch and schedule",
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
-     "final-fraction cooldown beta1 beta2 eps muon-lr muon-momentum muon-warmup muon-steps muon-decay "
+     "final-fraction cooldown beta1 beta2 eps muon-lr muon-momentum muon-warmup muon-decay "
      "grad-clip skip-loss skip-norm on-bad-loss"},
     {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
-     "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p chat keep "
+     "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
      "major-every log-every"},
     {"memory and several GPUs", "recompute gpus zero-stage plan price",
-     "master-weights grad-dtype matmul-dtype fp8-head process-init process-server process-folder processes "
-     "process-rank gpus-per-node start-timeout"},
+     "master-weights grad-dtype matmul-dtype process-init process-server process-folder processes "
+     "process-rank gpus-per-node"},
     {"for measuring and debugging", "",
-     "overfit log-gpu tf32 gelu-fusion kernels lanes reduction check-ranks"}};
+     "overfit log-gpu tf32 gelu-fusion kernels lanes reduction"}};
 
-// The command line with `eval|sample|chat RUN` in front written out as flags.
+// The command line with `eval|sample|chat RUN` in front written out as flags. Sets run.chat, which has none.
 static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     std::vector<const char*> words(argv, argv + argc);
     const std::string form = argc > 1 ? argv[1] : "";
-    if (form != "eval" && form != "sample" && form != "chat") { return words; }
+    run.chat = form == "chat";
+    if (form != "eval" && form != "sample" && !run.chat) { return words; }
     if (argc < 3 || argv[2][0] == '-') {
         die("%s: of which run?\nhint: %s %s RUN, with a run's folder or a model", form.c_str(), argv[0],
             form.c_str());
@@ -307,7 +299,6 @@ static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     bool prompts = false;
     for (int i = 3; i < argc; i++) { prompts = prompts || strncmp(argv[i], "--prompt", 8) == 0; }
     if (form == "sample" && !prompts) { words.push_back("--prompt="); }
-    if (form == "chat") { words.push_back("--chat=1"); }
     return words;
 }
 
@@ -320,7 +311,7 @@ __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ..
     va_end(args);
 }
 
-// Evaluate: validation loss, answers to questions, or both. Write: texts after --prompt, or --chat; it may
+// Evaluate: validation loss, answers to questions, or both. Write: texts after --prompt, or chat; it may
 // answer questions first.
 enum class Task { Train, Evaluate, Write };
 static inline Task run_task() {
@@ -343,7 +334,7 @@ static inline bool run_validates() {
 // ---- what all ranks must agree on ----
 
 static inline Facts flag_facts() {
-    Facts facts;
+    Facts facts = {{"chat", run.chat ? "1" : "0"}};
     for (const Flag& flag : kFlags) {
         const std::string name = flag.name;
         if (name == "process-rank" || name == "process-server") { continue; }
@@ -404,14 +395,25 @@ static inline std::string from_start(const std::string& pattern, const std::stri
     return path + "/" + pattern;
 }
 
-// Dies if the run was started with a flag that this program lacks. --residual gemm passes: it names the only
-// behaviour of this program. So does --quiet, which is --verbose -1 now and no run keeps.
-static inline void settings_known(const Facts& facts, const std::string& prefix) {
-    for (const auto& fact : facts) {
+// Flags of earlier programs that a run may have been started with, each with the value that names what this
+// program does. "": any value; the flag concerned only one start, or settings_known says it in today's words.
+constexpr struct { const char *name, *value; } kFormerFlags[] = {
+    {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"},
+    {"fp8-head", ""}, {"start-timeout", ""}};
+
+// Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
+static inline void settings_known(Facts* facts, const std::string& prefix) {
+    const std::string* head = facts_find(*facts, prefix + "fp8-head");
+    const bool has_head = head && (*head == "1" || *head == "true");
+    for (auto& fact : *facts) {
+        if (has_head && fact.first == prefix + "matmul-dtype") { fact.second = "fp8-head"; }
         if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
         const std::string name = fact.first.substr(prefix.size());
-        const bool passes = (name == "residual" && fact.second == "gemm") || name == "quiet";
-        if (passes || flags_find(kFlags, kNumFlags, "--" + name)) { continue; }
+        bool passes = flags_find(kFlags, kNumFlags, "--" + name) != nullptr;
+        for (const auto& former : kFormerFlags) {
+            passes = passes || (name == former.name && (!*former.value || fact.second == former.value));
+        }
+        if (passes) { continue; }
         die("the run in -o %s began with --%s %s, which this program does not have\n"
             "hint: go on with the program that began it", run.output_dir, name.c_str(), fact.second.c_str());
     }
@@ -420,8 +422,8 @@ static inline void settings_known(const Facts& facts, const std::string& prefix)
 // Takes over the settings of a run whose model is `c`. Settings that the run left open stay as it settled
 // them: on another number of ranks it keeps its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
-    settings_known(from, "flag.");
     static Facts facts = from;                  // static: the flags keep pointing to these texts
+    settings_known(&facts, "flag.");
     for (auto& fact : facts) {
         for (const char* name : kDataFlags) {
             if (fact.first != std::string("flag.") + name) { continue; }
@@ -552,10 +554,8 @@ static inline void batch_check(const Config& c, const Build& build) {
 
 // The products' sizes are multiples of 16: channels, wte's padded rows, and B*T.
 static inline void fp8_check(const Config& c, const Build& build) {
-    if (run.matmul_dtype != MatmulDtype::Fp8) {
-        if (run.fp8_head) { die("--fp8-head 1 needs --matmul-dtype fp8"); }
-        return;
-    }
+    if (run.matmul_dtype == MatmulDtype::Bf16) { return; }
+    const bool head = run.matmul_dtype == MatmulDtype::Fp8Head;
     if (build.is_cuda && strcmp(build.precision, "BF16") != 0) {
         die("--matmul-dtype fp8 needs a program with PRECISION=BF16; this one computes in %s",
             build.precision);
@@ -563,7 +563,7 @@ static inline void fp8_check(const Config& c, const Build& build) {
     if (run.gelu_fusion > 0) {
         die("--matmul-dtype fp8 needs -ge 0: its matrix products have no GELU in the epilogue");
     }
-    if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || (run.fp8_head && c.Vp % 16 != 0)) {
+    if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || (head && c.Vp % 16 != 0)) {
         die("--matmul-dtype fp8 needs multiples of 16: -b %d x -t %d = %d tokens, C = %d, wte of %d rows",
             run.B, run.T, run.B * run.T, c.C, c.Vp);
     }
@@ -592,7 +592,7 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
         die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
             "one", run.gelu_fusion);
     }
-    for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-steps", "muon-decay"}) {
+    for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-decay"}) {
         if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {
             die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
                 "hint: give --optimizer muon, or leave --%s out", name, name);
@@ -616,7 +616,6 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
         die("--plan is for training that begins: leave %s out", run.resume ? "-y 1" : "-x 0");
     }
     if (run.price > 0 && run.plan[0] == '\0') { die("--price is for --plan, which is not given"); }
-    if (run.chat && run.max_steps != 0) { die("--chat needs -x 0: it does not train"); }
     if (run.max_steps == 0 && run.output_dir[0] != '\0') {
         die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
     }

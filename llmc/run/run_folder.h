@@ -97,7 +97,7 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
             begins_again ? "remove it, and the run begins with the flags that are given"
                          : "-e with one of this folder's model_*.bin does without it");
     }
-    if (begins_again) { settings_known(values, "settings."); }
+    if (begins_again) { settings_known(&values, "settings."); }
     const std::string *start = facts_find(values, "started in"), *open = facts_find(values, "left open");
     const std::vector<std::string> left_open = flags_split(open ? *open : "", ' ');
     for (int i = 0; i < kNumFlags; i++) {

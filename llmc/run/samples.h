@@ -206,7 +206,7 @@ static inline bool chat_line(bool is_terminal, std::string* said) {
     return bytes >= 0;
 }
 
-// --chat: reads lines and continues each, after everything said before. Ctrl-C ends a text, or discards a
+// chat RUN: reads lines and continues each, after everything said before. Ctrl-C ends a text, or discards a
 // line that is being typed; Ctrl-D ends the program. An empty line continues the text. After a document's end
 // the next line begins a new one. whole: a text ends at the end of a sentence.
 static inline void chat(const TextTask& task, const std::string& model, bool whole, const TextDraw& draw) {

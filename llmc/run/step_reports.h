@@ -97,7 +97,7 @@ static inline bool report_step(Reports* r, Logger* logger, const LrSchedule& sch
                                   (step + 1) * report->total_batch, ms, tokens_per_s};
     report_add(report, metrics);
     std::string more = report_gpu(report);
-    if (run.matmul_dtype == MatmulDtype::Fp8) {
+    if (run.matmul_dtype != MatmulDtype::Bf16) {
         more += ", \"saturated\": " + json_number(state.fp8_saturated);
     }
     DiskWait disk(step + 1);                // for the logs; stdout may be a file, too
