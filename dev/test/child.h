@@ -59,12 +59,14 @@ static inline void check_holds(const char* file, int line, const char* what, con
     fflush(stdout);
 }
 
-static inline std::string read_text(const std::string& path) {
-    std::string text((size_t)std::max<int64_t>(file_size(path.c_str()), 0), '\0');
-    FILE* f = fopen_check(path.c_str(), "rb");
-    fread_check(&text[0], 1, text.size(), f, path.c_str());
-    fclose(f);
+static inline std::string read_stream(FILE* f) {           // to its end, then closed; "" if there is none
+    std::string text;
+    for (int c; f && (c = fgetc(f)) != EOF;) { text += (char)c; }
+    if (f) { fclose(f); }
     return text;
+}
+static inline std::string read_text(const std::string& path) {
+    return read_stream(fopen(path.c_str(), "rb"));
 }
 
 // In place, as damage comes.
@@ -99,6 +101,12 @@ static inline std::string joined(const std::vector<std::string>& words) {
     std::string all;
     for (const std::string& word : words) { all += (all.empty() ? "" : " ") + word; }
     return all;
+}
+
+template <class Number> static inline std::string numbers(const std::vector<Number>& all) {
+    std::vector<std::string> words;
+    for (Number n : all) { words.push_back(std::to_string(n)); }
+    return joined(words);
 }
 
 static std::string folder;          // of this run, removed at the end
@@ -143,13 +151,8 @@ static inline Child run_child(const std::function<void()>& f) {
     }
     int status = 0;
     waitpid(pid, &status, 0);
-    Child c = {exit_code(status), "", ""};
-    for (int k = 0; k < 2; k++) {
-        rewind(files[k]);
-        for (int ch; (ch = fgetc(files[k])) != EOF;) { (k == 0 ? c.out : c.err) += (char)ch; }
-        fclose(files[k]);
-    }
-    return c;
+    for (FILE* file : files) { rewind(file); }
+    return {exit_code(status), read_stream(files[0]), read_stream(files[1])};
 }
 
 // f must end with exit code 1 and one to three lines on stderr that hold all these words. What would wait for

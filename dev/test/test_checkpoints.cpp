@@ -32,11 +32,6 @@ static std::string new_folder(const std::string& name) {
     return in_folder(name);
 }
 static std::string listing(const std::string& path) { return joined(names_in(path)); }
-static std::string numbers(const std::vector<int64_t>& all) {
-    std::vector<std::string> words;
-    for (int64_t n : all) { words.push_back(std::to_string(n)); }
-    return joined(words);
-}
 
 // How many changes of a file are not noticed: each byte by each of these flips, and shorter lengths.
 static int unnoticed(const std::string& path, const std::vector<int>& flips,
@@ -154,8 +149,41 @@ static void write_state(const std::string& path, const Facts& facts = kOddFacts,
     state_commit(&out);
 }
 
-static void test_state_round_trip() {
-    const std::string path = in_folder("round.bin"), pipe = in_folder("pipe");
+// A file with other bytes in its start, and a checksum that fits them.
+static std::string forged(std::string file, size_t at, const void* bytes, size_t count) {
+    StateHeader header;
+    memcpy(&header, file.data(), sizeof(header));
+    const size_t start = sizeof(header) + header.pieces * sizeof(StateRow) + header.facts_bytes;
+    const uint64_t zero = 0;
+    memcpy(&file[at], bytes, count);
+    memcpy(&file[offsetof(StateHeader, checksum)], &zero, sizeof(zero));
+    const uint64_t sum = checksum(file.data(), start);
+    memcpy(&file[offsetof(StateHeader, checksum)], &sum, sizeof(sum));
+    return file;
+}
+static size_t row_at(size_t row, size_t field) {
+    return sizeof(StateHeader) + row * sizeof(StateRow) + field;
+}
+
+// The numbers beside the right one, above or below, and those that overflow something.
+static std::vector<uint64_t> odd_numbers(uint64_t now, bool below, bool above) {
+    std::vector<uint64_t> all = {UINT64_MAX};
+    if (below) { all.insert(all.end(), {0, now - 1}); }
+    if (above) { all.insert(all.end(), {now + 1, now + 64}); }
+    for (int bit : {48, 61, 62, 63}) {
+        const uint64_t power = 1ull << bit;
+        all.insert(all.end(), {power, power + 1, now + power, 0 - power});
+    }
+    return all;
+}
+
+static std::string padded(std::string text, size_t size) {
+    text.resize(size, '\0');
+    return text;
+}
+
+static void test_state_file() {
+    const std::string path = in_folder("state.bin"), pipe = in_folder("pipe");
     StateFile s;
     std::vector<char> data;
     TEST("state file: what is written is read") {
@@ -207,10 +235,6 @@ static void test_state_round_trip() {
         write_text(path, text);
         CHECK_TEXT(state_open(&s, path), "has version 2, and this program reads 1");
     }
-}
-
-static void test_state_damage() {
-    const std::string path = in_folder("damage.bin");
     write_state(path);
     const std::string good = read_text(path);
     TEST("state file: every changed byte and every other length is noticed") {
@@ -222,8 +246,6 @@ static void test_state_damage() {
     }
     TEST("state file: cut short, or changed, after it was opened") {
         write_text(path, good);
-        StateFile s;
-        std::vector<char> data;
         CHECK_TEXT(state_open(&s, path), "");
         CHECK(truncate(path.c_str(), (off_t)good.size() - 1) == 0, "%s", strerror(errno));
         CHECK_TEXT(read_piece(s, 0, &data), "");
@@ -233,45 +255,6 @@ static void test_state_damage() {
         write_text(path, bad);
         CHECK_HOLDS(read_piece(s, 1, &data), "is damaged: the data of m.qkvw.11");
     }
-}
-
-// A file with other bytes in its start, and a checksum that fits them.
-static std::string forged(std::string file, size_t at, const void* bytes, size_t count) {
-    StateHeader header;
-    memcpy(&header, file.data(), sizeof(header));
-    const size_t start = sizeof(header) + header.pieces * sizeof(StateRow) + header.facts_bytes;
-    const uint64_t zero = 0;
-    memcpy(&file[at], bytes, count);
-    memcpy(&file[offsetof(StateHeader, checksum)], &zero, sizeof(zero));
-    const uint64_t sum = checksum(file.data(), start);
-    memcpy(&file[offsetof(StateHeader, checksum)], &sum, sizeof(sum));
-    return file;
-}
-static size_t row_at(size_t row, size_t field) {
-    return sizeof(StateHeader) + row * sizeof(StateRow) + field;
-}
-
-// The numbers beside the right one, above or below, and those that overflow something.
-static std::vector<uint64_t> odd_numbers(uint64_t now, bool below, bool above) {
-    std::vector<uint64_t> all = {UINT64_MAX};
-    if (below) { all.insert(all.end(), {0, now - 1}); }
-    if (above) { all.insert(all.end(), {now + 1, now + 64}); }
-    for (int bit : {48, 61, 62, 63}) {
-        const uint64_t power = 1ull << bit;
-        all.insert(all.end(), {power, power + 1, now + power, 0 - power});
-    }
-    return all;
-}
-
-static std::string padded(std::string text, size_t size) {
-    text.resize(size, '\0');
-    return text;
-}
-
-static void test_state_hostile() {
-    const std::string path = in_folder("hostile.bin");
-    write_state(path);
-    const std::string good = read_text(path);
     TEST("state file: odd numbers in its start, with a checksum that fits") {
         struct Place { size_t at, bytes; bool below, above; };
         std::vector<Place> places = {{offsetof(StateHeader, pieces), 4, true, true},
@@ -374,7 +357,57 @@ static std::string check(const std::string& run, int64_t step) {
     return checkpoint_check(run, step, &states);
 }
 
-static void test_names() {
+static void test_model_file() {
+    const std::string path = in_folder("model.bin");
+    TEST("model files: their checksum") {
+        uint64_t sum = 1;
+        auto error = [&] { return model_file_error(path, &sum); };
+        write_model(path, 7);
+        const std::string good = read_text(path), bare = without_checksum(good);
+        CHECK_TEXT(error(), "");
+        CHECK_TEXT(checksum_text(sum), checksum_text(checksum(bare.data(), bare.size())));
+        const int missed = unnoticed(path, {0x10}, error, 51);
+        CHECK(missed == 0, "%d changes of %zu bytes are not noticed", missed, good.size());
+        write_text(path, bare);
+        CHECK_TEXT(error(), "");
+        CHECK_IS(sum, 0);
+        CHECK_HOLDS(model_file_error(in_folder("none"), &sum), "cannot be opened: No such");
+        CHECK_HOLDS(model_file_error(folder, &sum), "cannot be read: Is a directory");
+    }
+    TEST("model files: of each type, made of each type") {
+        std::vector<float> values(kTinyValues);             // each type has these
+        std::vector<uint16_t> bf16(kTinyValues), f16(kTinyValues);
+        for (size_t k = 0; k < kTinyValues; k++) {
+            values[k] = (k % 2 ? -1.0f : 1.0f) * ldexpf(1.0f + (float)(k / 8) / 8, (int)(k % 8) - 4);
+            bf16[k] = bf16_round_nearest(values[k]);
+            f16[k] = (uint16_t)((k % 2) << 15 | (k % 8 + 11) << 10 | (k / 8) << 7);
+        }
+        const struct { const char* type; const void* data; bool to_bf16; } cases[] = {
+            {"f32", values.data(), false}, {"bf16", bf16.data(), false}, {"f16", f16.data(), false},
+            {"f32", values.data(), true}, {"bf16", bf16.data(), true}};
+        const Config c = tiny_config();
+        for (const auto& it : cases) {
+            write_model(path, it.data, it.type, it.to_bf16);
+            CHECK_IS(file_size(path.c_str()), it.to_bf16 ? 1024 + 128 : 1024 + 256);
+            const Config has = model_read_config(path.c_str(), tiny_table);
+            CHECK(has.V == c.V && has.norm == c.norm && has.block == c.block && has.residual_fp32, "header");
+            int calls = 0;
+            model_read(path.c_str(), tiny_table, has, [&](int i, int l, const float* read) {
+                calls += i == 0 && l == 0 && std::equal(read, read + kTinyLive, values.data()) &&
+                         std::count(read + kTinyLive, read + kTinyValues, 0.0f) == 16;
+            });
+            CHECK(calls == 1, "%s into %d bits reads back as something else", it.type, it.to_bf16 ? 16 : 32);
+        }
+        std::vector<Config> others(8, c);
+        others[0].maxT++, others[1].V++, others[2].L++, others[3].NH++, others[4].C++, others[5].Vp++;
+        others[6].block = Block::Parallel, others[7].norm = NormKind::Layer;
+        for (const Config& other : others) {
+            check_dies("exchanged", [&] { check_same_model(c, other, "m"); }, {"'m' is another model"});
+        }
+    }
+}
+
+static void test_whole_checkpoints() {
     TEST("checkpoints: names") {
         CHECK_TEXT(checkpoint_model("r", 12), "r/model_00000012.bin");
         CHECK_TEXT(checkpoint_state("r", 5000000000, 7), "r/state_5000000000_00007.bin");
@@ -394,9 +427,6 @@ static void test_names() {
                    "2 3 20 100 5000000000 999999999999999999");
         CHECK_TEXT(numbers(checkpoint_steps(run + "/none")), "");
     }
-}
-
-static void test_marker() {
     const std::string run = new_folder("marker"), marker = checkpoint_marker(run, 20);
     write_checkpoint(run, 10);
     const std::vector<std::string> states = write_checkpoint(run, 20, 3);
@@ -483,57 +513,30 @@ static void test_marker() {
     }
 }
 
-static void test_model_file() {
-    const std::string path = in_folder("model.bin");
-    TEST("model files: their checksum") {
-        uint64_t sum = 1;
-        auto error = [&] { return model_file_error(path, &sum); };
-        write_model(path, 7);
-        const std::string good = read_text(path), bare = without_checksum(good);
-        CHECK_TEXT(error(), "");
-        CHECK_TEXT(checksum_text(sum), checksum_text(checksum(bare.data(), bare.size())));
-        const int missed = unnoticed(path, {0x10}, error, 51);
-        CHECK(missed == 0, "%d changes of %zu bytes are not noticed", missed, good.size());
-        write_text(path, bare);
-        CHECK_TEXT(error(), "");
-        CHECK_IS(sum, 0);
-        CHECK_HOLDS(model_file_error(in_folder("none"), &sum), "cannot be opened: No such");
-        CHECK_HOLDS(model_file_error(folder, &sum), "cannot be read: Is a directory");
-    }
-    TEST("model files: of each type, made of each type") {
-        std::vector<float> values(kTinyValues);             // each type has these
-        std::vector<uint16_t> bf16(kTinyValues), f16(kTinyValues);
-        for (size_t k = 0; k < kTinyValues; k++) {
-            values[k] = (k % 2 ? -1.0f : 1.0f) * ldexpf(1.0f + (float)(k / 8) / 8, (int)(k % 8) - 4);
-            bf16[k] = bf16_round_nearest(values[k]);
-            f16[k] = (uint16_t)((k % 2) << 15 | (k % 8 + 11) << 10 | (k / 8) << 7);
-        }
-        const struct { const char* type; const void* data; bool to_bf16; } cases[] = {
-            {"f32", values.data(), false}, {"bf16", bf16.data(), false}, {"f16", f16.data(), false},
-            {"f32", values.data(), true}, {"bf16", bf16.data(), true}};
-        const Config c = tiny_config();
-        for (const auto& it : cases) {
-            write_model(path, it.data, it.type, it.to_bf16);
-            CHECK_IS(file_size(path.c_str()), it.to_bf16 ? 1024 + 128 : 1024 + 256);
-            const Config has = model_read_config(path.c_str(), tiny_table);
-            CHECK(has.V == c.V && has.norm == c.norm && has.block == c.block && has.residual_fp32, "header");
-            int calls = 0;
-            model_read(path.c_str(), tiny_table, has, [&](int i, int l, const float* read) {
-                calls += i == 0 && l == 0 && std::equal(read, read + kTinyLive, values.data()) &&
-                         std::count(read + kTinyLive, read + kTinyValues, 0.0f) == 16;
-            });
-            CHECK(calls == 1, "%s into %d bits reads back as something else", it.type, it.to_bf16 ? 16 : 32);
-        }
-        std::vector<Config> others(8, c);
-        others[0].maxT++, others[1].V++, others[2].L++, others[3].NH++, others[4].C++, others[5].Vp++;
-        others[6].block = Block::Parallel, others[7].norm = NormKind::Layer;
-        for (const Config& other : others) {
-            check_dies("exchanged", [&] { check_same_model(c, other, "m"); }, {"'m' is another model"});
-        }
-    }
+enum { WRITE, FLUSH, SYNC, RENAME, CLOSE, OPERATIONS };
+static int countdown[OPERATIONS];               // which call fails; 0: none
+
+static bool refused(int operation) {
+    if (countdown[operation] == 0 || --countdown[operation] > 0) { return false; }
+    errno = ENOSPC;
+    return true;
 }
 
-static void test_retention() {
+static void fail_at(int operation, int k) {
+    countdown[operation] = k;
+    file_layer.fwrite = [](const void* data, size_t size, size_t count, FILE* f) {
+        return fwrite(data, size, refused(WRITE) ? count / 2 : count, f);
+    };
+    file_layer.fflush = [](FILE* f) { return refused(FLUSH) ? EOF : fflush(f); };
+    file_layer.fsync = [](int) { return refused(SYNC) ? -1 : 0; };
+    file_layer.rename = [](const char* a, const char* b) { return refused(RENAME) ? -1 : rename(a, b); };
+    file_layer.fclose = [](FILE* f) {
+        const bool no = refused(CLOSE);
+        return (fclose(f) != 0 || no) ? (errno = no ? ENOSPC : errno, EOF) : 0;
+    };
+}
+
+static void test_folders() {
     TEST("checkpoints: which ones stay") {
         struct Row { int keep, major, every; std::set<int64_t> bad; int64_t newest, calm; const char* stay; };
         const Row rows[] = {                                // calm: the last step before updates are skipped
@@ -582,9 +585,6 @@ static void test_retention() {
         checkpoint_clean(run);
         CHECK_TEXT(listing(run), "");
     }
-}
-
-static void test_clean() {
     TEST("checkpoints: what a kill in a save leaves") {
         const std::string run = new_folder("clean");
         for (int64_t step : {10, 20, 50}) { write_checkpoint(run, step, 2); }
@@ -617,34 +617,6 @@ static void test_clean() {
         atomic_commit(&living_marker);
         checkpoint_clean(run + "/none");
     }
-}
-
-// ---- a disk that refuses ----
-
-enum { WRITE, FLUSH, SYNC, RENAME, CLOSE, OPERATIONS };
-static int countdown[OPERATIONS];               // which call fails; 0: none
-
-static bool refused(int operation) {
-    if (countdown[operation] == 0 || --countdown[operation] > 0) { return false; }
-    errno = ENOSPC;
-    return true;
-}
-
-static void fail_at(int operation, int k) {
-    countdown[operation] = k;
-    file_layer.fwrite = [](const void* data, size_t size, size_t count, FILE* f) {
-        return fwrite(data, size, refused(WRITE) ? count / 2 : count, f);
-    };
-    file_layer.fflush = [](FILE* f) { return refused(FLUSH) ? EOF : fflush(f); };
-    file_layer.fsync = [](int) { return refused(SYNC) ? -1 : 0; };
-    file_layer.rename = [](const char* a, const char* b) { return refused(RENAME) ? -1 : rename(a, b); };
-    file_layer.fclose = [](FILE* f) {
-        const bool no = refused(CLOSE);
-        return (fclose(f) != 0 || no) ? (errno = no ? ENOSPC : errno, EOF) : 0;
-    };
-}
-
-static void test_refusals() {
     TEST("checkpoints: every call that a disk can refuse") {
         const std::string run = new_folder("refused");
         write_checkpoint(run, 1, 2);
@@ -723,15 +695,10 @@ int main() {
     folder_begin("checkpoints");
     file_layer.fsync = [](int) { return 0; };       // nobody cuts the power; that it is called is counted
     test_checksum();
-    test_state_round_trip();
-    test_state_damage();
-    test_state_hostile();
-    test_names();
-    test_marker();
+    test_state_file();
     test_model_file();
-    test_retention();
-    test_clean();
-    test_refusals();
+    test_whole_checkpoints();
+    test_folders();
     test_worker();                      // the last: a child of a program with threads has none of them
     return folder_end();
 }

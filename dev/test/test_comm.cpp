@@ -206,14 +206,6 @@ struct Case {
     double started = 0, sent = 0;
 };
 
-static std::string read_all(const std::string& path) {      // "" if there is none; /proc's have no size
-    FILE* f = fopen(path.c_str(), "r");
-    std::string text;
-    for (int c; f && (c = fgetc(f)) != EOF;) { text += (char)c; }
-    if (f) { fclose(f); }
-    return text;
-}
-
 static void start_rank(Case* c, int rank) {
     const std::string number = std::to_string(rank), world = std::to_string(c->world);
     std::vector<std::string> words = {"test_comm", "rank", c->program, c->dir, std::to_string(c->victim)};
@@ -258,7 +250,7 @@ static void start_case(Case* c) {
 }
 
 static pid_t rank_pid(const Case& c, int rank) {
-    return atoi(read_all(c.dir + format("/rank.%d", rank)).c_str());
+    return atoi(read_text(c.dir + format("/rank.%d", rank)).c_str());
 }
 
 // Processes that carry this case's mark.
@@ -267,7 +259,7 @@ static std::vector<pid_t> left_of(const Case& c) {
     const std::string mark = "LLMC_TEST_CASE=" + c.dir + '\0';
     for (const std::string& name : names_in("/proc")) {
         const pid_t pid = atoi(name.c_str());
-        if (pid > 0 && pid != getpid() && holds(read_all("/proc/" + name + "/environ"), mark)) {
+        if (pid > 0 && pid != getpid() && holds(read_text("/proc/" + name + "/environ"), mark)) {
             left.push_back(pid);
         }
     }
@@ -315,7 +307,7 @@ static bool case_runs(Case* c) {
 }
 
 static void check_case(const Case& c) {
-    const std::string err = read_all(c.dir + "/err"), out = read_all(c.dir + "/out");
+    const std::string err = read_text(c.dir + "/err"), out = read_text(c.dir + "/out");
     const char* name = c.name.c_str();
     CHECK(!c.hung, "%s: hangs", name);
     for (size_t i = 0; i < c.codes.size() && i < c.ended.size(); i++) {

@@ -53,7 +53,7 @@ static void fail_folder_sync(int error) {
     };
 }
 
-static void test_check_disk() {
+static void test_check() {
     const std::string path = in_folder("model.bin");
     TEST("check: atomic files on disks that refuse") {
         atomic_file(path, "old");
@@ -103,49 +103,46 @@ static void test_check_disk() {
         remover.join();
         CHECK_TEXT(joined(parts(in_folder("thread"))), "");
     }
-}
-
-static void test_check_kills() {
-    const std::string path = in_folder("killed.bin");
+    const std::string killed = in_folder("killed.bin");
     auto half_then = [&](const std::function<void()>& end) {
         return run_child([&] {
             for (int number : {SIGINT, SIGTERM, SIGHUP}) { signal(number, SIG_DFL); }
-            AtomicFile a = atomic_open(path);
+            AtomicFile a = atomic_open(killed);
             atomic_write(&a, "half", 4);
             fflush(a.f);
             end();
         }).code;
     };
     TEST("check: kills, and several writers") {
-        atomic_file(path, "old");
+        atomic_file(killed, "old");
         CHECK_IS(half_then([] { raise(SIGKILL); }), -SIGKILL);
-        CHECK_TEXT(read_text(path), "old");
+        CHECK_TEXT(read_text(killed), "old");
         atomic_file(in_folder("killed"), "another file");      // removes nothing of killed.bin's
-        CHECK_IS(parts(path).size(), 1);
-        AtomicFile mine = atomic_open(path);                    // removes what the kill has left,
-        CHECK_TEXT(joined(parts(path)), mine.temp);
-        AtomicFile other = atomic_open(path);                   // but nothing that is being written,
+        CHECK_IS(parts(killed).size(), 1);
+        AtomicFile mine = atomic_open(killed);                    // removes what the kill has left,
+        CHECK_TEXT(joined(parts(killed)), mine.temp);
+        AtomicFile other = atomic_open(killed);                   // but nothing that is being written,
         CHECK(strcmp(mine.temp, other.temp) != 0, "two writers share %s", mine.temp);
-        CHECK_IS(parts(path).size(), 2);
+        CHECK_IS(parts(killed).size(), 2);
         CHECK_IS(half_then([] {}), 0);                          // nor what another process writes
-        CHECK_IS(parts(path).size(), 3);
+        CHECK_IS(parts(killed).size(), 3);
         atomic_write(&mine, "mine", 4);
         atomic_write(&other, "the other's", 11);
         atomic_commit(&mine);
-        CHECK_TEXT(read_text(path), "mine");
+        CHECK_TEXT(read_text(killed), "mine");
         atomic_commit(&other);
-        CHECK_TEXT(read_text(path), "the other's");
+        CHECK_TEXT(read_text(killed), "the other's");
     }
     TEST("check: signals") {
-        atomic_file(path, "old");
+        atomic_file(killed, "old");
         for (int number : {SIGINT, SIGTERM, SIGHUP}) {
             CHECK_IS(half_then([=] { raise(number); }), -number);
-            CHECK_TEXT(joined(parts(path)), "");
+            CHECK_TEXT(joined(parts(killed)), "");
         }
         Child kept = run_child([&] {                // the program's own way with a signal stays its way
             signal(SIGTERM, [](int) { _exit(42); });
             signal(SIGHUP, SIG_IGN);
-            AtomicFile a = atomic_open(path);
+            AtomicFile a = atomic_open(killed);
             raise(SIGHUP);
             raise(SIGTERM);
         });
@@ -161,9 +158,6 @@ static void test_check_kills() {
         for (const char* end : others) { CHECK_IS(file_size((own + end).c_str()), 0); }
         CHECK_IS(file_size((own + ".1.2.part").c_str()), -1);
     }
-}
-
-static void test_check_paths() {
     const std::string pipe = in_folder("pipe"), link = in_folder("link"), target = in_folder("target");
     TEST("check: what is no regular file") {
         CHECK(mkfifo(pipe.c_str(), 0600) == 0, "cannot make a pipe");
@@ -179,12 +173,12 @@ static void test_check_paths() {
         }
         CHECK_TEXT(read_text(link), "precious");
         check_lives("a link under the name that the unfinished file would have", [&] {
-            const std::string probe = in_folder("probe"), path = in_folder("new.bin");
+            const std::string probe = in_folder("probe"), fresh = in_folder("new.bin");
             int n = 0;
             sscanf(atomic_open(probe).temp + probe.size(), ".%*d.%d", &n);
-            const std::string part = path + format(".%d.%d.part", (int)getpid(), n + 1);
+            const std::string part = fresh + format(".%d.%d.part", (int)getpid(), n + 1);
             if (symlink(target.c_str(), part.c_str()) != 0) { _exit(1); }
-            atomic_file(path, "new");
+            atomic_file(fresh, "new");
         });
         CHECK_TEXT(read_text(target), "precious");
         CHECK_TEXT(read_text(in_folder("new.bin")), "new");
@@ -198,8 +192,7 @@ static void test_check_paths() {
         check_dies("a file for a folder", [] { mkdir_check(in_folder("model.bin").c_str()); },
                    {"model.bin", "not a folder"});
         check_dies("missing file", [] { fopen_check(in_folder("none").c_str(), "r"); }, {"/none", "No"});
-        check_dies("truncated file", [] {
-            const std::string path = in_folder("model.bin");
+        check_dies("truncated file", [&] {
             int header[256];
             fread_check(header, 4, 256, fopen_check(path.c_str(), "rb"), path.c_str());
         }, {"model.bin", "truncated", "1024"});
@@ -216,9 +209,6 @@ static void test_check_paths() {
             [&] { die("it is wrong\nhint: choose another than '%s'", evil.c_str()); }};
         for (const auto& fails : errors) { check_dies("evil", fails, {"x\\nerror: \\x1b[2Jforged"}); }
     }
-}
-
-static void test_check_errors() {
     TEST("check: errors") {
         check_dies("no memory left", [] { std::get_new_handler()(); }, {"out of memory", "hint:"});
         const Child many = run_child([] {           // the first one's message is the only one
@@ -246,9 +236,9 @@ static void test_check_errors() {
     }
 }
 
-// ---- host_memory.h ----
+// ---- host_memory.h, memory_plan.h ----
 
-static void test_memory_limits() {
+static void test_memory() {
     TEST("memory: limits of control groups, versions 1 and 2") {
         const std::string root = in_folder("groups"), self = root + "/self";
         const struct { int version; std::string group, most, used; } groups[] = {
@@ -287,6 +277,17 @@ static void test_memory_limits() {
             const struct rlimit most = {1ul << 60, 1ul << 60};
             if (setrlimit(RLIMIT_AS, &most) != 0 || !addresses_limited()) { _exit(1); }
         });
+    }
+    TEST("memory: a plan that does not fit says what would") {
+        check_dies("a resumed run", [] {
+            memory_check([](int B) { return std::vector<MemoryItem>{{"parameters", 1000 + (size_t)B}}; },
+                         {"a GPU", 1057, 50}, {8, 64, true, false});        // 1058 with the reserve
+        }, {"keeps its -b"});
+        const std::vector<MemoryItem> plan = {{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}};
+        const std::string all = "memory: 5.000 MiB in all\n";
+        check_lives("a plan", [&] { memory_print(plan, false); }, all);
+        check_lives("a plan with its items", [&] { memory_print(plan, true); },
+                    all + "           3.000  b\n           1.000  a\n           1.000  c\n");
     }
 }
 
@@ -350,22 +351,6 @@ static void test_json() {
     }
 }
 
-// ---- memory_plan.h ----
-
-static void test_memory_plan() {
-    TEST("memory: a plan that does not fit says what would") {
-        check_dies("a resumed run", [] {
-            memory_check([](int B) { return std::vector<MemoryItem>{{"parameters", 1000 + (size_t)B}}; },
-                         {"a GPU", 1057, 50}, {8, 64, true, false});        // 1058 with the reserve
-        }, {"keeps its -b"});
-        const std::vector<MemoryItem> plan = {{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}};
-        const std::string all = "memory: 5.000 MiB in all\n";
-        check_lives("a plan", [&] { memory_print(plan, false); }, all);
-        check_lives("a plan with its items", [&] { memory_print(plan, true); },
-                    all + "           3.000  b\n           1.000  a\n           1.000  c\n");
-    }
-}
-
 // ---- numbers.h ----
 
 static void test_numbers() {
@@ -411,7 +396,12 @@ static void test_numbers() {
 
 // ---- flags.h ----
 
-static struct { int B, w, kind; int64_t z, seed; double lr; const char *out, *prompt, *name; } cfg;
+static struct {
+    int B, w, kind, wide;
+    int64_t z, seed;
+    double lr, part, most;
+    const char *out, *prompt, *name;
+} cfg;
 static const Flag flags[] = {
     {"b",   "micro-batch", FLAG_INT,    &cfg.B,      "4",      1,       65536,   nullptr,  "rows (B)"},
     {"z,d", "total-batch", FLAG_INT64,  &cfg.z,      "512",    0,       1e15,    nullptr,  "tokens"},
@@ -423,6 +413,9 @@ static const Flag flags[] = {
     {"",    "prompt",      FLAG_STRING, &cfg.prompt, "",       0,       0,       nullptr,  "text"},
     {"",    "name",        FLAG_STRING, &cfg.name,   "x",      1,       0,       nullptr,
      "a very long explanation, one that has to be separated into two lines because no terminal is that wide"},
+    {"",    "part",        FLAG_FLOAT,  &cfg.part,   "1",      0.5,     2,       nullptr,  "range"},
+    {"",    "most",        FLAG_FLOAT,  &cfg.most,   "1",      -FLT_MAX, 2,      nullptr,  "bound"},
+    {"",    "wide",        FLAG_INT,    &cfg.wide,   "1",      -1e18,   1e18,    nullptr,  "31 bits"},
 };
 static const int num_flags = sizeof flags / sizeof flags[0];
 
@@ -442,21 +435,24 @@ static std::string settings(const Flag* table = flags) {
     return joined(all);
 }
 
-static void test_flag_values() {
+static void test_flags() {
     TEST("flags: values") {
         const struct { std::vector<std::string> words; const char* settings; } cases[] = {
-            {{}, "[4] [512] [1337] [0.0003] [cosine] [1] [] [] [x]"},
+            {{}, "[4] [512] [1337] [0.0003] [cosine] [1] [] [] [x] [1] [1] [1]"},
             {{"-b", "8", "--total-batch", "1024", "--lr=-0.5", "-k=wsd", "-w", "0", "-o", "a b",
               "--prompt=-b"},
-             "[8] [1024] [1337] [-0.5] [wsd] [0] [a b] [-b] [x]"},
-            {{"-d", "0", "--rate", "-1e-3", "--seed", "-9223372036854775808", "--prompt", "- no flag = text"},
-             "[4] [0] [-9223372036854775808] [-0.001] [cosine] [1] [] [- no flag = text] [x]"},
-            {{"--seed=9223372036854775807", "-b", "65536", "-o="},
-             "[65536] [512] [9223372036854775807] [0.0003] [cosine] [1] [] [] [x]"}};
+             "[8] [1024] [1337] [-0.5] [wsd] [0] [a b] [-b] [x] [1] [1] [1]"},
+            {{"-d", "0", "--rate", "-1e-3", "--prompt", "- no flag = text"},
+             "[4] [0] [1337] [-0.001] [cosine] [1] [] [- no flag = text] [x] [1] [1] [1]"},
+            // both ends of each range
+            {{"-b", "1", "--seed", "-9223372036854775808", "--part=0.5", "--most=-8", "--wide=2147483647"},
+             "[1] [512] [-9223372036854775808] [0.0003] [cosine] [1] [] [] [x] [0.5] [-8] [2147483647]"},
+            {{"-b", "65536", "--seed=9223372036854775807", "-o=", "--part=2", "--wide=-2147483648"},
+             "[65536] [512] [9223372036854775807] [0.0003] [cosine] [1] [] [] [x] [2] [1] [-2147483648]"}};
         for (const auto& c : cases) {
             parse(c.words);
             CHECK_TEXT(settings(), c.settings);
-            const bool given = !c.words.empty() && c.words[0] != "-d";
+            const bool given = !c.words.empty() && c.words[0] == "-b";
             CHECK(flags_given(flags, num_flags, "micro-batch") == given, "-b given: %d", !given);
         }
         for (const char* text : {"0.1", "0.00123456789", "0.0006", "1e-08", "0.30000000000000004"}) {
@@ -470,37 +466,7 @@ static void test_flag_values() {
             CHECK_TEXT(settings(), before);
         }
     }
-    TEST("flags: both ends of a range are allowed, nothing beyond them") {
-        static double x;
-        static int n, wide;
-        const Flag table[] = {
-            {"x", "real", FLAG_FLOAT, &x, "1", 0.5, 2, nullptr, "real"},
-            {"n", "whole", FLAG_INT, &n, "1", -3, 7, nullptr, "whole"},
-            {"w", "wide", FLAG_INT, &wide, "1", -1e18, 1e18, nullptr, "wide"},
-            {"m", "most", FLAG_FLOAT, &x, "1", -FLT_MAX, 2, nullptr, "most"},
-        };
-        const struct { const char *flag, *value, *message; } cases[] = {        // "": allowed
-            {"-x", "0.5", ""}, {"-x", "0.49", "a number, 0.5 to 2, not '0.49'"},
-            {"-x", "2", ""}, {"-x", "2.01", "0.5 to 2, not '2.01'"},
-            {"-n", "-3", ""}, {"-n", "-4", "-3 to 7, not '-4'"}, {"-n", "7", ""}, {"-n", "8", "not '8'"},
-            {"-m", "-8", ""}, {"-m", "2.5", "a number, at most 2, not '2.5'"},
-            {"-w", "2147483647", ""}, {"-w", "2147483648", "a whole number of at most 31 bits"},
-            {"-w", "-2147483648", ""}, {"-w", "-2147483649", "31 bits"},
-        };
-        for (const auto& c : cases) {
-            const std::string name = std::string(c.flag) + " " + c.value;
-            auto parse_one = [&] {
-                parse_table(table, 4, {c.flag, c.value});
-                printf("%s", flags_text(flags_find(table, 4, c.flag)).c_str());
-            };
-            if (*c.message) { check_dies(name, parse_one, {c.message}); }
-            else { check_lives(name, parse_one, c.value); }
-        }
-    }
-}
-
-// What test_refusals.py does not ask the program's own table.
-static void test_flag_errors() {
+    // What test_refusals.py does not ask the program's own table.
     TEST("flags: what is refused") {
         const struct { std::vector<std::string> words, message; } cases[] = {
             {{"--micro-bach", "1"}, {"unknown flag '--micro-bach'", "did you mean --micro-batch?"}},
@@ -513,16 +479,20 @@ static void test_flag_errors() {
             {{"-b", "-l", "1"}, {"needs a value", "found the flag '-l'"}},
             {{"--prompt", "--lr=3"}, {"--prompt needs a value", "'--lr=3'"}},
             {{"-b", "0"}, {"-b (--micro-batch) wants a whole number, 1 to 65536, not '0'"}},
+            {{"-b", "65537"}, {"1 to 65536, not '65537'"}},
+            {{"--part", "0.49"}, {"a number, 0.5 to 2, not '0.49'"}},
+            {{"--part", "2.01"}, {"0.5 to 2, not '2.01'"}},
+            {{"--most", "2.5"}, {"a number, at most 2, not '2.5'"}},
+            {{"--wide", "2147483648"}, {"a whole number of at most 31 bits"}},
+            {{"--wide", "-2147483649"}, {"31 bits"}},
             {{"-b="}, {"''"}},
-            {{"-b", "4.5"}, {"whole number", "'4.5'"}},
             {{"-b", "1e5"}, {"whole number", "'1e5'", "digits only: 100000"}},
             {{"-b", "4294967300"}, {"'4294967300'"}},               // 4 if cut to 32 bits
-            {{"--seed", "9223372036854775808"}, {"63 bits", "'9223372036854775808'"}},
+            {{"--seed", "9223372036854775808"},
+             {"--seed wants a whole number of at most 63 bits, not '9223372036854775808'"}},
             {{"-l", "nan"}, {"-l (--lr) wants a number, at least -1, not 'nan'"}},
             {{"-l", "1e39"}, {"'1e39'", "float"}},
-            {{"-l", "1e999"}, {"'1e999'", "float"}},
             {{"-l", "1e-60"}, {"'1e-60'", "float"}},
-            {{"--seed", "x"}, {"--seed wants a whole number of at most 63 bits, not 'x'"}},
             {{"-w", "2"}, {"-w (--master) wants 0 or 1, not '2'"}},
             {{"-k", "cosin"}, {"cosine|linear|constant|wsd", "'cosin'", "did you mean 'cosine'?"}},
             {{"--name", ""}, {"--name wants a text of 1 or more characters"}},
@@ -537,9 +507,6 @@ static void test_flag_errors() {
             check_dies(joined(c.words).substr(0, 40), [&] { parse(c.words); }, c.message);
         }
     }
-}
-
-static void test_flag_texts() {
     TEST("flags: --help; test_runs.py asks for every flag's") {
         const Child help = run_child([] { parse({"-b", "8", "--help", "--nonsense"}); });
         CHECK_IS(help.code, 0);
@@ -576,12 +543,12 @@ static void test_flag_texts() {
         check_lives("what is given", [&] { print(false); }, given);
         check_lives("all", [&] { print(true); }, given +
                     "defaults: total-batch=512, seed=1337, lr=0.0003, lr-schedule=cosine, master=1,\n"
-                    "          prompt=, name=x\n");
+                    "          prompt=, name=x, part=1, most=1, wide=1\n");
         parse({"-l", "0.1", "-o", "a\"\n"});
         CHECK_TEXT(flags_json(flags, num_flags),
                    "{\"micro-batch\": 4, \"total-batch\": 512, \"seed\": 1337, \"lr\": 0.1, "
                    "\"lr-schedule\": \"cosine\", \"master\": true, \"output\": \"a\\\"\\u000a\", "
-                   "\"prompt\": \"\", \"name\": \"x\"}");
+                   "\"prompt\": \"\", \"name\": \"x\", \"part\": 1, \"most\": 1, \"wide\": 1}");
     }
     TEST("flags: settings of an earlier start; test_resume.py has those that it fixes") {
         static Flag table[num_flags];
@@ -595,7 +562,7 @@ static void test_flag_texts() {
             const std::string* text = facts_find(saved, name);
             return text ? text->c_str() : nullptr;
         });
-        CHECK_TEXT(settings(table), "[8] [2048] [1337] [0.5] [linear] [0] [] [a = b\n] [x]");
+        CHECK_TEXT(settings(table), "[8] [2048] [1337] [0.5] [linear] [0] [] [a = b\n] [x] [1] [1] [1]");
     }
 }
 
@@ -700,21 +667,18 @@ static void test_run() {
     }
 }
 
-// ---- lanes.h ----
+// ---- lanes.h, schedulers.h ----
 
-static void test_lanes() {
-    const struct { int micro_steps, world, zero, lanes; } defaults[] = {
-        {1, 1, 0, 1}, {5, 1, 0, 1}, {6, 1, 0, 2}, {12, 1, 0, 4}, {12, 4, 0, 4}, {24, 1, 0, 8}, {24, 2, 0, 8},
-        {24, 8, 0, 8}, {24, 3, 0, 12}, {40, 5, 0, 10}, {64, 64, 0, 64}, {24, 1, 2, 24}};
-    for (const auto& it : defaults) {
-        const int lanes = (int)lanes_default(it.micro_steps, it.world, it.zero);
-        CHECK(lanes == it.lanes, "%d lanes of %d micro-steps, not %d", lanes, it.micro_steps, it.lanes);
+static void test_schedules() {
+    TEST("lanes: how many a run has by default") {
+        const struct { int micro_steps, world, zero, lanes; } defaults[] = {
+            {1, 1, 0, 1}, {5, 1, 0, 1}, {6, 1, 0, 2}, {12, 1, 0, 4}, {12, 4, 0, 4}, {24, 1, 0, 8},
+            {24, 2, 0, 8}, {24, 8, 0, 8}, {24, 3, 0, 12}, {40, 5, 0, 10}, {64, 64, 0, 64}, {24, 1, 2, 24}};
+        for (const auto& it : defaults) {
+            const int lanes = (int)lanes_default(it.micro_steps, it.world, it.zero);
+            CHECK(lanes == it.lanes, "%d lanes of %d micro-steps, not %d", lanes, it.micro_steps, it.lanes);
+        }
     }
-}
-
-// ---- schedulers.h ----
-
-static void test_schedulers() {
     TEST("schedules: values by hand") {
         const struct { LrSchedule s; int64_t step; double lr; } cases[] = {
             {{LR_CONSTANT, 6e-4, 10, 50, 0.0}, 0, 6e-5},          // the published tinyshakespeare recipe
@@ -860,7 +824,7 @@ static void test_sampler() {
 
 // ---- rand.h ----
 
-static void test_permutation() {
+static void test_rand() {
     TEST("permutation: a bijection") {
         int wrong = 0;
         for (uint64_t n = 1; n <= 700; n++) {
@@ -872,9 +836,6 @@ static void test_permutation() {
         }
         CHECK(wrong == 0, "%d elements are out of range or come twice", wrong);
     }
-}
-
-static void test_rounding() {
     auto bits = [](float x) { uint32_t u; memcpy(&u, &x, 4); return u; };
     auto value = [](uint32_t u) { float x; memcpy(&x, &u, 4); return x; };
     TEST("rounding: to nearest, and by every draw") {
@@ -970,6 +931,14 @@ static void log_step(Logger* log, int64_t step, double loss = 1) {
     logger_train(log, {step, loss, 1, 1, 1, 1, 1});
 }
 
+// Lines of steps `from` to `until` - 1, and a validation before every tenth.
+static void log_steps(Logger* log, int from, int until, double loss = 5) {
+    for (int step = from; step < until; step++) {
+        if (step % 10 == 0) { logger_val(log, step, loss); }
+        log_step(log, step, loss);
+    }
+}
+
 static void test_logger() {
     TEST("logger: files") {
         const std::string run = in_folder("runs/a");
@@ -1031,17 +1000,6 @@ static void test_logger() {
             logger_sync(&log);
         }, {"cannot write the logs in '" + in_folder("sync"), "Input/output error"});
     }
-}
-
-// Lines of steps `from` to `until` - 1, and a validation before every tenth.
-static void log_steps(Logger* log, int from, int until, double loss = 5) {
-    for (int step = from; step < until; step++) {
-        if (step % 10 == 0) { logger_val(log, step, loss); }
-        log_step(log, step, loss);
-    }
-}
-
-static void test_logger_go_back() {
     const std::string run = in_folder("runs/back"), main_log = run + "/main.log",
                       metrics = run + "/metrics.jsonl", cut = main_log + ".cut";
     auto reopened = [&](int64_t step, int rewinds = 0, int abandons = 0) {
@@ -1173,9 +1131,6 @@ static void test_report() {
             "step 10000/18865 | loss 10.500000 | lr 6.00e-04 | norm 12.35 | 1000.0 ms | 1000 tok/s | "
             "MFU 50.0%\nval loss nan @3\nval loss 800.000000 | ppl inf\n");
     }
-}
-
-static void test_progress() {
     TEST("report: the live block's sparkline") {
         CHECK_TEXT(progress_sparkline({3, 1, 2, 3}), "\u2588\u2581\u2584\u2588");
         CHECK_TEXT(progress_sparkline({2, 2}), "\u2581\u2581");
@@ -1235,27 +1190,17 @@ static void test_text_out() {
 
 int main() {
     folder_begin("host");
-    test_check_errors();
-    test_check_disk();
-    test_check_kills();
-    test_check_paths();
-    test_memory_limits();
-    test_memory_plan();
+    test_check();
+    test_memory();
     test_json();
     test_numbers();
-    test_flag_values();
-    test_flag_errors();
-    test_flag_texts();
+    test_flags();
     test_run();
-    test_lanes();
-    test_schedulers();
+    test_schedules();
     test_sampler();
-    test_permutation();
-    test_rounding();
+    test_rand();
     test_logger();
-    test_logger_go_back();
     test_report();
-    test_progress();
     test_text_out();
     return folder_end();
 }

@@ -42,12 +42,6 @@ static Ids joined(Ids head, const Ids& tail) {
     return head;
 }
 
-static std::string show(const Ids& ids) {
-    std::string s;
-    for (uint32_t id : ids) { s += format("%s%u", s.empty() ? "" : " ", id); }
-    return s;
-}
-
 // The pieces of text, put between bars.
 static std::string pieces(const std::string& text) {
     std::string s = "|";
@@ -78,7 +72,7 @@ static void test_fixture() {
     TokenizerCache cache;
     Ids appended = {bpe.eot};
     tokenizer_encode(&bpe, "Hello", 5, appended);
-    CHECK_TEXT(show(appended), "50256 15496");
+    CHECK_TEXT(numbers(appended), "50256 15496");
     for (TokenizerCache* c : {(TokenizerCache*)nullptr, &cache, &cache}) {     // the last time from the cache
         const Ids ids = encode(fixture_text, c);
         const size_t same = std::mismatch(ids.begin(), ids.begin() + std::min(ids.size(), want.size()),
@@ -88,28 +82,22 @@ static void test_fixture() {
               before.substr(before.size() - std::min(before.size(), (size_t)20)).c_str());
         CHECK(decode(ids) == fixture_text, "the fixture does not decode to itself");
     }
+    std::string bytes(5000, '\0');             // what is no UTF-8, too
+    std::mt19937 draw(9);
+    for (char& c : bytes) { c = (char)draw(); }
+    CHECK(decode(encode(bytes, &cache)) == bytes, "random bytes do not come back");
+    for (size_t n : {3, 2}) {                   // in the cache they differ in nothing but their length
+        CHECK(encode(std::string(n, '\0'), &cache) == encode(std::string(n, '\0')), "%zu zero bytes", n);
+    }
 }
 
+// Of valid UTF-8 the fixture has more.
 static void test_pieces() {
     const char* cases[][2] = {
         {"we're HE'S 'sable", "|we|'re| HE|'|S| '|sable|"},         // only lower case; not after a blank
-        {"'s's'", "|'s|'s|'|"},
-        {"'ve'd'm'll'x'l", "|'ve|'d|'m|'ll|'|x|'|l|"},
-        {"don''t", "|don|''|t|"},                                   // the first ' takes the second along
-        {"x  y", "|x| | y|"},
-        {"x\n\ny", "|x|\n|\n|y|"},
-        {"x \ny", "|x| |\n|y|"},
-        {"x\n y", "|x|\n| y|"},
-        {"x   ", "|x|   |"},
-        {"  ", "|  |"},
-        {"\t\tx", "|\t|\t|x|"},
+        {"x  y\n z   ", "|x| | y|\n| z|   |"},
         {" \xC2\xA0x", "| |\xC2\xA0|x|"},                           // a no-break space joins no word
-        {"\xE3\x80\x80\xE3\x80\x80x", "|\xE3\x80\x80|\xE3\x80\x80|x|"},
         {"ab12 34!? -x", "|ab|12| 34|!?| -|x|"},
-        {"a\x1C" "b", "|a|\x1C|b|"},                                // a space in Python, not in Unicode
-        {"\xC3\xA9t\xC3\xA9 \xD0\xBC\xD0\xB8\xD1\x80", "|\xC3\xA9t\xC3\xA9| \xD0\xBC\xD0\xB8\xD1\x80|"},
-        {"e\xCC\x81", "|e|\xCC\x81|"},                              // a combining accent is a mark, no letter
-        {"\xC2\xBD\xE2\x85\xA7" "7", "|\xC2\xBD\xE2\x85\xA7" "7|"},     // fraction, Roman numeral
         {"a\xFF\x80 \xC3", "|a|\xFF\x80| \xC3|"},                   // bad bytes are like punctuation
         {"\xED\xA0\x80!", "|\xED\xA0\x80!|"},                       // a surrogate is three bad bytes
         {"a\xC1\x81", "|a|\xC1\x81|"},                              // an overlong A is two bad bytes, or more
@@ -156,19 +144,9 @@ static Ids merge_plain(const std::string& piece) {
 }
 
 static void test_merges() {
-    int wrong = 0, pieces_wrong = 0;
+    int wrong = 0;
     for (uint32_t id = 0; id < bpe.eot; id++) { wrong += merge_plain(bpe.bytes[id]) != Ids{id}; }
     CHECK(wrong == 0, "%d tokens do not merge to themselves", wrong);
-    const Strings letters[] = {{"a"}, {"a", "b"}, {"-", "="}, {"e", "t", "a", "o", "n"}, {"q", "u", "x"}};
-    for (uint32_t k = 0; k < 1500; k++) {
-        const size_t n = 1 + k * 7919 % 400;
-        const std::string piece = drawn_text(k, letters[k % 5], n);
-        const Ids want = merge_plain(piece);
-        Ids got;
-        tokenizer_merge(&bpe, (const uint8_t*)piece.data(), n, got);
-        pieces_wrong += got != want;
-    }
-    CHECK(pieces_wrong == 0, "%d pieces merge wrongly", pieces_wrong);
 }
 
 // Some n bytes that make one piece or nearly so, of one class of characters: noise, or a period.
@@ -257,28 +235,6 @@ static void test_windows() {
     CHECK(cut_wrong == 0, "a cut changed the tokens in %d cases", cut_wrong);
 }
 
-// Random bytes, ASCII, and parts of an en space: they come back, and a cache changes no id.
-static void test_round_trips() {
-    TokenizerCache cache;
-    std::mt19937 draw(9);
-    int wrong = 0, cache_wrong = 0;
-    for (int k = 0; k < 1000; k++) {
-        std::string text(draw() % 300, '\0');
-        for (char& c : text) {
-            const unsigned r = draw();
-            c = k % 3 == 0 ? (char)r : k % 3 == 1 ? (char)(r % 128) : "\xE2\x80\x82 '"[r % 5];
-        }
-        const Ids ids = encode(text);
-        wrong += decode(ids) != text;
-        cache_wrong += encode(text, &cache) != ids;
-    }
-    CHECK(wrong == 0, "%d random strings of bytes did not come back", wrong);
-    CHECK(cache_wrong == 0, "%d random strings get other ids with a cache", cache_wrong);
-    for (size_t n : {3, 2}) {                   // in the cache they differ in nothing but their length
-        CHECK(encode(std::string(n, '\0'), &cache) == encode(std::string(n, '\0')), "%zu zero bytes", n);
-    }
-}
-
 // A quarter of a megabyte in one piece must take n log n: with n^2 this would be many minutes.
 static void test_long_runs() {
     const size_t size = 1 << 18;
@@ -322,7 +278,7 @@ static void test_files() {
     };
     uint32_t header[4];
     memcpy(header, good.data(), sizeof(header));
-    CHECK_TEXT(show(Ids(header, header + 4)), "20240328 2 300 299");
+    CHECK_TEXT(numbers(Ids(header, header + 4)), "20240328 2 300 299");
     std::string twice = good;
     twice[1024 + 3] = twice[1024 + 1];
     const std::string half = merges.substr(0, merges.rfind('\n', merges.size() / 2) + 1);
@@ -455,7 +411,7 @@ static void test_tool_documents() {
         {{"-o", "4", "--separators", "0", "--", "a.txt", "b.txt"}, "", "4_train.bin", TOKENIZER_GPT2, hello}};
     for (const auto& r : rows) {
         tool_runs(r.args, r.input);
-        CHECK_TEXT(r.path + ": " + show(shard(r.path, r.tokenizer)), r.path + ": " + show(r.want));
+        CHECK_TEXT(r.path + ": " + numbers(shard(r.path, r.tokenizer)), r.path + ": " + numbers(r.want));
     }
     tool_runs({"-", "-o", "first", "--separators", "0", "--val-tokens", "5"}, text);
     CHECK(joined(shard("first_val.bin"), shard("first_train.bin")) == encode(text) &&
@@ -640,7 +596,6 @@ int main(int argc, char** argv) {
     TEST("places to cut") { test_cut(); }
     TEST("merges") { test_merges(); }
     TEST("windows, cuts inside of pieces") { test_windows(); test_far_dependence(); }
-    TEST("round trips") { test_round_trips(); }
     TEST("long runs") { test_long_runs(); }
     TEST("vocabulary files") { test_files(); }
     TEST("whose tokens") { test_whose_tokens(); }
