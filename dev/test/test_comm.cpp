@@ -726,13 +726,10 @@ static void test_ports() {
         close(fd);
         close(listener);
     }
-}
-
-// Who calls again and again where nobody listens yet gets that port for the near end in the end: what then
-// answers is its own hello.
-static void test_own_port() {
-    int port;
-    const int listener = comm_listen({"127.0.0.1", "0", {}}, &port);
+    // Who calls again and again where nobody listens yet gets that port for the near end in the end: what
+    // then answers is its own hello.
+    int own;
+    const int listener = comm_listen({"127.0.0.1", "0", {}}, &own);
     std::thread echo([&] {
         CommHello hello;
         const int fd = accept(listener, nullptr, nullptr);
@@ -741,7 +738,7 @@ static void test_own_port() {
         close(fd);
     });
     std::string why;
-    const CommAddress address = {"127.0.0.1", std::to_string(port), {}};
+    const CommAddress address = {"127.0.0.1", std::to_string(own), {}};
     const int fd = comm_try(address, comm_hello(CommJob()), 0, comm_now() + 60, &why);
     CHECK(fd < 0, "it takes itself for rank 0");
     echo.join();
@@ -807,8 +804,8 @@ static void test_patience() {
     comm_state = nullptr;
 }
 
-// What a peer says of sizes is not believed.
-static void test_sizes() {
+static void test_limits() {
+    // what a peer says of sizes is not believed
     for (uint64_t size : {(uint64_t)1 << 62, (uint64_t)20 << 30}) {
         check_dies("a size", [&] {
             int ends[2];
@@ -823,9 +820,6 @@ static void test_sizes() {
             comm_check_same({{"-b", "4"}});
         }, {"rank 0 is another program"});
     }
-}
-
-static void test_open_files() {
     check_dies("ulimit -n 40", [] {
         CommJob job;
         job.world = 24;
@@ -895,11 +889,10 @@ int main(int argc, char** argv) {
         return folder_end();
     }
     TEST("comm: names of hosts, servers, where schedulers have rank 0") { test_names(); }
-    TEST("comm: ports") { test_ports(); }
-    TEST("comm: a connection to oneself") { test_own_port(); }
+    TEST("comm: ports, a connection to oneself") { test_ports(); }
     TEST("comm: contradictions") { test_contradictions(); }
     TEST("comm: patience") { test_patience(); }
-    TEST("comm: sizes, open files") { test_sizes(); test_open_files(); }
+    TEST("comm: sizes, open files") { test_limits(); }
     add_cases(failure_cases());
     add_cases(stop_cases());
     add_cases(folder_cases());

@@ -158,11 +158,6 @@ struct Buckets {                            // TokenBuckets with the memory that
     }
 };
 
-static void test_wrong_tokens() {
-    check_dies("token 4 of 4", [] { Buckets({0, 1, 4}, 4); }, {"token 4", "position 2", "0 to 3"});
-    check_dies("a negative token", [] { Buckets({-1}, 4); }, {"token -1", "position 0"});
-}
-
 static void test_encoder(int B, int T, int maxT, int Vp, int C, int different_tokens) {
     const std::string shape = format("encoder B=%d T=%d C=%d tokens=%d", B, T, C, different_tokens);
     const size_t n = (size_t)B * T * C;
@@ -499,12 +494,6 @@ static bool all_finite(const Floats& x) {
     return std::all_of(x.all.begin(), x.all.end(), [](float value) { return isfinite(value); });
 }
 
-// Of 65536: a p that is given drops something, and not all.
-static void test_dropout() {
-    auto dropped = [](double p) { return dropout_of(p, {}, 0).dropped; };
-    CHECK(dropped(0.0) == 0 && dropped(1e-9) == 1 && dropped(0.1) == 6554 && dropped(1 - 1e-9) == 65535, "p");
-}
-
 // Scores of thousands, whose exp is inf: one key takes all the weight.
 static void test_attention_large() {
     const int T = 70, HS = 20;
@@ -811,7 +800,8 @@ int main() {
         test_encoder(9, 65, 65, 128, 70, 3);        // three tokens, nearly 200 positions each: split buckets
         test_encoder(2, 100, 128, 128, 5, 1);
         for (int T : {128, 129}) { test_encoder(1, T, T, 128, 3, 1); }      // a segment, and one more
-        test_wrong_tokens();
+        check_dies("token 4 of 4", [] { Buckets({0, 1, 4}, 4); }, {"token 4", "position 2", "0 to 3"});
+        check_dies("a negative token", [] { Buckets({-1}, 4); }, {"token -1", "position 0"});
         test_decode_encoder();
     }
     TEST("gelu") { test_gelu(33, 70); test_gelu(1, 1); }
@@ -834,7 +824,9 @@ int main() {
         test_attention(2, 33, 2, 20, 0.1);
         test_attention(1, 65, 2, 8, 0.5);
         test_attention(2, 130, 1, 4, 0.95);
-        test_dropout();
+        const struct { double p; uint32_t dropped; } rows[] = {     // a p that is given drops, and not all
+            {0.0, 0}, {1e-9, 1}, {0.1, 6554}, {1 - 1e-9, 65535}};
+        for (const auto& r : rows) { CHECK_IS(dropout_of(r.p, {}, 0).dropped, r.dropped); }
         test_attention_large();
     }
     TEST("fp8") {

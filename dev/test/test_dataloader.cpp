@@ -152,16 +152,12 @@ static void test_open_files() {
     CHECK(threads_now() == threads, "a freed loader leaves a thread");
 }
 
-static void test_patterns() {
-    write_set("plain", {16, 17, 18});
+// What is read, and what ranks, a resumed run, and two sets of one command line compare.
+static void test_sets() {
     const int plain[] = {16, 24}, odd[] = {5};
-    CHECK(Loader(in_folder("plain_001.bin"), 2, 8).next_is(plain), "a plain path");
-    CHECK(Loader(write_shard("odd[1].bin", {5, 6, 7}), 1, 2).next_is(odd), "a name with brackets");
-}
-
-// What ranks compare, and what a resumed run and two sets of one command line compare.
-static void test_facts() {
     Loader a(write_set("exact", {16, 17, 18}), 1, 8), b(in_folder("./exact_002.bin"), 1, 8);
+    CHECK(Loader(in_folder("exact_001.bin"), 2, 8).next_is(plain), "a plain path");
+    CHECK(Loader(write_shard("odd[1].bin", {5, 6, 7}), 1, 2).next_is(odd), "a name with brackets");
     const Loader c(write_set("another", {9}), 1, 8);
     CHECK(dataloader_shared_file(&a, &b) != nullptr, "the same file under two names was not noticed");
     CHECK(dataloader_shared_file(&a, &c) == nullptr, "different files were called the same");
@@ -363,8 +359,7 @@ int main() {
         test_positions();
     }
     TEST("open files and threads") { test_open_files(); }
-    TEST("patterns") { test_patterns(); }
-    TEST("what tells sets apart") { test_facts(); }
+    TEST("patterns, what tells sets apart") { test_sets(); }
     TEST("more than 2^31 tokens") { test_huge(); }
     TEST("tokenizers") { test_tokenizers(); }
     TEST("bad files") { test_bad_files(); }
