@@ -1,6 +1,6 @@
 /*
-What the tests of files and of ends of programs share: a folder of their own, whole files as texts, and a
-function in a child process, to test what ends a process: errors, --help, kills. Host only.
+What the unit tests share: a folder of their own, whole files as texts, a function in a child process, to test
+what ends a process (errors, --help, kills), and a disk that refuses. Host only.
 
     folder_begin("host");                                   // in main; it ends with `return folder_end();`
     write_text(in_folder("a"), "text");
@@ -11,6 +11,7 @@ function in a child process, to test what ends a process: errors, --help, kills.
     Child c = run_child([] { flags_parse(...); });          // c.code, c.out, c.err
     check_dies("-b 0", [] { ... }, {"-b", "1 to 65536"});
     check_lives("-b 1", [] { ... }, "what it prints");
+    check_dies("a full disk", [] { refuse_call(WRITE, 2); ... }, {"No space"});      // at the second fwrite
 */
 #ifndef DEV_TEST_CHILD_H
 #define DEV_TEST_CHILD_H
@@ -154,6 +155,34 @@ static inline Child run_child(const std::function<void()>& f) {
     for (FILE* file : files) { rewind(file); }
     return {exit_code(status), read_stream(files[0]), read_stream(files[1])};
 }
+
+// ---- a disk that refuses ----
+
+enum { WRITE, FLUSH, SYNC, RENAME, CLOSE, OPERATIONS };
+static struct { int operation, countdown, error; } refusal;
+
+static inline bool refused(int operation) {
+    if (operation != refusal.operation || refusal.countdown == 0 || --refusal.countdown > 0) { return false; }
+    errno = refusal.error;
+    return true;
+}
+
+// The k-th of these calls of a file fails. In check_dies and run_child, of that process alone.
+static inline void refuse_call(int operation, int k, int error = ENOSPC) {
+    refusal = {operation, k, error};
+    file_layer.fwrite = [](const void* data, size_t size, size_t count, FILE* f) {
+        return fwrite(data, size, refused(WRITE) ? count / 2 : count, f);
+    };
+    file_layer.fflush = [](FILE* f) { return refused(FLUSH) ? EOF : fflush(f); };
+    file_layer.fsync = [](int) { return refused(SYNC) ? -1 : 0; };
+    file_layer.rename = [](const char* a, const char* b) { return refused(RENAME) ? -1 : rename(a, b); };
+    file_layer.fclose = [](FILE* f) {
+        const bool no = refused(CLOSE);
+        return (fclose(f) != 0 || no) ? (errno = no ? refusal.error : errno, EOF) : 0;
+    };
+}
+
+// ---- ends ----
 
 // f must end with exit code 1 and one to three lines on stderr that hold all these words. What would wait for
 // ever ends by SIGALRM.

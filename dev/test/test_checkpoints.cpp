@@ -513,29 +513,6 @@ static void test_whole_checkpoints() {
     }
 }
 
-enum { WRITE, FLUSH, SYNC, RENAME, CLOSE, OPERATIONS };
-static int countdown[OPERATIONS];               // which call fails; 0: none
-
-static bool refused(int operation) {
-    if (countdown[operation] == 0 || --countdown[operation] > 0) { return false; }
-    errno = ENOSPC;
-    return true;
-}
-
-static void fail_at(int operation, int k) {
-    countdown[operation] = k;
-    file_layer.fwrite = [](const void* data, size_t size, size_t count, FILE* f) {
-        return fwrite(data, size, refused(WRITE) ? count / 2 : count, f);
-    };
-    file_layer.fflush = [](FILE* f) { return refused(FLUSH) ? EOF : fflush(f); };
-    file_layer.fsync = [](int) { return refused(SYNC) ? -1 : 0; };
-    file_layer.rename = [](const char* a, const char* b) { return refused(RENAME) ? -1 : rename(a, b); };
-    file_layer.fclose = [](FILE* f) {
-        const bool no = refused(CLOSE);
-        return (fclose(f) != 0 || no) ? (errno = no ? ENOSPC : errno, EOF) : 0;
-    };
-}
-
 static void test_folders() {
     TEST("checkpoints: which ones stay") {
         struct Row { int keep, major, every; std::set<int64_t> bad; int64_t newest, calm; const char* stay; };
@@ -571,7 +548,7 @@ static void test_folders() {
         const std::string run = new_folder("stuck"), model = checkpoint_model(run, 10);
         write_checkpoint(run, 10, 2);
         Child refused = run_child([&] {             // the marker is the first to go
-            file_layer.rename = [](const char*, const char*) { errno = EPERM; return -1; };
+            refuse_call(RENAME, 1, EPERM);
             checkpoint_remove(run, 10);
         });
         CHECK_HOLDS(refused.err, "warning: cannot remove '" + checkpoint_marker(run, 10));
@@ -627,9 +604,9 @@ static void test_folders() {
             int calls = 0;
             for (;; calls++) {
                 const Child c = run_child([&] {
-                    fail_at(operation, calls + 1);
+                    refuse_call(operation, calls + 1);
                     write_checkpoint(run, 2, 2);
-                    _exit(countdown[operation] > 0 ? 0 : 42);       // not called so often; nobody noticed
+                    _exit(refusal.countdown > 0 ? 0 : 42);          // not called so often; nobody noticed
                 });
                 if (c.code == 0) { break; }
                 const std::string what = format("%s, call %d", operations[operation].name, calls + 1);

@@ -42,17 +42,6 @@ static std::vector<std::string> parts(const std::string& path) {
     return found;
 }
 
-static int refuse(int error) { errno = error; return -1; }
-
-static void fail_folder_sync(int error) {
-    static int folder_error;
-    folder_error = error;
-    file_layer.fsync = [](int fd) {
-        struct stat now;
-        return fstat(fd, &now) == 0 && S_ISDIR(now.st_mode) ? refuse(folder_error) : 0;
-    };
-}
-
 static void test_check() {
     const std::string path = in_folder("model.bin");
     TEST("check: atomic files on disks that refuse") {
@@ -65,11 +54,11 @@ static void test_check() {
             atomic_file(path, std::string(1000000, 'x'));
         }, {path, "too large"});
         CHECK_TEXT(read_text(path), "old");
-        check_dies("folder's sync", [&] { fail_folder_sync(EIO); atomic_file(path, "new"); },
+        check_dies("folder's sync", [&] { refuse_call(SYNC, 2, EIO); atomic_file(path, "new"); },
                    {path, "its folder cannot be synced"});
         CHECK_TEXT(read_text(path) + joined(parts(path)), "new");
         check_lives("a file system that cannot sync folders",
-                    [&] { fail_folder_sync(EINVAL); atomic_file(path, "3"); });
+                    [&] { refuse_call(SYNC, 2, EINVAL); atomic_file(path, "3"); });
         check_dies("folder missing", [] { atomic_open(in_folder("none/x")); }, {"none/x", "No such file"});
         check_lives("more files than descriptors", [&] {
             limit_to(RLIMIT_NOFILE, 24);
@@ -982,7 +971,7 @@ static void test_logger() {
             const std::string run = in_folder("full_" + name), odd = in_folder("odd_" + name);
             check_dies(name, [&] {
                 Logger log = log_of(run);
-                if (name == "run.json") { file_layer.fsync = [](int) { return refuse(ENOSPC); }; }
+                if (name == "run.json") { refuse_call(SYNC, 1); }
                 log_step(&log, 0);
                 FILE** f = name == "main.log" ? &log.main_log : &log.metrics;
                 if (!freopen("/dev/full", "w", *f)) { _exit(99); }
@@ -996,7 +985,7 @@ static void test_logger() {
         check_dies("sync", [] {
             Logger log = log_of(in_folder("sync"));
             log_step(&log, 0);
-            file_layer.fsync = [](int) { return refuse(EIO); };
+            refuse_call(SYNC, 1, EIO);
             logger_sync(&log);
         }, {"cannot write the logs in '" + in_folder("sync"), "Input/output error"});
     }
