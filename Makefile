@@ -202,6 +202,7 @@ endef
 test: ## what a push has to pass: six minutes on two cores, from a clean clone
 	$(call build_and_test,built-test,dev/test)
 test-quick: ## beside the editor: the CPU model, golden losses, unit tests of what has changed since HEAD
+	@$(PYTEST) --version >/dev/null 2>&1 || scripts/setup.sh tests
 	@$(MAKE) -s -j$$(nproc) test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
 	    $(CHANGED_TESTS:%=build/asan/test_%)
 	@$(PYTEST) -q --no-header -n 2 --slow -m "not gpu" dev/test/test_golden.py \
@@ -211,10 +212,11 @@ test-gpu: ## only what needs a GPU
 test-all: ## everything: every build, long fuzzing, ThreadSanitizer, mutants; an hour and more
 	$(call build_and_test,built-all,dev/test --slow)
 
-# Unit tests that are made of a file that git sees changed
+# Unit tests that are made of a file that git sees changed, as the preprocessor says
 CHANGED := $(if $(filter test-quick,$(MAKECMDGOALS)),$(shell git diff --name-only HEAD))
-CHANGED_TESTS := $(patsubst build/build-asan-test_%.d,%,$(if $(CHANGED),$(filter-out %cpu.d,\
-    $(shell grep -lwF $(CHANGED:%=-e %) build/build-asan-test_*.d 2>/dev/null))))
+MADE_OF = $(CXX) -std=c++17 -I. -MM dev/test/test_$$t.cpp
+CHANGED_TESTS := $(if $(CHANGED),$(shell for t in $(TESTS:build/test_%=%); do \
+    $(MADE_OF) | grep -qwF $(CHANGED:%=-e %) && echo $$t; done))
 # First what takes long to compile
 ASAN_TESTS := $(TESTS:build/%=build/asan/%)
 FUZZER := int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }

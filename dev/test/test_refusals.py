@@ -139,7 +139,6 @@ REFUSED = f"""
 --gpus 3 -e val.bin           => val.bin
 --gpus 2 -o val.bin/run       => val.bin/run
 --gpus 3 -s 1 --prompt {'a' * 99} => 99
--pi fs -pn 2 -pr 1 -pf no_models -b 1 --start-timeout 1 => no_models
 """
 
 
