@@ -192,12 +192,12 @@ static bool has_fp32_residual(const Config& c) {
     X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual through a branch's */    \
     X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */     \
-    X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) e4m3 inputs of linear layers, */   \
+    X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) FP8 inputs of linear layers, */    \
     X(attproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * C)    /* transposed: for the weights' gradients */  \
     X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * N * C)                                                    \
     X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)                                               \
     X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
-    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* e4m3 input or output's gradient of the */  \
+    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* FP8 input or output's gradient of the */  \
     X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * wide8) /* layer at hand; this one transposed */
 
 #define X(name, ...) PARAM_##name,
@@ -1146,7 +1146,7 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
     column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, stream);
 }
 
-// Products of e4m3 bytes (llmc/ops/fp8.h). Hopper's FP8 units read both operands along K alone. So each
+// Products of FP8 bytes (llmc/ops/fp8.h). Hopper's FP8 units read both operands along K alone. So each
 // product is a b^T of row-major matrices, and a cast also writes the transpose:
 //     forward      out (N,OC) = inp weight^T         input grad   dinp (N,C) = dout (weight^T)^T
 //     weight grad  dweight (OC,C) (+)= dout^T (inp^T)^T
@@ -1167,6 +1167,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
     const int row_0 = blockIdx.y * kCastTile, column_0 = blockIdx.x * kCastTile;
     const bool first = blockIdx.x + blockIdx.y + threadIdx.x == 0;
     const bool sets_scale = a.source == Fp8Source::Weight && a.out;
+    const bool e5m2 = kSource == Fp8Source::Plain && a.format == Fp8Format::E5m2;
     const float scale = sets_scale ? fp8_scale(__uint_as_float(a.stats->amax), 0) : a.tensor->scale;
     float amax = 0.0f;
     bool nan = false;
@@ -1198,9 +1199,12 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
                 nan |= f.at[k] != f.at[k];
                 f.at[k] *= scale;
                 saturated += fabsf(f.at[k]) > kFp8Max;
+                if (e5m2) { f.at[k] *= 1.0f / kFp8E5m2Unit; }
             }
 #pragma unroll
-            for (int w = 0; w < kWords; w++) { words[r][w] = to_e4m3(f.at + 4 * w); }
+            for (int w = 0; w < kWords; w++) {
+                words[r][w] = e5m2 ? to_e5m2(f.at + 4 * w) : to_e4m3(f.at + 4 * w);
+            }
             typedef std::conditional_t<kWords == 2, uint2, uint32_t> Word;
             Word word;
             memcpy(&word, words[r], sizeof(word));
@@ -1272,6 +1276,7 @@ static std::string fp8_error() {
 
 static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    assert(a.source == Fp8Source::Plain || a.format == Fp8Format::E4m3);
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
     auto kernel = a.source == Fp8Source::Gelu       ? fp8_cast_kernel<Fp8Source::Gelu>
@@ -1283,10 +1288,11 @@ static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
 
 static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    const bool e5m2 = a.a_format == Fp8Format::E5m2;
     Gemm g = {.d = a.out, .a = a.b, .b = a.a, .c = a.residual, .bias = a.bias, .m = a.N, .n = a.M, .k = a.K,
               .trans_a = true, .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
-              .inp_type = CUDA_R_8F_E4M3, .a_scale = &a.b_tensor->inverse, .b_scale = &a.a_tensor->inverse,
-              .fast = a.fast};
+              .inp_type = CUDA_R_8F_E4M3, .b_is_e5m2 = e5m2, .alpha = e5m2 ? kFp8E5m2Unit : 1.0f,
+              .a_scale = &a.b_tensor->inverse, .b_scale = &a.a_tensor->inverse, .fast = a.fast};
     if (a.out) { gemm_or_die(g, stream); }
     else { gemm_to_grad(g, a.grad, a.scratch, stream); }
 }
@@ -4260,9 +4266,11 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 
 // ---- linear layers ----
 // out (N,OC) = inp (N,C) weight^T + bias. N is the pass's B*T; the weight's shape says C and OC.
-// With --matmul-dtype fp8 they multiply e4m3 bytes (llmc/ops/fp8.h), in training only. A run's first step
+// With --matmul-dtype fp8 they multiply FP8 bytes (llmc/ops/fp8.h), in training only. A run's first step
 // multiplies as without FP8 and takes the largest elements alone; the second's scales come from these. If the
 // first step is not finite, scales stay 1 until later steps have found largest elements.
+// The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
+// below 1e-5. Rare tokens, each of them nothing, would keep a tenth of the probability.
 enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
 constexpr struct { ParamId weight, bias; ActId inp8; } kLinears[] = {
     {PARAM_qkvw, PARAM_qkvb, ACT_qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, ACT_attproj_inp8},
@@ -4277,7 +4285,7 @@ static Fp8Mode fp8_mode(const Pass& pass, Linear which) {
 
 // One layer in one pass. An FP8 product reads each operand as rows of K bytes: an input or an output's
 // gradient row by row for a product with the weights, and transposed for the weights' gradient.
-struct Fp8Operand { Fp8Tensor* tensor; uint8_t *bytes, *transposed; };
+struct Fp8Operand { Fp8Tensor* tensor; uint8_t *bytes, *transposed; Fp8Format format = Fp8Format::E4m3; };
 struct LinearLayer {
     int N, C, OC;
     const floatX *weight, *bias;        // (OC,C) (OC); bias: null in the LM head
@@ -4299,7 +4307,7 @@ static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     uint8_t* weight = model->fp8.weights + 2 * (head ? L * layer : l * layer + s.offset);
     Fp8Tensor* tensors = model->fp8.tensors;
     p.inp8 = {tensors + 2 * i, acts.rows8, ((uint8_t* const*)&acts)[names.inp8]};
-    p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8};
+    p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8, head ? Fp8Format::E5m2 : Fp8Format::E4m3};
     p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
     return p;
 }
@@ -4310,7 +4318,7 @@ static void cast_operand(const Pass& pass, const Fp8Operand& to, Fp8Mode mode, F
     Fp8Stats* stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at);
     if (mode == Fp8Mode::On) { a.out = to.bytes, a.out_t = to.transposed; }
     a.tensor = to.tensor, a.stats = stats + (to.tensor - model->fp8.tensors);
-    a.scratch = pass.scratch;
+    a.scratch = pass.scratch, a.format = to.format;
     fp8_cast(a, pass.stream());
 }
 
@@ -4523,8 +4531,8 @@ static void linear_dweight(const Backward& b, int l, Linear which, const floatX*
         return matmul_backward_weight({dweight, b.scratch, dout, inp, p.N, p.C, p.OC}, b.stream());
     }
     fp8_matmul({.grad = dweight, .scratch = b.scratch, .a = p.dout8.transposed, .b = p.inp8.transposed,
-                .a_tensor = p.dout8.tensor, .b_tensor = p.inp8.tensor, .M = p.OC, .N = p.C, .K = p.N},
-               b.stream());
+                .a_tensor = p.dout8.tensor, .b_tensor = p.inp8.tensor, .M = p.OC, .N = p.C, .K = p.N,
+                .a_format = p.dout8.format}, b.stream());
 }
 // residual: another gradient of the input, or null. pre_gelu: null, or dinp is multiplied by the slope there.
 static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, const floatX* dout,
@@ -4534,8 +4542,8 @@ static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, co
         return matmul_backward_input({dinp, dout, p.weight, residual, pre_gelu, p.N, p.C, p.OC}, b.stream());
     }
     fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
-                .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC},
-               b.stream());
+                .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC,
+                .a_format = p.dout8.format}, b.stream());
 }
 
 // The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
@@ -5517,7 +5525,7 @@ static void print_model(const GPT2& model) {
     report_model(c, model.param_specs, model.options.muon, run.verbose > 0);
     if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
     if (model.options.fp8) {
-        printf("matrix products: e4m3, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
+        printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
     printf("kernels: attention %s\n", attention_form(c.C / c.NH));

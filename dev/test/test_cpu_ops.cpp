@@ -271,33 +271,40 @@ static void test_grad_accumulate(size_t n) {
 
 // ---- FP8 ----
 
-// e4m3 as its definition says it
-static double fp8_direct(int byte) {
-    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
-    const double size = exponent == 15 && mantissa == 7 ? NAN
-                      : exponent == 0 ? mantissa * 0x1p-9 : ldexp(8 + mantissa, exponent - 10);
+// The formats as their definitions say it; e5m2 in units of 2^-7, without its infinity.
+static double fp8_direct(int byte, Fp8Format format = Fp8Format::E4m3) {
+    const bool e5m2 = format == Fp8Format::E5m2;
+    const int bits = e5m2 ? 2 : 3, ones = 1 << bits, exponent = (byte & 127) >> bits, mantissa = byte % ones;
+    const double size = (byte & 127) > (e5m2 ? 123 : 126) ? NAN
+                      : ldexp(exponent ? ones + mantissa : mantissa,
+                              (exponent ? exponent - 1 : 0) - (e5m2 ? 16 + 7 : 9));
     return byte & 128 ? -size : size;
 }
 
-static void test_fp8_numbers() {
+static void test_fp8_numbers(Fp8Format format) {
+    auto encode = [&](float x) { return fp8_encode(x, format); };
+    const int largest = format == Fp8Format::E5m2 ? 123 : 126;
     for (int i = 0; i < 256; i++) {
-        const float x = fp8_decode((uint8_t)i);
-        if ((i & 127) == 127) {
-            CHECK(isnan(x) && fp8_encode(x) == 127, "byte %d: NaN", i);
+        const float x = fp8_decode((uint8_t)i, format);
+        if ((i & 127) > largest) {
+            CHECK(isnan(x) && encode(x) == 127, "byte %d: NaN", i);
             continue;
         }
-        CHECK(x == fp8_direct(i) && !signbit(x) == (i < 128), "byte %d stands for %g", i, x);
-        CHECK(fp8_encode(x) == i, "%g becomes byte %d, not %d", x, fp8_encode(x), i);
-        if ((i & 127) == 126) { continue; }
-        const float next = (float)fp8_direct(i + 1), middle = 0.5f * (x + next);        // away from zero
+        CHECK(x == fp8_direct(i, format) && !signbit(x) == (i < 128), "byte %d stands for %g", i, x);
+        CHECK(encode(x) == i, "%g becomes byte %d, not %d", x, encode(x), i);
+        if ((i & 127) == largest) { continue; }
+        const float next = (float)fp8_direct(i + 1, format), middle = 0.5f * (x + next);    // away from zero
         const int even = i % 2 == 0 ? i : i + 1;
-        CHECK(fp8_encode(middle) == even, "%g is a tie and becomes byte %d", middle, fp8_encode(middle));
-        CHECK(fp8_encode(nextafterf(middle, x)) == i && fp8_encode(nextafterf(middle, next)) == i + 1,
+        CHECK(encode(middle) == even, "%g is a tie and becomes byte %d", middle, encode(middle));
+        CHECK(encode(nextafterf(middle, x)) == i && encode(nextafterf(middle, next)) == i + 1,
               "beside the tie %g", middle);
     }
     for (float x : {448.0f, 449.0f, 480.0f, 1e30f, INFINITY}) {
-        CHECK(fp8_encode(x) == 126 && fp8_encode(-x) == 254, "%g saturates to %d", x, fp8_encode(x));
+        CHECK(encode(x) == largest && encode(-x) == largest + 128, "%g saturates to %d", x, encode(x));
     }
+}
+
+static void test_fp8_scale() {
     for (int k = 0; k < 2000; k++) {
         const float amax = (float)ldexp(1.0 + rand_unit(7, RAND_SAMPLE, 90, k), k % 100 - 50);
         for (int headroom : {0, 1}) {
@@ -314,7 +321,7 @@ static void test_fp8_numbers() {
           "scales of 0 and of numbers far out");
 }
 
-static void test_fp8_cast(int N, int C) {
+static void test_fp8_cast(int N, int C, Fp8Format as) {
     const size_t n = (size_t)N * C;
     const Doubles inp = random_tensor(n, 3.0), pre_gelu = random_tensor(n, 2.0);
     std::vector<uint8_t> out(n), out_t(n);
@@ -322,16 +329,16 @@ static void test_fp8_cast(int N, int C) {
     fp8_set_scale(&tensor, 256.0f);             // 448/256 = 1.75: of +-3 many saturate
     Fp8Stats stats = {100, 10, 0, 0};
     fp8_cast_cpu<double>({out.data(), out_t.data(), &stats, &tensor, {}, nullptr, inp, nullptr,
-                          Fp8Source::Plain, N, C}, 0);
+                          Fp8Source::Plain, N, C, as}, 0);
     float amax = 0.0f;
     uint64_t saturated = 10;
     size_t wrong = 0;
     for (size_t i = 0; i < n; i++) {
-        const double x = inp[i] * 256.0, got = fp8_direct(out[i]);
+        const double x = inp[i] * 256.0, got = fp8_direct(out[i], as);
         amax = std::max(amax, fabsf((float)inp[i]));
         saturated += fabs(x) > 448.0;
         double best = INFINITY;
-        for (int k = 0; k < 256; k++) { best = fmin(best, fabs(fp8_direct(k) - x)); }   // fmin ignores NaN
+        for (int k = 0; k < 256; k++) { best = fmin(best, fabs(fp8_direct(k, as) - x)); }       // not NaN
         wrong += fabs(got - x) != best || out_t[i % C * N + i / C] != out[i];
     }
     CHECK(wrong == 0, "fp8_cast %d x %d: %zu elements are wrong", N, C, wrong);
@@ -373,11 +380,11 @@ static void test_fp8_cast(int N, int C) {
     }
 }
 
-static void test_fp8_matmul(int M, int N, int K) {
+static void test_fp8_matmul(int M, int N, int K, Fp8Format a_format) {
     const std::string shape = format("fp8_matmul %d x %d x %d", M, N, K);
     auto bytes = [](size_t n) {
         std::vector<uint8_t> b(n);
-        for (int k : random_ints(n, 252)) { b[--n] = (uint8_t)(k < 126 ? k : k + 2); }      // no NaN
+        for (int k : random_ints(n, 248)) { b[--n] = (uint8_t)(k < 124 ? k : k + 4); }      // no NaN
         return b;
     };
     const std::vector<uint8_t> a = bytes((size_t)M * K), b = bytes((size_t)N * K);
@@ -388,7 +395,7 @@ static void test_fp8_matmul(int M, int N, int K) {
     auto multiply = [&](double* out, GradOf<double> grad, const double* bias, const double* residual) {
         fp8_matmul_cpu<double>({.out = out, .grad = grad, .scratch = nullptr, .a = a.data(), .b = b.data(),
                                 .a_tensor = &s, .b_tensor = &t, .bias = bias, .residual = residual, .M = M,
-                                .N = N, .K = K, .fast = out != nullptr}, 0);
+                                .N = N, .K = K, .fast = out != nullptr, .a_format = a_format}, 0);
     };
     multiply(out, {}, bias, residual);
     const Doubles grad = gradient_of(shape, out.n, [&](GradOf<double> grad) {
@@ -396,7 +403,9 @@ static void test_fp8_matmul(int M, int N, int K) {
     });
     const Doubles product = doubles((size_t)M * N, [&](size_t i) {
         double sum = 0.0;
-        for (int k = 0; k < K; k++) { sum += fp8_direct(a[i / N * K + k]) * fp8_direct(b[i % N * K + k]); }
+        for (int k = 0; k < K; k++) {
+            sum += fp8_direct(a[i / N * K + k], a_format) * fp8_direct(b[i % N * K + k]);
+        }
         return sum / 16;
     });
     CHECK_SAME(grad, product, 1e-13);
@@ -830,11 +839,14 @@ int main() {
         test_attention_large();
     }
     TEST("fp8") {
-        test_fp8_numbers();
-        test_fp8_cast(5, 13);
-        test_fp8_cast(40, 16);
-        test_fp8_matmul(5, 7, 30);
-        test_fp8_matmul(1, 33, 16);
+        for (Fp8Format format : {Fp8Format::E4m3, Fp8Format::E5m2}) {
+            test_fp8_numbers(format);
+            test_fp8_cast(5, 13, format);
+            test_fp8_cast(40, 16, format);
+            test_fp8_matmul(5, 7, 30, format);
+            test_fp8_matmul(1, 33, 16, format);
+        }
+        test_fp8_scale();
         test_fp8_scales();
     }
     TEST("classifier") {

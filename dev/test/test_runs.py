@@ -158,7 +158,7 @@ SAID = r"""
 -x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
 -x 1 --verbose 1                  => out: ^defaults: [^:]*beta1=0.9, | no: quiet
 -x 1 -n 0 -nk 1 --on-bad-loss rewind -o once => steps: 1
--x 1 --matmul-dtype fp8-head => out: ^matrix products: e4m3, also the LM head's$
+-x 1 --matmul-dtype fp8-head => out: ^matrix products: FP8, also the LM head's$
 -x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} @4\n512 tokens in
 -i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\)$ | steps: 8
 -i part_*.bin -x NONE             => steps: 8

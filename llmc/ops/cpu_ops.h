@@ -474,7 +474,7 @@ template <class Real> void grad_accumulate_cpu(const GradAccumulate<Real, Real>&
     for (size_t i = 0; i < a.n; i++) { a.grad.data[i] = add ? a.grad.data[i] + a.values[i] : a.values[i]; }
 }
 
-// out[n,c] and out_t[c,n] = e4m3(x[n,c] * scale); dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
+// out[n,c] and out_t[c,n] = byte of x[n,c] * scale; dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
 // |x|, and how many were counted and how many saturated.
 template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
     const int N = a.N, C = a.C;
@@ -494,7 +494,7 @@ template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
             const uint32_t size = fp8_bits((float)x[i]) & 0x7FFFFFFFu;
             amax = size > amax ? size : amax;
             if (!a.out) { continue; }
-            a.out[i] = a.out_t[(size_t)c * N + n] = fp8_encode((float)x[i] * scale);
+            a.out[i] = a.out_t[(size_t)c * N + n] = fp8_encode((float)x[i] * scale, a.format);
             saturated += fp8_float(size) * scale > kFp8Max;
         }
     }
@@ -505,9 +505,9 @@ template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
 }
 
 template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* bytes, size_t n,
-                                                                 const Fp8Tensor& tensor) {
+                                                                 const Fp8Tensor& tensor, Fp8Format format) {
     Real value_of[256];
-    for (int i = 0; i < 256; i++) { value_of[i] = fp8_decode((uint8_t)i) * tensor.inverse; }
+    for (int i = 0; i < 256; i++) { value_of[i] = fp8_decode((uint8_t)i, format) * tensor.inverse; }
     std::vector<Real> values(n);
     for (size_t i = 0; i < n; i++) { values[i] = value_of[bytes[i]]; }
     return values;
@@ -516,8 +516,8 @@ template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* 
 // x[m,n] = sum over k of a[m,k]*b[n,k], each byte divided by its tensor's scale
 // out = x + bias[n] + residual[m,n], or grad (=, +=) x
 template <class Real> void fp8_matmul_cpu(const Fp8Matmul<Real, Real>& a) {
-    const std::vector<Real> left = fp8_values<Real>(a.a, (size_t)a.M * a.K, *a.a_tensor);
-    const std::vector<Real> right = fp8_values<Real>(a.b, (size_t)a.N * a.K, *a.b_tensor);
+    const std::vector<Real> left = fp8_values<Real>(a.a, (size_t)a.M * a.K, *a.a_tensor, a.a_format);
+    const std::vector<Real> right = fp8_values<Real>(a.b, (size_t)a.N * a.K, *a.b_tensor, Fp8Format::E4m3);
     gemm_cpu(a.out ? a.out : a.grad.data, a.out ? Accumulate::No : a.grad.acc, left.data(), Transpose::No,
              right.data(), Transpose::Yes, a.M, a.N, a.K);
     for (int m = 0; m < a.M && a.out; m++) {

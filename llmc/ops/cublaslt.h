@@ -45,6 +45,7 @@ struct Gemm {
     cudaDataType_t d_type = cuda_type(floatX());
     cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     cudaDataType_t inp_type = cuda_type(floatX());      // of A and B
+    bool b_is_e5m2 = false;             // B alone, where inp_type is e4m3
     float alpha = 1.0f, beta = 1.0f;    // D = alpha op(A) op(B) + beta C
     // FP8 operands: on the device, what their bytes are multiplied by. fast: sums may have fewer bits than
     // fp32's.
@@ -57,7 +58,7 @@ struct Gemm {
     size_t a_stride = 0, b_stride = 0, c_stride = 0, d_stride = 0;
 };
 
-typedef std::array<int64_t, 22> GemmKey;        // all that the choice of an algorithm may depend on
+typedef std::array<int64_t, 23> GemmKey;        // all that the choice of an algorithm may depend on
 struct GemmPlan {
     GemmKey key;
     bool found;                         // false: the library has no algorithm for this
@@ -183,7 +184,8 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
     gemm_set_pointers(plan.desc, g);                    // before the search: it reads their alignment
     const int a_rows = g.trans_a ? g.k : g.m, b_rows = g.trans_b ? g.n : g.k;
     cublasCheck(cublasLtMatrixLayoutCreate(&plan.a, type, a_rows, g.trans_a ? g.m : g.k, a_rows));
-    cublasCheck(cublasLtMatrixLayoutCreate(&plan.b, type, b_rows, g.trans_b ? g.k : g.n, b_rows));
+    cublasCheck(cublasLtMatrixLayoutCreate(&plan.b, g.b_is_e5m2 ? CUDA_R_8F_E5M2 : type, b_rows,
+                                           g.trans_b ? g.k : g.n, b_rows));
     for (cublasLtMatrixLayout_t* layout : {&plan.c, &plan.d}) {
         cublasCheck(cublasLtMatrixLayoutCreate(layout, g.d_type, g.m, g.n, g.m));
     }
@@ -199,7 +201,8 @@ static inline bool gemm(const Gemm& g, Stream stream) {
     const GemmKey key = {
         g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, at.a, at.b, at.c, at.d,
         pointer_alignment(g.bias), pointer_alignment(g.aux), g.inp_type, g.count, g.count_all,
-        (int64_t)g.a_stride, (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride, g.fast};
+        (int64_t)g.a_stride, (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride, g.fast,
+        g.b_is_e5m2};
     GemmPlan* plan = nullptr;
     for (GemmPlan& p : gemm_state.plans) {
         if (p.key == key) { plan = &p; }

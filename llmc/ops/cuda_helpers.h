@@ -419,17 +419,27 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
     return bits;
 }
 
-// Rounds four values to e4m3 (PTX cvt, sm_89 and later), x[0] into the lowest byte.
+// Rounds four values to e4m3 or e5m2 (PTX cvt, sm_89 and later), x[0] into the lowest byte.
+#define FP8_QUAD(format)                                                                                  \
+    asm("{.reg .b16 low, high;\n"                                                                         \
+        "cvt.rn.satfinite." format "x2.f32 low, %2, %1;\n"                                                \
+        "cvt.rn.satfinite." format "x2.f32 high, %4, %3;\n"                                               \
+        "mov.b32 %0, {low, high};}" : "=r"(quad) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]))
 __device__ __forceinline__ uint32_t to_e4m3(const float* x) {
     uint32_t quad = 0;
 #if __CUDA_ARCH__ >= 890
-    asm("{.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-        "mov.b32 %0, {low, high};}" : "=r"(quad) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    FP8_QUAD("e4m3");
 #endif
     return quad;
 }
+__device__ __forceinline__ uint32_t to_e5m2(const float* x) {
+    uint32_t quad = 0;
+#if __CUDA_ARCH__ >= 890
+    FP8_QUAD("e5m2");
+#endif
+    return quad;
+}
+#undef FP8_QUAD
 
 __device__ __forceinline__ void prefetch_l2(const void* p) {            // a line of 128 bytes
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));

@@ -1,13 +1,15 @@
 /*
-FP8 numbers: e4m3 bytes, and the powers of two that tensors are multiplied by before they are rounded to it.
-Both builds use it; the CUDA kernels convert with the GPU's own instruction, to the same bytes.
+FP8 numbers: bytes, and the powers of two that tensors are multiplied by before they are rounded to them.
+Both builds use it; the CUDA kernels convert with the GPU's own instructions, to the same bytes.
 
     const float scale = fp8_scale(amax, kFp8Headroom);          // a power of two
-    const uint8_t byte = fp8_encode(x * scale);
-    const float rounded = fp8_decode(byte) / scale;
+    const uint8_t byte = fp8_encode(x * scale, format);
+    const float rounded = fp8_decode(byte, format) / scale;
 
-An e4m3 byte is a sign, 4 bits of exponent (bias 7) and 3 of mantissa (Micikevicius et al., "FP8 formats for
-deep learning", 2022): 0, then 2^-9 to 448. There is no infinity; S.1111.111 is NaN.
+The formats are those of Micikevicius et al., "FP8 formats for deep learning", 2022:
+    e4m3  a sign, 4 bits of exponent and 3 of mantissa: 0, then 2^-9 to 448. S.1111.111 is NaN.
+    e5m2  a sign, 5 bits of exponent and 2 of mantissa: 0, then 2^-16 to 57,344. S.11111.01 to .11 are NaN.
+An e5m2 byte stands here for 2^-7 of that, 0, then 2^-23 to 448, so that both formats have one largest number.
 */
 #ifndef LLMC_OPS_FP8_H
 #define LLMC_OPS_FP8_H
@@ -17,7 +19,8 @@ deep learning", 2022): 0, then 2^-9 to 448. There is no infinity; S.1111.111 is 
 
 #include "../rand.h"    // gives: LLMC_HD
 
-constexpr float kFp8Max = 448.0f;
+enum class Fp8Format { E4m3, E5m2 };
+constexpr float kFp8Max = 448.0f, kFp8E5m2Unit = 0x1p-7f;
 constexpr int kFp8Window = 14;          // steps whose largest elements decide about the next step's scale
 constexpr int kFp8Headroom = 1;         // a tensor may grow by 2^this against them before it saturates
 constexpr float kFp8MaxSaturated = 1e-3f;       // of a tensor's elements: more of them skip the update
@@ -33,24 +36,37 @@ LLMC_HD static inline uint32_t fp8_bits(float x) {
     return bits;
 }
 
+// What byte 1 stands for, the bits of mantissa, and the byte of 448.
+struct Fp8Grid { float step; int mantissa; uint8_t max; };
+static inline Fp8Grid fp8_grid(Fp8Format format) {
+    return format == Fp8Format::E4m3 ? Fp8Grid{0x1p-9f, 3, 0x7E} : Fp8Grid{0x1p-23f, 2, 0x7B};
+}
+
 // To nearest, ties to even. What is larger than 448, or infinite, becomes 448: it saturates. NaN stays NaN.
-static inline uint8_t fp8_encode(float x) {
+static inline uint8_t fp8_encode(float x, Fp8Format format = Fp8Format::E4m3) {
+    const Fp8Grid grid = fp8_grid(format);
     const uint32_t bits = fp8_bits(x), magnitude = bits & 0x7FFFFFFFu;
     const uint8_t sign = (uint8_t)(bits >> 31 << 7);
     if (magnitude > 0x7F800000u) { return 0x7F; }
-    if (magnitude >= fp8_bits(kFp8Max)) { return sign | 0x7E; }
-    if (magnitude < fp8_bits(0x1p-6f)) {        // below the normal numbers: adding 2^14 leaves steps of 2^-9
-        return (uint8_t)(sign | (fp8_bits(fp8_float(magnitude) + 0x1p14f) - fp8_bits(0x1p14f)));
+    if (magnitude >= fp8_bits(kFp8Max)) { return sign | grid.max; }
+    const float normal = grid.step * (float)(1 << grid.mantissa);       // the smallest
+    if (magnitude < fp8_bits(normal)) {         // below: next to 2^23 steps a float has only whole steps
+        const float base = grid.step * 0x1p23f;
+        return (uint8_t)(sign | (fp8_bits(fp8_float(magnitude) + base) - fp8_bits(base)));
     }
-    const uint32_t rounded = magnitude + 0x7FFFFu + (magnitude >> 20 & 1);
-    return (uint8_t)(sign | ((rounded >> 20) - (120u << 3)));
+    const int shift = 23 - grid.mantissa;
+    const uint32_t rounded = magnitude + (1u << (shift - 1)) - 1 + (magnitude >> shift & 1);
+    return (uint8_t)(sign | (((rounded - fp8_bits(normal)) >> shift) + (1u << grid.mantissa)));
 }
 
-static inline float fp8_decode(uint8_t byte) {
-    const uint32_t exponent = byte >> 3 & 15, mantissa = byte & 7, sign = (uint32_t)byte >> 7 << 31;
-    const float size = (byte & 0x7F) == 0x7F ? fp8_float(0x7FC00000u)
-                     : exponent == 0 ? (float)mantissa * 0x1p-9f
-                     : fp8_float((exponent + 120) << 23 | mantissa << 20);
+static inline float fp8_decode(uint8_t byte, Fp8Format format = Fp8Format::E4m3) {
+    const Fp8Grid grid = fp8_grid(format);
+    const uint32_t magnitude = byte & 0x7Fu, sign = (uint32_t)byte >> 7 << 31;
+    const float normal = grid.step * (float)(1 << grid.mantissa);
+    const float size = magnitude > grid.max ? fp8_float(0x7FC00000u)
+                     : magnitude >> grid.mantissa == 0 ? (float)magnitude * grid.step
+                     : fp8_float(fp8_bits(normal) + ((magnitude - (1u << grid.mantissa)) <<
+                                                     (23 - grid.mantissa)));
     return fp8_float(fp8_bits(size) | sign);
 }
 

@@ -112,7 +112,7 @@ template <class X, class S> struct GradAccumulate {     // grad (+)= values, rou
     size_t n;
 };
 
-// Matrix products of e4m3 bytes (--matmul-dtype fp8). A tensor is multiplied by a power of two and rounded; a
+// Matrix products of FP8 bytes (--matmul-dtype fp8). A tensor is multiplied by a power of two and rounded; a
 // product divides by its operands' powers again. The tensor of a weight gets its scale from its own largest
 // element, which a call without outputs has found; others keep theirs for a step. What is cast:
 //     Plain     x = inp          Gelu      x = gelu(inp)
@@ -128,6 +128,7 @@ template <class X, class S> struct Fp8Cast {
     const X* pre_gelu = nullptr;        // (N,C), or null if not GeluGrad
     Fp8Source source = Fp8Source::Plain;
     int N, C;                           // multiples of 16
+    Fp8Format format = Fp8Format::E4m3; // E5m2: of Plain alone
 };
 template <class X, class S> struct Fp8Matmul {          // a b^T, divided by both scales
     X* out = nullptr;                   // (M,N) = the product + bias + residual; null: grad is wanted
@@ -138,6 +139,7 @@ template <class X, class S> struct Fp8Matmul {          // a b^T, divided by bot
     const X *bias = nullptr, *residual = nullptr;       // (N) (M,N), or null; of out
     int M, N, K;                        // multiples of 16
     bool fast = false;                  // a GPU may add up some products with fewer bits than fp32's
+    Fp8Format a_format = Fp8Format::E4m3;       // b's is E4m3
 };
 template <class X, class S> struct Fp8Scales {          // after a step: the next one's scales
     Fp8Tensor* tensors;                 // (count) their histories and scales

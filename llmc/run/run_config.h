@@ -220,7 +220,7 @@ static const Flag kFlags[] = {
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
         FLAG_FIXED},
     {"",    "matmul-dtype",    FLAG_ENUM,   &run.matmul_dtype,   "bf16",    0, 0, "bf16|fp8|fp8-head",
-        "what matrix products multiply in training: the weights' type; e4m3 in the layers; or also in the "
+        "what matrix products multiply in training: the weights' type; FP8 in the layers; or also in the "
         "LM head", FLAG_FIXED},
     {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
         "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
