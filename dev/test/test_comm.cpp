@@ -536,7 +536,7 @@ static std::vector<Case> folder_cases() {
                                 .local = false, .start = {0}},
                                {.name = "nobody in the folder", .codes = {1, 1},
                                 .words = {"rank 0 was not found at the folder '" + place + "' within 1 s"},
-                                .args = {"init=fs", "folder=" + place, "timeout=1"}, .world = 2,
+                                .args = {"init=fs", "folder=" + place, "timeout=1", "abort=1"}, .world = 2,
                                 .local = false, .start = {1}}};
     const std::string mute = comm_describe(1, port_in_use());
     for (const std::string& left : {stale, mute, stale.substr(0, stale.size() / 2)}) {
