@@ -40,10 +40,13 @@ import get                                          # noqa: E402
 import shards as made                               # noqa: E402
 
 
-def start(*words, prepare=lambda: None, limit=None, **env):
+def start(*words, prepare=lambda: None, tool=TOOL, limit=None, **env):
     """prepare(): changes something in get.py's process before it begins."""
-    return Forked(lambda: prepare() or get.main(), [GET, *words], {"NO_PROXY": "*", "no_proxy": "*", **env},
-                  limit)
+    def main():
+        prepare()
+        get.TOOL = tool
+        return get.main()
+    return Forked(main, [GET, *words], {"NO_PROXY": "*", "no_proxy": "*", **env}, limit)
 
 
 def call(*words, **more):
@@ -270,8 +273,9 @@ def test_files():
         os.unlink("in/" + name)
     refused(*again, said=("other files", "some are missing"))
     assert contents("out") == before, "what was refused changed the shards"
-    for wrong in (files("none", "out"), [*files("in", "out"), "--tokenize", "none"]):
-        refused(*wrong, "--restart", said=("none",))
+    nowhere = {"tool": "none", "prepare": lambda: setattr(get, "ROOT", "none")}
+    refused(*files("in/[ab].*", "out"), "--restart", said=("tool cannot be built",), **nowhere)
+    refused(*files("none", "out"), "--restart", said=("none",))
     assert contents("out") == before, "--restart removes nothing before it is known what to make"
     makes("in/[ab].*", "out", documents[:2], 0, "--restart")
 
@@ -332,7 +336,6 @@ def test_shard_is_synced(monkeypatch):
     ("files --from in --out in/e.txt/o", ["in/e.txt", "Not a directory"]),
     ("files --from in/u.txt --out o", ["u.txt' is UTF-16", "iconv"]),
     ("files --from in --out o --shard-tokens 0", ["--shard-tokens 0"]),
-    ("files --from in --out o --tokenize none", ["'none'"]),
     ("tinystories --from in --out o --val-tokens 5", ["--val-tokens"]),
     (f"tinyshakespeare --from {GET} --out o", ["is not tinyshakespeare"])])
 def test_refused(words, said):
@@ -500,15 +503,15 @@ def test_kill_while_tokenizing():
         return f"for i in $(seq 600); do [ -e {there} ] && break; sleep 0.05; done\n"
     write("slow", f'#!/bin/sh\ntouch at_work\n{until("go")}seq 999 | {TOOL} "$@"\ntouch ended\n')
     write("beside", f'#!/bin/sh\n{TOOL} "$@" || exit 1\ntouch go\n{until("ended")}')
-    child = start(*HUB, "--tokenize", "./slow", **hub(files_there))
+    child = start(*HUB, tool="./slow", **hub(files_there))
     wait_for(lambda: os.path.exists("at_work"))
     refused(*HUB, said=("another get.py",), **hub(files_there))
     os.kill(child.pid, signal.SIGKILL)
     child.end()                         # its tool takes some text for the whole, and writes that late
-    hub_makes(documents, "--tokenize", "./beside", **hub(files_there))
+    hub_makes(documents, tool="./beside", **hub(files_there))
     write("dies", "#!/bin/sh\nkill -9 $$\n")
     write("pipe.jsonl", jsonl(["x" * 1000] * 1000))
-    refused(*files("pipe.jsonl", "o2"), "--tokenize", "./dies", said=("signal 9",))
+    refused(*files("pipe.jsonl", "o2"), tool="./dies", said=("signal 9",))
 
 
 def test_full_disk():
