@@ -477,13 +477,6 @@ def test_broken_downloads():
         assert "data/000.jsonl" not in seen(), "a finished file came again"
 
 
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert condition()
-
-
 def test_kills():
     """Killed before a file comes, then called again: equal bytes, no finished file comes again."""
     files, documents = hub_files(4)
@@ -504,7 +497,9 @@ def test_kill_while_tokenizing():
     write("slow", f'#!/bin/sh\ntouch at_work\n{until("go")}seq 999 | {TOOL} "$@"\ntouch ended\n')
     write("beside", f'#!/bin/sh\n{TOOL} "$@" || exit 1\ntouch go\n{until("ended")}')
     child = start(*HUB, tool="./slow", **hub(files_there))
-    wait_for(lambda: os.path.exists("at_work"))
+    end = time.monotonic() + 60
+    while not os.path.exists("at_work") and time.monotonic() < end:
+        time.sleep(0.01)
     refused(*HUB, said=("another get.py",), **hub(files_there))
     os.kill(child.pid, signal.SIGKILL)
     child.end()                         # its tool takes some text for the whole, and writes that late

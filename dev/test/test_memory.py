@@ -6,12 +6,12 @@ import math
 import os
 import re
 import resource
-import subprocess
 import time
 
 import pytest
 
 from checks import read
+from jobs import KILL, Job
 from trainer import C, V, Program, run, run_ok, sentences, write_shard
 from twins import formats
 
@@ -62,23 +62,18 @@ def buckets_of(d):
 def planned_and_taken(flags):
     """Bytes: what the start-up line promises, and the process's most after its first steps, or in the midst
     of an evaluation."""
-    p = subprocess.Popen(Program.command({"-x": 10**6, **flags}), stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE, env={**Program.environment(1), "MALLOC_ARENA_MAX": "1"})
-    out = b""
-    while b"step 2/" not in out and b"evaluating " not in out:
-        line = p.stdout.readline()
-        assert line, p.stderr.read()
-        out += line
+    job = Job({"-x": 10**6, **flags}, env={"MALLOC_ARENA_MAX": 1, "MALLOC_PERTURB_": 0})
+    assert job.when(lambda: re.search("^(step 2/|evaluating )", job.out(), re.M)), job.err()
+
     def busy():                                             # seconds of processor time
-        return int(read(f"/proc/{p.pid}/stat").rsplit(b")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
+        return int(read(f"/proc/{job.p.pid}/stat").rsplit(b")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
     since = busy()
-    while b"evaluating " in out and busy() < since + 0.1 and p.poll() is None:
+    while "evaluating " in job.out() and busy() < since + 0.1 and job.p.poll() is None:
         time.sleep(0.02)                                    # past the first batch
-    peak = re.search(rb"^VmPeak:\s+(\d+) kB$", read(f"/proc/{p.pid}/status"), re.M)
-    p.kill()
-    p.communicate()
-    plan = re.search(rb"^memory: (\S+) (MiB|GiB) in all", out, re.M)
-    return float(plan[1]) * (MIB if plan[2] == b"MiB" else 1024 * MIB), 1024 * int(peak[1])
+    peak = re.search(rb"^VmPeak:\s+(\d+) kB$", read(f"/proc/{job.p.pid}/status"), re.M)
+    out = job.signal(KILL).result().out
+    plan = re.search(r"^memory: (\S+) (MiB|GiB) in all", out, re.M)
+    return float(plan[1]) * (MIB if plan[2] == "MiB" else 1024 * MIB), 1024 * int(peak[1])
 
 
 EVALUATES = {"-x": 0, "-j": "long/*.bin", "-m": 10**6}

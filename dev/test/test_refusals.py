@@ -5,12 +5,11 @@ questions' test_evalloader.cpp's, how ranks are started test_comm.cpp's.
 """
 import os
 import struct
-import subprocess
 
 import pytest
 
 from checks import read, write
-from trainer import (MODEL_MAGIC, SHARD_MAGIC, T, Program, flags_of, model_path, refused, run_ok,
+from trainer import (MODEL_MAGIC, SHARD_MAGIC, T, flags_of, model_path, refused, run, run_ok,
                      without_checksum, write_questions, write_shard)
 
 pytestmark = pytest.mark.cpu_only
@@ -245,8 +244,7 @@ def test_nothing_can_be_written():
     """Text that could not be written is an error; a model is saved all the same."""
     for flags in ({"-x": 0}, {"-e": "good.bin", "-x": 0, "--prompt": "tak "}, {"-x": 2, "-o": "unheard"}):
         with open("/dev/full", "wb") as full:
-            p = subprocess.run(Program.command(flags), stdout=full, stderr=subprocess.PIPE, check=False,
-                               env=Program.environment(1))
-        assert p.returncode == 1 and p.stderr.startswith(b"error: cannot write to standard output")
-        assert p.stderr.count(b"\n") == 1
+            result = run(flags, stdout=full)
+        assert result.code == 1 and result.err.count("\n") == 1
+        assert result.err.startswith("error: cannot write to standard output")
     assert model_path("unheard")

@@ -80,8 +80,8 @@ class Program:
 
     @staticmethod
     def command(flags):
-        words = [Program.path]
-        for flag, value in {**Program.usual, **flags}.items():
+        words = [Program.path]                          # what is no flag, such as `chat RUN`, comes first
+        for flag, value in sorted({**Program.usual, **flags}.items(), key=lambda pair: pair[0][:1] == "-"):
             if value is not None:
                 words += [flag, str(value)]
         return words
@@ -96,15 +96,15 @@ class Program:
         return env
 
 
-def run(flags=None, extra=(), threads=1, **popen):
+def run(flags=None, extra=(), threads=1, env=None, stdout=subprocess.PIPE, **popen):
     """Runs with the usual small flags; `flags` adds to them or, with None, takes one away."""
     words = Program.command(flags or {}) + list(extra)
     try:
-        p = subprocess.run(words, capture_output=True, timeout=LIMIT_S, env=Program.environment(threads),
-                           **popen)
+        p = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, timeout=LIMIT_S,
+                           env=Program.environment(threads, **(env or {})), **popen)
     except subprocess.TimeoutExpired:
         return Result(None, "", f"no end after {LIMIT_S} s", words)
-    return Result(p.returncode, p.stdout.decode("latin-1"), p.stderr.decode("latin-1"), words)
+    return Result(p.returncode, (p.stdout or b"").decode("latin-1"), p.stderr.decode("latin-1"), words)
 
 
 def run_ok(flags=None, **kwargs):
