@@ -183,9 +183,8 @@ def prepare(folder):
     for stem, train, val in (("made/fineweb10B-shards/fineweb", "train_000001", "val_000000"),
                              ("dev/data/fineweb10B/fineweb", "train_000001", "val_000000"),
                              ("dev/data/tinyshakespeare/tiny_shakespeare", "train", "val")):
-        os.makedirs(os.path.dirname(stem), exist_ok=True)
-        shutil.copy("made/stories_train.bin", f"{stem}_{train}.bin")
-        shutil.copy("made/stories_val.bin", f"{stem}_{val}.bin")
+        write(f"{stem}_{train}.bin", read("made/stories_train.bin"))
+        write(f"{stem}_{val}.bin", read("made/stories_val.bin"))
     endings = ["she went home.", "it rained.", "all was well.", "he sang."]
     write("made/hellaswag/hellaswag_val.jsonl", "".join(
         json.dumps({"ctx": f"Mei counted to {i}, and then", "label": i % 4, "endings": endings}) + "\n"

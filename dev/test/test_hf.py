@@ -417,7 +417,6 @@ def test_broken_off():
     ("--help", "", 0, ""), ("", "", 1, "--help"), ("plain.bin x", "bare", 1, "pip install numpy")])
 def test_command(words, stubs, code, said):
     """As a user starts it, in a process of its own; without numpy as well."""
-    os.makedirs("bare")
     write("bare/numpy.py", b"raise ImportError\n")
     p = subprocess.run([sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py"), *words.split()],
                        text=True, capture_output=True, timeout=LIMIT_S, check=False,

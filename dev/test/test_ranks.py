@@ -72,8 +72,8 @@ def same_bits(flags, variants, complaints=False):
         result, got = left_of({**flags, **variant})
         if not complaints:
             check_ran(result)
-        unlike = [fact for fact in {**want, **got} if want.get(fact) != got.get(fact)]
-        assert not unlike, f"{named(variant)} differs from {named(here[0])} in {unlike}"
+        differ = [fact for fact in {**want, **got} if want.get(fact) != got.get(fact)]
+        assert not differ, f"{named(variant)} differs from {named(here[0])} in {differ}"
     need(most)
 
 

@@ -150,8 +150,7 @@ def files():
         run_ok({"-o": name, "-x": 1, **flags})
         write(name + ".bin", read(model_path(name)))
     write("plain", b"x")
-    for folder in ("no_models", "logged", "run.json_is_cut"):
-        os.mkdir(folder)
+    os.mkdir("no_models")
     write("logged/main.log", b"s:0 trl:5.5 lr:1e-3 norm:1.0\n")
     write("run.json_is_cut/model_00000001.bin", read("good.bin"))
     write("run.json_is_cut/run.json", b'{"settings": {"a": 1}')

@@ -314,9 +314,9 @@ FIXED = flags_of("""
 --matmul-dtype fp8-head --cooldown 0.6 --muon-warmup 9""")
 
 
-def stopped_run(folder, flags=None):
+def stopped_run(folder):
     """A run that was stopped after its 9th step."""
-    result = Job({**(flags or {}), "-o": folder}, fault=Fault("fputs", "main.log", 11, TERM)).result()
+    result = Job({"-o": folder}, fault=Fault("fputs", "main.log", 11, TERM)).result()
     assert (result.code, result.err) == (0, STOPPING) and steps_of(folder)
     return folder
 
@@ -344,7 +344,6 @@ def test_fixed_flags():
 def test_other_runs():
     """Other data, a folder with a run but without -y, folders without a run."""
     folder = stopped_run("ours")
-    os.mkdir("same_names")
     for i, rows in enumerate(ROWS):
         write_shard(f"other_{i}.bin", sentences(10 + i, rows * T_ROWS + 2 + i))
         write_shard(f"same_names/part_{i}.bin", sentences(20 + i, rows * T_ROWS + 1 + i))
@@ -355,13 +354,11 @@ def test_other_runs():
     os.mkdir("empty")
     same_end(run({"-y": 1, "-o": "empty"}), "empty", undisturbed({}))
     same_end(run({"-y": 1, "-o": "new/er"}), "new/er", undisturbed({}))
-    os.mkdir("began")
     write("began/main.log", b"s:0 trl:5.5 lr:1e-3 norm:1.0\n")
     said = run({"-y": 1, "-o": "began"}).err
     assert re.fullmatch("warning: the run in -o began has no checkpoint: it begins anew\n", said)
     assert unlike("began", undisturbed({})) == []
-    os.mkdir("older")                           # begun by a program that had another flag
-    settings = b'"settings": {"residual": "layernorm", '
+    settings = b'"settings": {"residual": "layernorm", '         # of a program that had another flag
     write("older/run.json", read("began/run.json").replace(b'"settings": {', settings))
     refused({"-y": 1, "-o": "older"}, "began with --residual layernorm")
 
@@ -371,7 +368,6 @@ def test_failed_start():
     """A run that fails before its first step is done leaves the folder as it was, or none."""
     for i, row in enumerate([sentences(30 + i, T_ROWS + 1) for i in range(16)]):
         write_shard(f"bad_{i:02d}.bin", list(row) if i != 4 else [300] * (T_ROWS + 1))
-    os.makedirs("kept")
     write("kept/notes.txt", b"mine")
     before = snapshot()
     for folder in ("kept", "never"):

@@ -282,7 +282,6 @@ def test_files():
 
 def test_failed_start():
     """A folder without the line of a step is no run; nor is one in which nothing could be written."""
-    os.mkdir("failed")
     write("failed/main.log", b"s:0 tel:5.545\n")
     write("failed/metrics.jsonl", b"")
     run_ok({"-o": "failed", "-x": 2})
@@ -393,7 +392,6 @@ def test_folder(folder):
 @pytest.mark.cpu_only
 def test_folder_name(folder):
     """A descriptor is one where there is a folder of that name, too; what is odd in a path is no pattern."""
-    os.makedirs("odd, [x]*")
     shutil.copytree(folder, "odd, [x]*/d12")
     write_shard("odd, [x]*/own_1.bin", sentences(5, 4000))
     inside = {"cwd": "odd, [x]*"}

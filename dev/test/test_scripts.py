@@ -38,8 +38,7 @@ def call(command, path=None, **env):
 def copy(*paths):
     """Files of the repository into this test's folder."""
     for path in paths:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        shutil.copy(os.path.join(ROOT, path), path)
+        write(path, read(os.path.join(ROOT, path)))
 
 
 def called():
@@ -220,8 +219,6 @@ def test_recipes_take_words(recipes):
 LINTED = {
     "good.py": ("import os\nprint(os.sep)\n", None),
     "undefined.py": ("print(tempfile.gettempdir())\n", "undefined name 'tempfile'"),
-    "star.py": ("from os import *\nprint(sep)\n", "unable to detect undefined names"),
-    "unused.py": ("import os\n", "'os' imported but unused"),
     "no_python.py": ("print(\n", "was never closed"),
     "tab.py": ("if 1:\n\tprint()\n", "a tab"),
     "docs/good.md": ("# What's `it`?\n[x](#whats-it) [y](good.md) [z](https://none)\n", None),

@@ -218,10 +218,9 @@ def test_telemetry():
     """On the line and in metrics.jsonl, every so many steps, of the GPU that the program computes on; nothing
     else changes. Where there is no library, or it does not know that GPU, nothing is said."""
     for name, reasons in (("nvml", "ClocksEvent"), ("nvml_old", "ClocksThrottle")):
-        os.makedirs(name)
-        write(name + ".cpp", FAKE_NVML.encode())
+        write(name + "/nvml.cpp", FAKE_NVML)
         subprocess.run(["g++", "-shared", "-fPIC", f"-DREASONS=nvmlDeviceGetCurrent{reasons}Reasons", "-o",
-                        name + "/libnvidia-ml.so.1", name + ".cpp"], check=True)
+                        name + "/libnvidia-ml.so.1", name + "/nvml.cpp"], check=True)
     run_ok({"-x": 6, "-o": "plain"})
 
     def sample(n):
