@@ -71,9 +71,7 @@ def planned_and_taken(flags):
     while "evaluating " in job.out() and busy() < since + 0.1 and job.p.poll() is None:
         time.sleep(0.02)                                    # past the first batch
     peak = re.search(rb"^VmPeak:\s+(\d+) kB$", read(f"/proc/{job.p.pid}/status"), re.M)
-    out = job.signal(KILL).result().out
-    plan = re.search(r"^memory: (\S+) (MiB|GiB) in all", out, re.M)
-    return float(plan[1]) * (MIB if plan[2] == "MiB" else 1024 * MIB), 1024 * int(peak[1])
+    return job.signal(KILL).result().planned() * MIB, 1024 * int(peak[1])
 
 
 EVALUATES = {"-x": 0, "-j": "long/*.bin", "-m": 10**6}
@@ -109,8 +107,7 @@ def test_plan_of_evaluation():
     """Without what only training needs: weights once, one layer's activations, logits, inputs with two staged
     copies, a tensor from a file."""
     d, n = formats.parse_model("L4,NH2,C512,T32,V300"), 16 * 32
-    out = run_ok({"-e": d.text(), "-x": 0, "-b": 16, "-m": 1}).out
-    plan = float(re.search(r"^memory: (\S+) MiB", out, re.M)[1])
+    plan = run_ok({"-e": d.text(), "-x": 0, "-b": 16, "-m": 1}).planned()
     largest = max(d.Vp * d.C, d.maxT * d.C, 4 * d.C**2)
     floats = sum(buckets_of(d).values()) + n * (d.C * 19 + d.NH + 7 + d.Vp) + 1.5 * largest
     inputs = 3 * (3 * 4 * n + 16 * n + 16 * n // 129) + 4 * 4 * n
@@ -155,16 +152,13 @@ def test_limit_and_lanes():
     if "OpenBLAS" not in Program.device:
         pytest.skip("what the program takes beside its plan is known with OpenBLAS alone")
     flags = {"-e": "L1,NH2,C128,T16,V20000", "-b": 1, "-z": 8 * 16, "-x": 3, "-o": ""}
-
-    def plan(lanes):
-        return float(re.search(r"memory: ([\d.]+) MiB", run_ok({"--lanes": lanes, **flags, "-x": 1}).out)[1])
+    all_lanes, one_lane = (run_ok({"--lanes": lanes, **flags, "-x": 1}).planned() for lanes in (8, 1))
     known = 1000
     error = limited({**flags, "-b": 60000, "-z": None}, known).err
     free = float(re.search(r"has ([\d.]+) MiB free", error)[1])
 
     def leaves(wanted):         # the limit that leaves so much; a hundredth of it is kept
         return (known - free + wanted) * 1.01
-    all_lanes, one_lane = plan(8), plan(1)
     result = limited({**flags, "-n": 1, "-o": "limited"}, leaves(all_lanes + 2))
     assert result.code == 0 and re.fullmatch(r"warning: host memory is short: .*\n", result.err)
     again = {**{flag: None for flag in flags}, "-y": 1, "-o": "limited", "-x": 4}

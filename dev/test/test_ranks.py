@@ -241,8 +241,7 @@ def test_memory():
     totals, C = [], 128
     for zs in (0, 1, 2):
         flags = {**ranks(min(most_ranks(), 4), zs), "-x": 1, "-e": f"L4,NH2,C{C},T32,V256", **batch(8)}
-        said = re.search(r"^memory: ([\d.]+) (MiB|GiB) in all", run_ok(flags).out, re.M)
-        totals.append(float(said[1]) * (1024 if said[2] == "GiB" else 1))
+        totals.append(run_ok(flags).planned())
     state = 8 * 12 * 4 * C**2 / 2**20           # m and v of the layers' matrices; half of it or more
     assert totals[0] - 0.45 * state >= totals[1] > totals[2]
 
@@ -261,8 +260,8 @@ def test_poor_rank():
     said = limited(1200, **{"-e": "L99,NH2,C512,T32,V256"})[0].err
     free = re.search(r"rank 1: .* which has ([\d.]+) MiB free", said)
     assert free, said
-    few, many = (float(re.search(r"^memory: ([\d.]+) MiB in all", run_ok(
-        {**flags, "--gpus": 2, "--lanes": lanes, "-o": f"rich{lanes}"}).out, re.M)[1]) for lanes in (2, 8))
+    few, many = (run_ok({**flags, "--gpus": 2, "--lanes": lanes, "-o": f"rich{lanes}"}).planned()
+                 for lanes in (2, 8))
     results = limited(1200 - float(free[1]) + few + (many - few) / 4, **{"-o": "poor"})
     assert [result.code for result in results] == [0, 0], results[0].err + results[1].err
     assert "summed over 2 lanes, not 8" in results[0].out

@@ -51,6 +51,11 @@ class Result:
     def val_losses(self):
         return [float(x) for x in re.findall(r"^val loss (\S+)", self.out, re.M)]
 
+    def planned(self):
+        """MiB that the start-up line promises."""
+        number, unit = re.search(r"^memory: (\S+) ([MG]iB) in all", self.out, re.M).groups()
+        return float(number) * (1024 if unit == "GiB" else 1)
+
     def samples(self):
         """Texts after `sample N at step S:`, prompt included. Of -x 0: stdout, which lacks the prompt."""
         given = dict(zip(self.command[1::2], self.command[2::2]))
