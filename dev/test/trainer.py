@@ -51,6 +51,10 @@ class Result:
     def val_losses(self):
         return [float(x) for x in re.findall(r"^val loss (\S+)", self.out, re.M)]
 
+    def skips(self):
+        """Steps whose update was skipped, since the gradient is not finite."""
+        return [int(step) for step in re.findall(r"^step (\d+): the gradient is not finite", self.err, re.M)]
+
     def planned(self):
         """MiB that the start-up line promises."""
         number, unit = re.search(r"^memory: (\S+) ([MG]iB) in all", self.out, re.M).groups()
