@@ -27,7 +27,7 @@ import types
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 from forked import Forked
 
 GET = os.path.join(ROOT, "dev/data/get.py")
@@ -300,8 +300,7 @@ def test_draw_by_default(count, words):
     text in which a line separates documents."""
     rng = random.Random(count)
     write("x.txt", "\n<|endoftext|>\n".join("x" * rng.randrange(1, 180) for _ in range(count)))
-    said = subprocess.run([TOOL, "x.txt", "-o", "x", f"--bytes={len(words)}"], capture_output=True,
-                          text=True, check=True).stdout
+    _, said, _ = run_program([TOOL, "x.txt", "-o", "x", f"--bytes={len(words)}"])
     out = works(*files("x.txt", "out"), *words)
     assert [line for line in out.splitlines() if line.startswith("validation: ")][0] in said
     kind = 2 if words else 1
@@ -601,8 +600,7 @@ def questions(path):
         found.append((index, label, 1 + completions))
     assert head[2] == len(found) and head[3] == longest
     write("decode.bin", published(tokens))
-    text = subprocess.run([TOOL, "--decode", "decode.bin", "--separators", "0"], capture_output=True,
-                          check=True).stdout.decode()
+    _, text, _ = run_program([TOOL, "--decode", "decode.bin", "--separators", "0"])
     decoded = iter(text.split("<|endoftext|>")[1:])
     return [(index, label, [next(decoded) for _ in range(n)]) for index, label, n in found]
 
@@ -729,7 +727,7 @@ def test_debian():
 
 def test_table():
     """As a user starts it, in a process of its own, and looks at its beginning alone."""
-    out = subprocess.run([sys.executable, GET], capture_output=True, text=True, check=True).stdout
+    _, out, _ = run_program([sys.executable, GET])
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
         assert d.kind in ("text", "shards", "debian", "files", "choices", "plays")

@@ -22,7 +22,8 @@ import time
 
 import pytest
 
-from checks import ROOT, has_module, read, write
+from checks import ROOT, has_module, read, run_program, write
+from gpus import list_gpus
 
 TINY = "L2,NH2,C32,T32,V50257"
 LIMIT_S = 900                           # of a command; only a hang meets it
@@ -106,9 +107,8 @@ def make_error(words):
 def trainer_error(words):
     """The program itself parses the flags; --help comes last, and is reached if all of them are known."""
     words = [{"RANK": "0"}.get(word, word) for word in words if word != "..."]
-    done = subprocess.run(["./train_gpt2cpu", *words, "--help"], cwd=ROOT, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, text=True, check=False)
-    return done.stderr.strip() or (f"exit code {done.returncode}" if done.returncode else "")
+    code, _, err = run_program([ROOT + "/train_gpt2cpu", *words, "--help"])
+    return err.strip() or (f"exit code {code}" if code else "")
 
 
 def path_error(path):
@@ -254,8 +254,7 @@ def test_command_without_end():
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_commands_run(tmp_path):
-    listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True, check=False).stdout
-    gpus, failed = len(re.findall("^GPU ", listed, re.M)), []
+    gpus, failed = len(list_gpus()), []
     prepare(tmp_path)
     for line in commands(all_text()):
         whys = [why for pattern, here, why in NOT_HERE if re.search(pattern, line) and not here()]

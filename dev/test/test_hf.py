@@ -9,14 +9,13 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 from forked import Forked
-from trainer import LIMIT_S, Result, check_ran, log_lines, model_path, run_ok, snapshot
+from trainer import Result, check_ran, log_lines, model_path, run_ok, snapshot
 import trainer
 from twins import formats, np, wide_model
 
@@ -418,10 +417,9 @@ def test_broken_off():
 def test_command(words, stubs, code, said):
     """As a user starts it, in a process of its own; without numpy as well."""
     write("bare/numpy.py", b"raise ImportError\n")
-    p = subprocess.run([sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py"), *words.split()],
-                       text=True, capture_output=True, timeout=LIMIT_S, check=False,
-                       env={**os.environ, "PYTHONPATH": stubs, "PYTHONDONTWRITEBYTECODE": "1"})
-    assert (p.returncode, said in p.stderr, len(p.stderr.splitlines())) == (code, True, 2 * code), p.stderr
+    got, _, err = run_program([sys.executable, export_hf.__file__, *words.split()], PYTHONPATH=stubs,
+                              PYTHONDONTWRITEBYTECODE="1")
+    assert (got, said in err, len(err.splitlines())) == (code, True, 2 * code), err
 
 
 def test_transformers():

@@ -13,14 +13,13 @@ import glob
 import os
 import re
 import shutil
-import subprocess
 import time
 
 import pytest
 
 from jobs import (ENDED_S, HUP, INT, KILL, STOPPING, TERM, Job, free_port, most_ranks, named, need, printed,
                   ranks, rare_model, steps_of, tcp, undisturbed, unlike)
-from checks import read, write
+from checks import read, run_program, write
 from trainer import (Program, assert_close, check_ran, log_lines, metrics, model_path, nan_model, on_cpu,
                      refused, run, run_ok, sentences, tolerance, without_checksum, write_shard)
 
@@ -281,8 +280,7 @@ def test_mpirun():
     if not shutil.which("mpirun"):
         pytest.skip("no mpirun here")
     result = Job({**batch(8), "-o": "mpi"}, env=MPIRUN, before=["mpirun", "-np", "2"]).result()
-    libraries = subprocess.run(["ldd", Program.path], capture_output=True, text=True, check=False).stdout
-    if "libmpi" not in libraries:
+    if "libmpi" not in run_program(["ldd", Program.path])[1]:
         lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
         assert result.code not in (0, None) and len(lines) == 1 and "MPI" in lines[0]
         assert not os.path.exists("mpi")

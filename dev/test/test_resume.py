@@ -20,13 +20,12 @@ import shlex
 import shutil
 import signal
 import struct
-import subprocess
 import termios
 import time
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 from jobs import (DAY, HUP, INT, KILL, PIPE, STOPPING, TERM, UNREAD, USR1, Fault, Job, fault_environment,
                   left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed,
                   unlike)
@@ -526,9 +525,9 @@ def test_looking(words, changes, said):
             write(f"F/{name}", change(read(f"F/{name}")))
         else:
             os.remove(f"F/{name}")
-    p = subprocess.run(f"{TOOL} {words}", shell=True, capture_output=True, text=True, check=False)
-    assert [form for form in said if not re.search(form, p.stdout + p.stderr)] == [], p.stdout + p.stderr
-    assert p.returncode == int("NOT SOUND" in said[-1] or "error" in said[0])
+    code, out, err = run_program(f"{TOOL} {words}")
+    assert [form for form in said if not re.search(form, out + err)] == [], out + err
+    assert code == int("NOT SOUND" in said[-1] or "error" in said[0])
 
 
 # ---- signals ----

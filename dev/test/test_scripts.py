@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 
 sys.path.insert(1, os.path.join(ROOT, "dev", "data"))
 import get                                          # noqa: E402
@@ -25,14 +25,10 @@ def stand_in(name, text=""):
 
 
 def call(command, path=None, **env):
-    """(exit code, stdout, stderr); path: what PATH is, if not bin and the usual one."""
-    path = path or os.path.abspath("bin") + ":" + os.environ["PATH"]
-    env = {**os.environ, "PATH": path, **env}
-    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):
-        env.pop(name, None)                         # of the make that may have started this
-    p = subprocess.run(command, capture_output=True, text=True, env=env, check=False,
-                       stdin=subprocess.DEVNULL)
-    return p.returncode, p.stdout, p.stderr
+    """(exit code, stdout, stderr), without settings of the make that may have started this; path: what PATH
+    is, if not bin and the usual one."""
+    env = {"PATH": path or os.path.abspath("bin") + ":" + os.environ["PATH"], **env}
+    return run_program(command, MAKEFLAGS=None, MFLAGS=None, MAKELEVEL=None, **env)
 
 
 def copy(*paths):
