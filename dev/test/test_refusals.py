@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from checks import read, write
-from trainer import (MODEL_MAGIC, SHARD_MAGIC, T, flags_of, model_path, refused, run, run_ok,
+from trainer import (ALONE, MODEL_MAGIC, SHARD_MAGIC, T, flags_of, model_path, refused, run, run_ok,
                      without_checksum, write_questions, write_shard)
 
 pytestmark = pytest.mark.cpu_only
@@ -231,8 +231,7 @@ def test_model_files():
 
 
 def test_chat_without_a_tokenizer():
-    p = subprocess.run([Program.path, "chat", NO_TEXT], capture_output=True, text=True, check=False)
-    assert p.returncode == 1 and p.stderr.startswith("error: chat needs a tokenizer") and "V=300" in p.stderr
+    refused({**ALONE, "chat": NO_TEXT, "-o": None}, "error: chat needs a tokenizer", "V=300")
 
 
 def test_model_beside_a_bad_run_json():
