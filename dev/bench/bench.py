@@ -36,7 +36,7 @@ NAMES = {"d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M"}
 KINDS = {"PyTorch, pure bf16": "bfloat16", "PyTorch, autocast": "autocast"}
 T, WARM_S, LIMIT_S = 1024, 2.0, 400
 TRAIN, PROFILE, SHARD = "./train_gpt2cu", "./profile_gpt2cu", "build/bench.bin"
-PAGES, KEPT = ("README.md", "docs/performance.md"), "dev/bench/bench.json"
+PAGES = "README.md", "docs/performance.md"
 NCU_METRICS = ["gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
                "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed"]
 
@@ -250,12 +250,10 @@ def with_table(page, new):
 
 
 def show(args):
-    """Prints the table of some files; --write: keeps them, and puts it into the pages."""
+    """Prints the table of some files; --write: puts it into the pages."""
     results = merged(args.files)
     print(table(results), end="")
     if args.write:
-        with open(os.path.join(ROOT, KEPT), "w", encoding="utf-8") as f:
-            json.dump(results, f, indent=1)
         for page in PAGES:
             with open(os.path.join(ROOT, page), "r+", encoding="utf-8") as f:
                 text = with_table(f.read(), table(results))

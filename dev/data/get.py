@@ -37,6 +37,7 @@ from documents import kind_of, texts                # noqa: E402
 from fetch import File, Problem, is_url             # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
 
+TOOL = os.path.join(ROOT, "build", "tokenize")
 SHARD_TOKENS = 100_000_000
 
 
@@ -152,11 +153,9 @@ def sources_of(dataset, args):
         ("train", [file]) for file in remote_files(dataset, dataset.train, args)]
 
 
-def need_tool(args):
-    if os.access(args.tokenize, os.X_OK):
+def need_tool():
+    if os.access(TOOL, os.X_OK):
         return
-    if args.tokenize != os.path.join(ROOT, "build", "tokenize"):
-        raise Problem(f"there is no program '{args.tokenize}'", "--tokenize wants what `make tokenize` made")
     print("make tokenize", flush=True)
     made = subprocess.run(["make", "-s", "-C", ROOT, "tokenize"], stdout=subprocess.DEVNULL, check=False)
     if made.returncode:
@@ -257,7 +256,7 @@ def make_source(dataset, args, facts, split, files, work):
     for name in made_files(work, "tokens_"):
         os.unlink(os.path.join(work, name))
     if first is not None:
-        said = run_tool(args.tokenize, os.path.join(work, begin[:-1]), flags, itertools.chain([first], found))
+        said = run_tool(TOOL, os.path.join(work, begin[:-1]), flags, itertools.chain([first], found))
         print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
     new = {**facts, "done": number + 1, "shards": {**facts["shards"]}}
     write_facts(os.path.join(args.out, "dataset.json"), facts)      # these shards are ours, not yet counted
@@ -288,7 +287,7 @@ def make_shards(dataset, args):
         if complete:
             print(f"'{args.out}' is complete; --restart makes it anew")
         else:
-            need_tool(args)
+            need_tool()
             if any(kind_of(file.name) == "parquet" for _, files in sources for file in files):
                 fetch.need("pyarrow.parquet", "parquet files cannot be read", "pyarrow")
             check_room(dataset, args, facts, sources)
@@ -360,7 +359,7 @@ def make_plays(dataset, args):
     if fetch.sha256_of(path) != SHAKESPEARE_SHA256:
         raise Problem(f"'{path}' is not tinyshakespeare",
                       f"remove it and run again: the text is at {dataset.source}")
-    if subprocess.run([args.tokenize, "-o", os.path.join(args.out, "tiny_shakespeare"), "--separators", "0",
+    if subprocess.run([TOOL, "-o", os.path.join(args.out, "tiny_shakespeare"), "--separators", "0",
                        "--all", "1", "--val-tokens", "32768", "--", path], check=False).returncode:
         raise Problem("")
 
@@ -375,7 +374,7 @@ def make_choices(dataset, args):
     if first != sha256:
         raise Problem(f"'{source}' is another file than at first: its sha256 is {sha256}, it was {first}",
                       "remove it and run again; or --restart takes it as it is")
-    questions = write_choices(dataset.name, source, path, args.tokenize, os.path.join(args.out, "tmp"))
+    questions = write_choices(dataset.name, source, path, TOOL, os.path.join(args.out, "tmp"))
     write_facts(facts, {"name": dataset.name, "source": dataset.source, "licence": dataset.licence,
                         "sha256": sha256})
     print(f"{path}: {questions} questions")
@@ -403,8 +402,6 @@ def arguments():
            "smaller of 100,000 and a tenth), else over the first file")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
     option("--restart", action="store_true", help="forget what is there, its shards too")
-    option("--tokenize", default=os.path.join(ROOT, "build", "tokenize"), metavar="TOOL",
-           help="default: build/tokenize")
     return parser.parse_args()
 
 
@@ -444,7 +441,7 @@ def run(args):
         raise Problem(f"there is no data set '{args.name}', but {', '.join(d.name for d in DATASETS)}")
     check_arguments(dataset, args)
     if dataset.kind in ("plays", "choices"):
-        need_tool(args)
+        need_tool()
         (make_plays if dataset.kind == "plays" else make_choices)(dataset, args)
         return
     (copy_shards if dataset.kind == "shards" else make_shards)(dataset, args)

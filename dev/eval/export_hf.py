@@ -38,7 +38,6 @@ from formats import read_checkpoint, read_checkpoint_header, to_bf16_bits       
 MERGES = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_NAMES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
-NAMES = {"model.safetensors", "config.json", "generation_config.json", "README.md", *TOKENIZER_NAMES}
 DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it
 LAYER = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
          "fcproj": "mlp.c_proj"}
@@ -197,20 +196,14 @@ def validation_loss(path):
     return found[-1] if found else None
 
 
-def check_folder(folder, force):
-    """What is there already must be empty, or with --force an earlier export and nothing besides."""
+def check_folder(folder):
+    """What is there already must be an empty folder."""
     if not folder:
         die("the folder to write has no name")          # as a path, it would be the current folder
-    if not os.path.lexists(folder):
-        return
-    if not os.path.isdir(folder):
+    if os.path.lexists(folder) and not os.path.isdir(folder):
         die(f"'{folder}' exists and is not a folder")
-    names = set(os.listdir(folder))
-    if names and not force:
-        die(f"'{folder}' exists and is not empty\nhint: --force replaces an earlier export")
-    if names and not ({"config.json", "model.safetensors"} <= names <= NAMES):
-        die(f"'{folder}' is not just an earlier export ('{min(names - NAMES or names)}' is in it): --force "
-            "does not replace it\nhint: give another folder")
+    if os.path.exists(folder) and os.listdir(folder):
+        die(f"'{folder}' exists and is not empty\nhint: give another folder, or remove this one")
 
 
 def main():
@@ -221,12 +214,11 @@ def main():
     parser.add_argument("model", help="model_*.bin, or the folder of a run (its last model)")
     parser.add_argument("folder", help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: the file's)")
-    parser.add_argument("--force", action="store_true", help="replace an earlier export")
     args = parser.parse_args()
     source = last_model(args.model) if os.path.isdir(args.model) else args.model
     dims, params, dtype = read_model(source)
     dtype = DTYPES.get(args.dtype, dtype)
-    check_folder(args.folder, args.force)
+    check_folder(args.folder)
     folder = os.path.realpath(args.folder)              # a link to a folder stays a link
     config = model_config(dims, dtype)
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
@@ -241,12 +233,7 @@ def main():
             with open(os.path.join(made, name), "w", encoding="utf-8") as f:
                 f.write(text)
         write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
-        for number in (signal.SIGINT, signal.SIGTERM):      # between the old folder and the new there is none
-            signal.signal(number, signal.SIG_IGN)
-        check_folder(args.folder, args.force)               # others may have come to it since
-        if os.path.exists(folder):
-            shutil.rmtree(folder)
-        os.rename(made, folder)
+        os.rename(made, folder)                 # fails if others have written into the folder since
     except OSError as e:
         die(f"'{e.filename or made}': {e.strerror}")
     finally:

@@ -1,10 +1,11 @@
 """What all tests share.
 
-    from checks import ROOT, has_module, read, write
+    from checks import ROOT, has_module, read, run_program, write
 """
 import importlib.util
 import os
 import re
+import subprocess
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 NAMES = os.path.join(ROOT, "dev/test/names.txt")
@@ -23,6 +24,14 @@ def write(path, data):
 def read(path):
     with open(path, "rb") as f:
         return f.read()
+
+
+def run_program(command, **env):
+    """(exit code, stdout, stderr) of a program, or of a line of a shell; env: other settings, None: lacks."""
+    env = {name: value for name, value in {**os.environ, **env}.items() if value is not None}
+    p = subprocess.run(command, shell=isinstance(command, str), stdin=subprocess.DEVNULL, capture_output=True,
+                       text=True, env=env, timeout=600, check=False)
+    return p.returncode, p.stdout, p.stderr
 
 
 def known_names():

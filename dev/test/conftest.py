@@ -30,7 +30,6 @@ PROGRAMS = {"cpu": "train_gpt2cpu", "lazy": "build/train_gpt2lazy", "asan": "bui
 def pytest_addoption(parser):
     group = parser.getgroup("GPT-2")
     group.addoption("--program", help="run this program only (default: all that a test is meant for)")
-    group.addoption("--precision", choices=CUDA, help="what the programs must be built for")
     group.addoption("--slow", action="store_true", help="also what takes minutes")
     group.addoption("--update-golden", action="store_true", help="write golden.json anew (without -n)")
     group.addoption("--missing", action="store_true", help="on GPUs what has not passed on these sources")
@@ -203,12 +202,11 @@ def in_its_folder(request, monkeypatch):
     path = request.getfixturevalue("program") if program_name(item) else None
     enter(request.module, path, config.getoption("--keep"))
     if path:
-        device, precision = trainer.device_of(path)
-        assert config.getoption("--precision") in (None, precision), f"{path} is built for {precision}"
-        Program.path, Program.device, Program.precision = path, device, precision
+        Program.device, Program.precision = trainer.device_of(path)
+        Program.path = path
         Program.usual = getattr(request.module, "USUAL", trainer.USUAL)
         Program.slow = config.getoption("--slow")
-        if "CPU" not in device and item.get_closest_marker("cpu_only"):
+        if not trainer.on_cpu() and item.get_closest_marker("cpu_only"):
             pytest.skip("for CPU programs only")
     yield
     os.chdir(ROOT)

@@ -238,13 +238,13 @@ class Job:
 
 
 class Terminal:
-    """A program whose input and output are a terminal. shown: the bytes that came there."""
+    """A run whose input and output are a terminal. shown: the bytes that came there."""
 
-    def __init__(self, command, columns=200, env=None, **popen):
+    def __init__(self, flags, columns=200, env=None, **popen):
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 25, columns, 0, 0))
         self.shown, ends = b"", {"stdin": theirs, "stdout": theirs, "stderr": theirs, **popen}
-        self.p = subprocess.Popen(command, **ends,
+        self.p = subprocess.Popen(Program.command(flags), **ends,
                                   env=Program.environment(1, **{"TERM": "xterm", **(env or {})}))
         os.close(theirs)
 

@@ -27,7 +27,7 @@ import types
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 from forked import Forked
 
 GET = os.path.join(ROOT, "dev/data/get.py")
@@ -40,10 +40,13 @@ import get                                          # noqa: E402
 import shards as made                               # noqa: E402
 
 
-def start(*words, prepare=lambda: None, limit=None, **env):
+def start(*words, prepare=lambda: None, tool=TOOL, limit=None, **env):
     """prepare(): changes something in get.py's process before it begins."""
-    return Forked(lambda: prepare() or get.main(), [GET, *words], {"NO_PROXY": "*", "no_proxy": "*", **env},
-                  limit)
+    def main():
+        prepare()
+        get.TOOL = tool
+        return get.main()
+    return Forked(main, [GET, *words], {"NO_PROXY": "*", "no_proxy": "*", **env}, limit)
 
 
 def call(*words, **more):
@@ -270,8 +273,9 @@ def test_files():
         os.unlink("in/" + name)
     refused(*again, said=("other files", "some are missing"))
     assert contents("out") == before, "what was refused changed the shards"
-    for wrong in (files("none", "out"), [*files("in", "out"), "--tokenize", "none"]):
-        refused(*wrong, "--restart", said=("none",))
+    nowhere = {"tool": "none", "prepare": lambda: setattr(get, "ROOT", "none")}
+    refused(*files("in/[ab].*", "out"), "--restart", said=("tool cannot be built",), **nowhere)
+    refused(*files("none", "out"), "--restart", said=("none",))
     assert contents("out") == before, "--restart removes nothing before it is known what to make"
     makes("in/[ab].*", "out", documents[:2], 0, "--restart")
 
@@ -296,8 +300,7 @@ def test_draw_by_default(count, words):
     text in which a line separates documents."""
     rng = random.Random(count)
     write("x.txt", "\n<|endoftext|>\n".join("x" * rng.randrange(1, 180) for _ in range(count)))
-    said = subprocess.run([TOOL, "x.txt", "-o", "x", f"--bytes={len(words)}"], capture_output=True,
-                          text=True, check=True).stdout
+    _, said, _ = run_program([TOOL, "x.txt", "-o", "x", f"--bytes={len(words)}"])
     out = works(*files("x.txt", "out"), *words)
     assert [line for line in out.splitlines() if line.startswith("validation: ")][0] in said
     kind = 2 if words else 1
@@ -332,7 +335,6 @@ def test_shard_is_synced(monkeypatch):
     ("files --from in --out in/e.txt/o", ["in/e.txt", "Not a directory"]),
     ("files --from in/u.txt --out o", ["u.txt' is UTF-16", "iconv"]),
     ("files --from in --out o --shard-tokens 0", ["--shard-tokens 0"]),
-    ("files --from in --out o --tokenize none", ["'none'"]),
     ("tinystories --from in --out o --val-tokens 5", ["--val-tokens"]),
     (f"tinyshakespeare --from {GET} --out o", ["is not tinyshakespeare"])])
 def test_refused(words, said):
@@ -474,13 +476,6 @@ def test_broken_downloads():
         assert "data/000.jsonl" not in seen(), "a finished file came again"
 
 
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert condition()
-
-
 def test_kills():
     """Killed before a file comes, then called again: equal bytes, no finished file comes again."""
     files, documents = hub_files(4)
@@ -500,15 +495,17 @@ def test_kill_while_tokenizing():
         return f"for i in $(seq 600); do [ -e {there} ] && break; sleep 0.05; done\n"
     write("slow", f'#!/bin/sh\ntouch at_work\n{until("go")}seq 999 | {TOOL} "$@"\ntouch ended\n')
     write("beside", f'#!/bin/sh\n{TOOL} "$@" || exit 1\ntouch go\n{until("ended")}')
-    child = start(*HUB, "--tokenize", "./slow", **hub(files_there))
-    wait_for(lambda: os.path.exists("at_work"))
+    child = start(*HUB, tool="./slow", **hub(files_there))
+    end = time.monotonic() + 60
+    while not os.path.exists("at_work") and time.monotonic() < end:
+        time.sleep(0.01)
     refused(*HUB, said=("another get.py",), **hub(files_there))
     os.kill(child.pid, signal.SIGKILL)
     child.end()                         # its tool takes some text for the whole, and writes that late
-    hub_makes(documents, "--tokenize", "./beside", **hub(files_there))
+    hub_makes(documents, tool="./beside", **hub(files_there))
     write("dies", "#!/bin/sh\nkill -9 $$\n")
     write("pipe.jsonl", jsonl(["x" * 1000] * 1000))
-    refused(*files("pipe.jsonl", "o2"), "--tokenize", "./dies", said=("signal 9",))
+    refused(*files("pipe.jsonl", "o2"), tool="./dies", said=("signal 9",))
 
 
 def test_full_disk():
@@ -603,8 +600,7 @@ def questions(path):
         found.append((index, label, 1 + completions))
     assert head[2] == len(found) and head[3] == longest
     write("decode.bin", published(tokens))
-    text = subprocess.run([TOOL, "--decode", "decode.bin", "--separators", "0"], capture_output=True,
-                          check=True).stdout.decode()
+    _, text, _ = run_program([TOOL, "--decode", "decode.bin", "--separators", "0"])
     decoded = iter(text.split("<|endoftext|>")[1:])
     return [(index, label, [next(decoded) for _ in range(n)]) for index, label, n in found]
 
@@ -731,7 +727,7 @@ def test_debian():
 
 def test_table():
     """As a user starts it, in a process of its own, and looks at its beginning alone."""
-    out = subprocess.run([sys.executable, GET], capture_output=True, text=True, check=True).stdout
+    _, out, _ = run_program([sys.executable, GET])
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
         assert d.kind in ("text", "shards", "debian", "files", "choices", "plays")

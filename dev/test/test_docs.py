@@ -22,7 +22,8 @@ import time
 
 import pytest
 
-from checks import ROOT, has_module, read, write
+from checks import ROOT, has_module, read, run_program, write
+from gpus import list_gpus
 
 TINY = "L2,NH2,C32,T32,V50257"
 LIMIT_S = 900                           # of a command; only a hang meets it
@@ -106,9 +107,8 @@ def make_error(words):
 def trainer_error(words):
     """The program itself parses the flags; --help comes last, and is reached if all of them are known."""
     words = [{"RANK": "0"}.get(word, word) for word in words if word != "..."]
-    done = subprocess.run(["./train_gpt2cpu", *words, "--help"], cwd=ROOT, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, text=True, check=False)
-    return done.stderr.strip() or (f"exit code {done.returncode}" if done.returncode else "")
+    code, _, err = run_program([ROOT + "/train_gpt2cpu", *words, "--help"])
+    return err.strip() or (f"exit code {code}" if code else "")
 
 
 def path_error(path):
@@ -183,9 +183,8 @@ def prepare(folder):
     for stem, train, val in (("made/fineweb10B-shards/fineweb", "train_000001", "val_000000"),
                              ("dev/data/fineweb10B/fineweb", "train_000001", "val_000000"),
                              ("dev/data/tinyshakespeare/tiny_shakespeare", "train", "val")):
-        os.makedirs(os.path.dirname(stem), exist_ok=True)
-        shutil.copy("made/stories_train.bin", f"{stem}_{train}.bin")
-        shutil.copy("made/stories_val.bin", f"{stem}_{val}.bin")
+        write(f"{stem}_{train}.bin", read("made/stories_train.bin"))
+        write(f"{stem}_{val}.bin", read("made/stories_val.bin"))
     endings = ["she went home.", "it rained.", "all was well.", "he sang."]
     write("made/hellaswag/hellaswag_val.jsonl", "".join(
         json.dumps({"ctx": f"Mei counted to {i}, and then", "label": i % 4, "endings": endings}) + "\n"
@@ -255,8 +254,7 @@ def test_command_without_end():
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_commands_run(tmp_path):
-    listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True, check=False).stdout
-    gpus, failed = len(re.findall("^GPU ", listed, re.M)), []
+    gpus, failed = len(list_gpus()), []
     prepare(tmp_path)
     for line in commands(all_text()):
         whys = [why for pattern, here, why in NOT_HERE if re.search(pattern, line) and not here()]

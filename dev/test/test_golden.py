@@ -14,11 +14,10 @@ import functools
 import json
 import os
 import re
-import subprocess
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 from trainer import Program, flags_of, logged_steps, on_cpu, run_ok, write_shard
 
 pytestmark = [pytest.mark.numeric, pytest.mark.programs("plain")]
@@ -33,8 +32,7 @@ MODELS = {      # two micro-steps a step; heads of 64, which Hopper's attention 
 def key_of(program):
     if on_cpu():
         return f"{Program.precision}, CPU, {os.confstr('CS_GNU_LIBC_VERSION')}"
-    listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
-    library = re.search(r"libcublasLt\.so\S* => (\S+)", listed)
+    library = re.search(r"libcublasLt\.so\S* => (\S+)", run_program(["ldd", program])[1])
     version = ctypes.CDLL(library[1]).cublasLtGetVersion
     version.restype = ctypes.c_size_t
     return f"{Program.precision}, {Program.device}, cuBLASLt {version()}"

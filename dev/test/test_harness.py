@@ -7,7 +7,6 @@ import glob
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 import gpus
 import status
 import test_programs
-from checks import NAMES, ROOT, known_names, read, row_of, write
+from checks import NAMES, ROOT, known_names, read, row_of, run_program, write
 
 
 def names_of(path):
@@ -169,13 +168,11 @@ def run_suites(*words, gpus_here=0, **env):
         write(name, text)
     write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'; " for i in range(gpus_here)) + "\n")
     path = os.path.abspath("bin") + ":" + os.environ["PATH"]
-    env = {"PATH": path, **env}
-    env.update(pair for pair in os.environ.items() if not re.search("PYTEST|CUDA|^PATH", pair[0]))
-    done = subprocess.run([sys.executable, "-m", "pytest", ".", *words], capture_output=True, text=True,
-                          env=env, check=False)
+    env.update((name, None) for name in os.environ if re.search("PYTEST|CUDA", name))
+    code, out, _ = run_program([sys.executable, "-m", "pytest", ".", *words], **{"PATH": path, **env})
     rows = set(gpus.read_results("dev/test/gpu-results.txt")) & {"on_gpu", "zombie", "it"}
     assert not rows or b"The suites ran" in read("docs/performance.md"), "the page is not written"
-    return done.returncode, done.stdout.rstrip().split("\n")[-1], sorted(rows)
+    return code, out.rstrip().split("\n")[-1], sorted(rows)
 
 
 @pytest.mark.parametrize("words, env, code, last", [

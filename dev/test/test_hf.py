@@ -9,14 +9,13 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 from forked import Forked
-from trainer import LIMIT_S, Result, check_ran, log_lines, model_path, run_ok, snapshot
+from trainer import Result, check_ran, log_lines, model_path, run_ok, snapshot
 import trainer
 from twins import formats, np, wide_model
 
@@ -42,17 +41,11 @@ def in_its_own_folder(in_its_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def tool(*words, limit=None, interrupt=None, late=None):
-    """interrupt: a signal that comes when the weights are to be written; late: when a folder is removed."""
-    def remove(*what, rmtree=shutil.rmtree, **how):
-        os.kill(os.getpid(), late)
-        rmtree(*what, **how)
-
+def tool(*words, limit=None, meanwhile=None):
+    """meanwhile(): happens when the weights are to be written."""
     def main():
-        if interrupt:
-            export_hf.write_safetensors = lambda *_: os.kill(os.getpid(), interrupt)
-        if late:
-            export_hf.shutil.rmtree = remove
+        if meanwhile:
+            export_hf.write_safetensors = lambda *_: meanwhile()
         return export_hf.main()
     return Result(*Forked(main, ["export", *words], limit=limit).end(), ["export", *map(str, words)])
 
@@ -141,9 +134,9 @@ def test_round_trip(text):
     for version in (5, 3):
         dims, params = formats.read_checkpoint(wide_model("m.bin", text, version))
         formats.write_checkpoint("want.bin", dims, params)
-        tool_ok("m.bin", "hf", "--force")
-        takes("hf", "want.bin")
-    got, want = read_tensors("hf/model.safetensors"), exported(dims, params)
+        tool_ok("m.bin", f"hf{version}")
+        takes(f"hf{version}", "want.bin")
+    got, want = read_tensors("hf3/model.safetensors"), exported(dims, params)
     assert set(got) == set(want), "the head is the embedding"
     for name, array in want.items():
         assert got[name][0] == "F32" and np.array_equal(got[name][1], array), name
@@ -391,52 +384,42 @@ def test_damaged_models(change, said):
 
 
 def test_outputs():
-    """What is there already stays, unless --force says otherwise and it is an export."""
-    wide_model("second.bin", SHAPES[1], seed=2)
-    os.makedirs("mine")
-    changed_folder("export")
-    for path in ("mine/notes.txt", "export/notes.txt"):
-        write(path, b"of mine")
+    """What is there already stays; an empty folder is nobody's."""
     os.mkfifo("pipe")
     os.symlink("nowhere", "dangling")
-    for line, said in (("second.bin plain", "'plain' exists and is not empty"),
-                       ("second.bin plain.bin --force", "is not a folder"), ("pipe x", "no file 'pipe'"),
-                       ("plain.bin mine --force", "('notes.txt' is in it)"),
-                       ("plain.bin export --force", "('notes.txt' is in it)"),
-                       ("none.bin x", "no file 'none.bin'"), ("plain.bin x --dtype fp8", "fp8"),
-                       ("plain.bin dangling", "'dangling' exists and is not a folder")):
+    for line, said in (("plain.bin plain", "'plain' exists and is not empty"), ("pipe x", "no file 'pipe'"),
+                       ("plain.bin plain.bin", "is not a folder"), ("none.bin x", "no file 'none.bin'"),
+                       ("plain.bin dangling", "'dangling' exists and is not a folder"),
+                       ("plain.bin x --dtype fp8", "fp8")):
         refused(*line.split(), said=said)
     refused("plain.bin", "", said="no name")            # not the current folder
     os.mkdir("empty")
-    tool_ok("plain.bin", "empty")                       # an empty folder is nobody's
     os.symlink("empty", "link")
-    tool_ok("second.bin", "link", "--force")
-    assert os.path.islink("link"), "a link to an export stays one"
-    takes("link", "second.bin")
+    tool_ok("plain.bin", "link")
+    assert os.path.islink("link"), "a link to a folder stays one"
+    takes("link", "plain.bin")
     assert not [name for name in os.listdir(".") if name.endswith(".tmp")], "nothing is left beside"
 
 
-@pytest.mark.parametrize("line", ["plain.bin new", "plain.bin plain --force"])
-def test_broken_off(line):
-    """By a full disk, Ctrl-C and an end from outside: nothing is left, nothing is lost."""
-    refused(*line.split(), said="File too large", limit=20000)
+def test_broken_off():
+    """By a full disk, Ctrl-C, an end from outside, another's files: nothing is left, nothing is lost."""
+    refused("plain.bin", "new", said="File too large", limit=20000)
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        before, result = snapshot(), tool(*line.split(), interrupt=number)
+        before = snapshot()
+        result = tool("plain.bin", "new", meanwhile=lambda number=number: os.kill(os.getpid(), number))
         assert (result.code, result.err, snapshot()) == (code, "", before)
-    assert tool(*line.split(), late=signal.SIGINT).code == 0
-    takes(line.split()[1], "plain.bin")
+    result = tool("plain.bin", "new", meanwhile=lambda: write("new/notes.txt", "mine"))
+    assert result.code == 1 and "not empty" in result.err and os.listdir("new") == ["notes.txt"]
 
 
 @pytest.mark.parametrize("words, stubs, code, said", [
     ("--help", "", 0, ""), ("", "", 1, "--help"), ("plain.bin x", "bare", 1, "pip install numpy")])
 def test_command(words, stubs, code, said):
     """As a user starts it, in a process of its own; without numpy as well."""
-    os.makedirs("bare")
     write("bare/numpy.py", b"raise ImportError\n")
-    p = subprocess.run([sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py"), *words.split()],
-                       text=True, capture_output=True, timeout=LIMIT_S, check=False,
-                       env={**os.environ, "PYTHONPATH": stubs, "PYTHONDONTWRITEBYTECODE": "1"})
-    assert (p.returncode, said in p.stderr, len(p.stderr.splitlines())) == (code, True, 2 * code), p.stderr
+    got, _, err = run_program([sys.executable, export_hf.__file__, *words.split()], PYTHONPATH=stubs,
+                              PYTHONDONTWRITEBYTECODE="1")
+    assert (got, said in err, len(err.splitlines())) == (code, True, 2 * code), err
 
 
 def test_transformers():

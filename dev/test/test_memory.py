@@ -6,12 +6,12 @@ import math
 import os
 import re
 import resource
-import subprocess
 import time
 
 import pytest
 
 from checks import read
+from jobs import KILL, Job
 from trainer import C, V, Program, run, run_ok, sentences, write_shard
 from twins import formats
 
@@ -62,23 +62,16 @@ def buckets_of(d):
 def planned_and_taken(flags):
     """Bytes: what the start-up line promises, and the process's most after its first steps, or in the midst
     of an evaluation."""
-    p = subprocess.Popen(Program.command({"-x": 10**6, **flags}), stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE, env={**Program.environment(1), "MALLOC_ARENA_MAX": "1"})
-    out = b""
-    while b"step 2/" not in out and b"evaluating " not in out:
-        line = p.stdout.readline()
-        assert line, p.stderr.read()
-        out += line
+    job = Job({"-x": 10**6, **flags}, env={"MALLOC_ARENA_MAX": 1, "MALLOC_PERTURB_": 0})
+    assert job.when(lambda: re.search("^(step 2/|evaluating )", job.out(), re.M)), job.err()
+
     def busy():                                             # seconds of processor time
-        return int(read(f"/proc/{p.pid}/stat").rsplit(b")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
+        return int(read(f"/proc/{job.p.pid}/stat").rsplit(b")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
     since = busy()
-    while b"evaluating " in out and busy() < since + 0.1 and p.poll() is None:
+    while "evaluating " in job.out() and busy() < since + 0.1 and job.p.poll() is None:
         time.sleep(0.02)                                    # past the first batch
-    peak = re.search(rb"^VmPeak:\s+(\d+) kB$", read(f"/proc/{p.pid}/status"), re.M)
-    p.kill()
-    p.communicate()
-    plan = re.search(rb"^memory: (\S+) (MiB|GiB) in all", out, re.M)
-    return float(plan[1]) * (MIB if plan[2] == b"MiB" else 1024 * MIB), 1024 * int(peak[1])
+    peak = re.search(rb"^VmPeak:\s+(\d+) kB$", read(f"/proc/{job.p.pid}/status"), re.M)
+    return job.signal(KILL).result().planned() * MIB, 1024 * int(peak[1])
 
 
 EVALUATES = {"-x": 0, "-j": "long/*.bin", "-m": 10**6}
@@ -114,8 +107,7 @@ def test_plan_of_evaluation():
     """Without what only training needs: weights once, one layer's activations, logits, inputs with two staged
     copies, a tensor from a file."""
     d, n = formats.parse_model("L4,NH2,C512,T32,V300"), 16 * 32
-    out = run_ok({"-e": d.text(), "-x": 0, "-b": 16, "-m": 1}).out
-    plan = float(re.search(r"^memory: (\S+) MiB", out, re.M)[1])
+    plan = run_ok({"-e": d.text(), "-x": 0, "-b": 16, "-m": 1}).planned()
     largest = max(d.Vp * d.C, d.maxT * d.C, 4 * d.C**2)
     floats = sum(buckets_of(d).values()) + n * (d.C * 19 + d.NH + 7 + d.Vp) + 1.5 * largest
     inputs = 3 * (3 * 4 * n + 16 * n + 16 * n // 129) + 4 * 4 * n
@@ -160,16 +152,13 @@ def test_limit_and_lanes():
     if "OpenBLAS" not in Program.device:
         pytest.skip("what the program takes beside its plan is known with OpenBLAS alone")
     flags = {"-e": "L1,NH2,C128,T16,V20000", "-b": 1, "-z": 8 * 16, "-x": 3, "-o": ""}
-
-    def plan(lanes):
-        return float(re.search(r"memory: ([\d.]+) MiB", run_ok({"--lanes": lanes, **flags, "-x": 1}).out)[1])
+    all_lanes, one_lane = (run_ok({"--lanes": lanes, **flags, "-x": 1}).planned() for lanes in (8, 1))
     known = 1000
     error = limited({**flags, "-b": 60000, "-z": None}, known).err
     free = float(re.search(r"has ([\d.]+) MiB free", error)[1])
 
     def leaves(wanted):         # the limit that leaves so much; a hundredth of it is kept
         return (known - free + wanted) * 1.01
-    all_lanes, one_lane = plan(8), plan(1)
     result = limited({**flags, "-n": 1, "-o": "limited"}, leaves(all_lanes + 2))
     assert result.code == 0 and re.fullmatch(r"warning: host memory is short: .*\n", result.err)
     again = {**{flag: None for flag in flags}, "-y": 1, "-o": "limited", "-x": 4}

@@ -4,13 +4,12 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import types
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 from trainer import assert_close, log_columns, logged_steps, run_ok
 
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
@@ -207,10 +206,8 @@ def test_plot_writes(monkeypatch):
     runs = [plot_log.Run(path) for path in ("one", "sub/one")]
     plot_log.tell_apart(runs)
     assert runs[1].name == "sub/one" != runs[0].name
-    p = subprocess.run([sys.executable, plot_log.__file__, "one", "sub/one", "bad", "-o", "all.png"],
-                       check=True, capture_output=True, text=True,
-                       env={name: value for name, value in os.environ.items() if name != "DISPLAY"})
-    assert (p.stdout, p.stderr) == ("wrote all.png\n", "")
+    plot = [sys.executable, plot_log.__file__, "one", "sub/one", "bad", "-o", "all.png"]
+    assert run_program(plot, DISPLAY=None) == (0, "wrote all.png\n", "")
     assert read("all.png")[:8] == b"\x89PNG\r\n\x1a\n"
     monkeypatch.setattr(sys, "argv", ["plot_log.py", "one", "-o", "nowhere/x.png"])
     assert "cannot write nowhere/x.png" in fails(plot_log.main)
@@ -287,9 +284,8 @@ def test_tensorboard_follows(call, monkeypatch):
 def test_tensorboard_is_missing():
     write("missing/tensorboard.py", "raise ImportError\n")
     made_run("alone", 1)
-    p = subprocess.run([sys.executable, tensorboard_log.__file__, "alone"], text=True, capture_output=True,
-                       env={**os.environ, "PYTHONPATH": "missing"}, check=False)
-    assert p.returncode == 1 and "setup.sh tensorboard" in p.stderr and "Trace" not in p.stderr
+    code, _, err = run_program([sys.executable, tensorboard_log.__file__, "alone"], PYTHONPATH="missing")
+    assert code == 1 and "setup.sh tensorboard" in err and "Trace" not in err
 
 
 def test_tensorboard_itself(monkeypatch):

@@ -13,14 +13,13 @@ import glob
 import os
 import re
 import shutil
-import subprocess
 import time
 
 import pytest
 
 from jobs import (ENDED_S, HUP, INT, KILL, STOPPING, TERM, Job, free_port, most_ranks, named, need, printed,
                   ranks, rare_model, steps_of, tcp, undisturbed, unlike)
-from checks import read, write
+from checks import read, run_program, write
 from trainer import (Program, assert_close, check_ran, log_lines, metrics, model_path, nan_model, on_cpu,
                      refused, run, run_ok, sentences, tolerance, without_checksum, write_shard)
 
@@ -72,8 +71,8 @@ def same_bits(flags, variants, complaints=False):
         result, got = left_of({**flags, **variant})
         if not complaints:
             check_ran(result)
-        unlike = [fact for fact in {**want, **got} if want.get(fact) != got.get(fact)]
-        assert not unlike, f"{named(variant)} differs from {named(here[0])} in {unlike}"
+        differ = [fact for fact in {**want, **got} if want.get(fact) != got.get(fact)]
+        assert not differ, f"{named(variant)} differs from {named(here[0])} in {differ}"
     need(most)
 
 
@@ -160,8 +159,7 @@ def test_skipped_updates():
     flags = {**rare_model(os.getcwd()), "-i": "rare_*.bin", "-x": 4, "-z": 8}
     same_bits(flags, worlds((1, 4), 0) + worlds((4,), 1, 2), complaints=True)
     result = run({**flags, "--gpus": 4})
-    skips = re.findall(r"^step (\d+): the gradient is not finite.*\n", result.err, re.M)
-    assert (result.code, skips, result.err.count("\n")) == (0, ["2", "3"], 2), "each is said once"
+    assert (result.code, result.skips(), result.err.count("\n")) == (0, [2, 3], 2), "each is said once"
 
 
 @pytest.mark.numeric
@@ -241,8 +239,7 @@ def test_memory():
     totals, C = [], 128
     for zs in (0, 1, 2):
         flags = {**ranks(min(most_ranks(), 4), zs), "-x": 1, "-e": f"L4,NH2,C{C},T32,V256", **batch(8)}
-        said = re.search(r"^memory: ([\d.]+) (MiB|GiB) in all", run_ok(flags).out, re.M)
-        totals.append(float(said[1]) * (1024 if said[2] == "GiB" else 1))
+        totals.append(run_ok(flags).planned())
     state = 8 * 12 * 4 * C**2 / 2**20           # m and v of the layers' matrices; half of it or more
     assert totals[0] - 0.45 * state >= totals[1] > totals[2]
 
@@ -261,8 +258,8 @@ def test_poor_rank():
     said = limited(1200, **{"-e": "L99,NH2,C512,T32,V256"})[0].err
     free = re.search(r"rank 1: .* which has ([\d.]+) MiB free", said)
     assert free, said
-    few, many = (float(re.search(r"^memory: ([\d.]+) MiB in all", run_ok(
-        {**flags, "--gpus": 2, "--lanes": lanes, "-o": f"rich{lanes}"}).out, re.M)[1]) for lanes in (2, 8))
+    few, many = (run_ok({**flags, "--gpus": 2, "--lanes": lanes, "-o": f"rich{lanes}"}).planned()
+                 for lanes in (2, 8))
     results = limited(1200 - float(free[1]) + few + (many - few) / 4, **{"-o": "poor"})
     assert [result.code for result in results] == [0, 0], results[0].err + results[1].err
     assert "summed over 2 lanes, not 8" in results[0].out
@@ -283,8 +280,7 @@ def test_mpirun():
     if not shutil.which("mpirun"):
         pytest.skip("no mpirun here")
     result = Job({**batch(8), "-o": "mpi"}, env=MPIRUN, before=["mpirun", "-np", "2"]).result()
-    libraries = subprocess.run(["ldd", Program.path], capture_output=True, text=True, check=False).stdout
-    if "libmpi" not in libraries:
+    if "libmpi" not in run_program(["ldd", Program.path])[1]:
         lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
         assert result.code not in (0, None) and len(lines) == 1 and "MPI" in lines[0]
         assert not os.path.exists("mpi")
@@ -326,8 +322,7 @@ def test_bad_input_on_the_way():
     assert len(log_lines("late")) >= 4 and not glob.glob("late/model_*")
     # a model that holds NaN: each skipped update is said once, and why the run ends
     result = run({"-e": nan_model(trained()), "--gpus": 2, "-x": 50, "-o": "nan", **batch(8)})
-    skips = re.findall(r"^step (\d+): the gradient is not finite", result.err, re.M)
-    assert (result.code, skips) == (1, [str(k) for k in range(1, 21)])
+    assert (result.code, result.skips()) == (1, [*range(1, 21)])
     assert result.err.count("20 updates in a row") == 1
     for flags, code in (({"-u": 10, "-x": 5}, 0), ({"-e": "nan.bin", "-x": 0, "-c": 0}, 1)):
         result = run({"--gpus": 2, **flags})

@@ -5,12 +5,11 @@ questions' test_evalloader.cpp's, how ranks are started test_comm.cpp's.
 """
 import os
 import struct
-import subprocess
 
 import pytest
 
 from checks import read, write
-from trainer import (MODEL_MAGIC, SHARD_MAGIC, T, Program, flags_of, model_path, refused, run_ok,
+from trainer import (ALONE, MODEL_MAGIC, SHARD_MAGIC, T, flags_of, model_path, refused, run, run_ok,
                      without_checksum, write_questions, write_shard)
 
 pytestmark = pytest.mark.cpu_only
@@ -151,8 +150,7 @@ def files():
         run_ok({"-o": name, "-x": 1, **flags})
         write(name + ".bin", read(model_path(name)))
     write("plain", b"x")
-    for folder in ("no_models", "logged", "run.json_is_cut"):
-        os.mkdir(folder)
+    os.mkdir("no_models")
     write("logged/main.log", b"s:0 trl:5.5 lr:1e-3 norm:1.0\n")
     write("run.json_is_cut/model_00000001.bin", read("good.bin"))
     write("run.json_is_cut/run.json", b'{"settings": {"a": 1}')
@@ -233,8 +231,7 @@ def test_model_files():
 
 
 def test_chat_without_a_tokenizer():
-    p = subprocess.run([Program.path, "chat", NO_TEXT], capture_output=True, text=True, check=False)
-    assert p.returncode == 1 and p.stderr.startswith("error: chat needs a tokenizer") and "V=300" in p.stderr
+    refused({**ALONE, "chat": NO_TEXT, "-o": None}, "error: chat needs a tokenizer", "V=300")
 
 
 def test_model_beside_a_bad_run_json():
@@ -245,8 +242,7 @@ def test_nothing_can_be_written():
     """Text that could not be written is an error; a model is saved all the same."""
     for flags in ({"-x": 0}, {"-e": "good.bin", "-x": 0, "--prompt": "tak "}, {"-x": 2, "-o": "unheard"}):
         with open("/dev/full", "wb") as full:
-            p = subprocess.run(Program.command(flags), stdout=full, stderr=subprocess.PIPE, check=False,
-                               env=Program.environment(1))
-        assert p.returncode == 1 and p.stderr.startswith(b"error: cannot write to standard output")
-        assert p.stderr.count(b"\n") == 1
+            result = run(flags, stdout=full)
+        assert result.code == 1 and result.err.count("\n") == 1
+        assert result.err.startswith("error: cannot write to standard output")
     assert model_path("unheard")

@@ -20,13 +20,12 @@ import shlex
 import shutil
 import signal
 import struct
-import subprocess
 import termios
 import time
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 from jobs import (DAY, HUP, INT, KILL, PIPE, STOPPING, TERM, UNREAD, USR1, Fault, Job, fault_environment,
                   left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed,
                   unlike)
@@ -314,9 +313,9 @@ FIXED = flags_of("""
 --matmul-dtype fp8-head --cooldown 0.6 --muon-warmup 9""")
 
 
-def stopped_run(folder, flags=None):
+def stopped_run(folder):
     """A run that was stopped after its 9th step."""
-    result = Job({**(flags or {}), "-o": folder}, fault=Fault("fputs", "main.log", 11, TERM)).result()
+    result = Job({"-o": folder}, fault=Fault("fputs", "main.log", 11, TERM)).result()
     assert (result.code, result.err) == (0, STOPPING) and steps_of(folder)
     return folder
 
@@ -344,7 +343,6 @@ def test_fixed_flags():
 def test_other_runs():
     """Other data, a folder with a run but without -y, folders without a run."""
     folder = stopped_run("ours")
-    os.mkdir("same_names")
     for i, rows in enumerate(ROWS):
         write_shard(f"other_{i}.bin", sentences(10 + i, rows * T_ROWS + 2 + i))
         write_shard(f"same_names/part_{i}.bin", sentences(20 + i, rows * T_ROWS + 1 + i))
@@ -355,13 +353,11 @@ def test_other_runs():
     os.mkdir("empty")
     same_end(run({"-y": 1, "-o": "empty"}), "empty", undisturbed({}))
     same_end(run({"-y": 1, "-o": "new/er"}), "new/er", undisturbed({}))
-    os.mkdir("began")
     write("began/main.log", b"s:0 trl:5.5 lr:1e-3 norm:1.0\n")
     said = run({"-y": 1, "-o": "began"}).err
     assert re.fullmatch("warning: the run in -o began has no checkpoint: it begins anew\n", said)
     assert unlike("began", undisturbed({})) == []
-    os.mkdir("older")                           # begun by a program that had another flag
-    settings = b'"settings": {"residual": "layernorm", '
+    settings = b'"settings": {"residual": "layernorm", '         # of a program that had another flag
     write("older/run.json", read("began/run.json").replace(b'"settings": {', settings))
     refused({"-y": 1, "-o": "older"}, "began with --residual layernorm")
 
@@ -371,7 +367,6 @@ def test_failed_start():
     """A run that fails before its first step is done leaves the folder as it was, or none."""
     for i, row in enumerate([sentences(30 + i, T_ROWS + 1) for i in range(16)]):
         write_shard(f"bad_{i:02d}.bin", list(row) if i != 4 else [300] * (T_ROWS + 1))
-    os.makedirs("kept")
     write("kept/notes.txt", b"mine")
     before = snapshot()
     for folder in ("kept", "never"):
@@ -530,9 +525,9 @@ def test_looking(words, changes, said):
             write(f"F/{name}", change(read(f"F/{name}")))
         else:
             os.remove(f"F/{name}")
-    p = subprocess.run(f"{TOOL} {words}", shell=True, capture_output=True, text=True, check=False)
-    assert [form for form in said if not re.search(form, p.stdout + p.stderr)] == [], p.stdout + p.stderr
-    assert p.returncode == int("NOT SOUND" in said[-1] or "error" in said[0])
+    code, out, err = run_program(f"{TOOL} {words}")
+    assert [form for form in said if not re.search(form, out + err)] == [], out + err
+    assert code == int("NOT SOUND" in said[-1] or "error" in said[0])
 
 
 # ---- signals ----
@@ -606,10 +601,6 @@ def rare_rows(path, bad, rows=300):
     return {"-i": write_shard(path, [0, *(int(t in bad) for t in range(1, rows + 1))])}
 
 
-def skips(result):
-    return [int(k) for k in re.findall(r"^step (\d+): the gradient is not finite", result.err, re.M)]
-
-
 def reports_late():
     """Where the device computes on its own, a step is reported when the next one is on its way."""
     return not on_cpu() or "lazy" in Program.path
@@ -640,7 +631,7 @@ def test_bad_loss(rewinding, every, back):
     # What is left of the data that cannot be learnt from; on a GPU the row behind it as well: it begins with
     # token 1, and the sum that its LayerNorm takes is more than fp32 holds.
     again = 27 - 20 - reports_late() + (not on_cpu())
-    assert skips(result) == [*range(12, 32), *range(back + 1, back + 1 + again)]
+    assert result.skips() == [*range(12, 32), *range(back + 1, back + 1 + again)]
     assert read_state(f"{folder}/{STATE % 60}")[0]["rewinds"] == "1"
 
 

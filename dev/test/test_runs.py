@@ -113,7 +113,7 @@ def test_flag_changes(words, must, may):
 @pytest.mark.cpu_only
 def test_every_flag_has_a_row():
     """In --help all with its default, in run.json, and in CHANGES or tests of its own."""
-    text = subprocess.run([Program.path, "--help", "all"], capture_output=True, text=True, check=True).stdout
+    text = run_ok(ALONE, extra=["--help", "all"]).out
     entries = re.split(r"^(?= -\S+ {1,7}--| {1,7}--)", text, flags=re.M)[1:]
     rows = {re.search(r"--(\S+)", entry)[1]: entry for entry in entries}
     assert len(rows) == len(entries), "a flag is shown twice"
@@ -282,7 +282,6 @@ def test_files():
 
 def test_failed_start():
     """A folder without the line of a step is no run; nor is one in which nothing could be written."""
-    os.mkdir("failed")
     write("failed/main.log", b"s:0 tel:5.545\n")
     write("failed/metrics.jsonl", b"")
     run_ok({"-o": "failed", "-x": 2})
@@ -327,12 +326,11 @@ def test_stopped_inside(where, flags, until, steps):
 
 def test_reader_goes_away():
     """(| head, or tee at Ctrl-C) It stops the run as a signal does: it is saved."""
-    with subprocess.Popen(Program.command({"-x": 10**6, "-o": "closed"}), stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, env=Program.environment(1)) as p:
-        while p.stdout.readline()[:7] not in (b"step 2/", b""):
-            pass
-        p.stdout.close()
-        assert (p.stderr.read().decode(), p.wait(LIMIT_S)) == (UNREAD, 0)
+    job = Job({"-x": 10**6, "-o": "closed"}, pipe=True)
+    while job.p.stdout.readline()[:7] not in (b"step 2/", b""):
+        pass
+    job.p.stdout.close()
+    assert job.gone() and (job.err(), job.p.returncode) == (UNREAD, 0)
     assert int(model_path("closed")[-12:-4]) == len(log_lines("closed"))
 
 
@@ -394,7 +392,6 @@ def test_folder(folder):
 @pytest.mark.cpu_only
 def test_folder_name(folder):
     """A descriptor is one where there is a folder of that name, too; what is odd in a path is no pattern."""
-    os.makedirs("odd, [x]*")
     shutil.copytree(folder, "odd, [x]*/d12")
     write_shard("odd, [x]*/own_1.bin", sentences(5, 4000))
     inside = {"cwd": "odd, [x]*"}

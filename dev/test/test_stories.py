@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 
 PROGRAM, BIGRAM = os.path.join(ROOT, "build/stories"), os.path.join(ROOT, "build/bigram")
 SEPARATOR = "<|endoftext|>\n"
@@ -59,11 +59,10 @@ def test_sentences(documents):
 
 # ---- the programs ----
 
-def fails(command, said, **env):
+def fails(command, said):
     """A line of a shell ends with 1, and says this."""
-    p = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False,
-                       env={**os.environ, "STORIES": PROGRAM, "BIGRAM": BIGRAM, "ROOT": ROOT, **env})
-    assert p.returncode == 1 and said in p.stderr, f"{command}: {p.returncode}, {p.stderr}"
+    code, _, err = run_program(command, STORIES=PROGRAM, BIGRAM=BIGRAM)
+    assert code == 1 and said in err, f"{command}: {code}, {err}"
 
 
 def test_program(own_folder):
@@ -104,7 +103,7 @@ def test_tinyshakespeare(own_folder):
     """The name of a text may hold whatever a file name may; $ is make's: it is written twice."""
     odd = os.path.abspath("it's a; touch evil; $HOME `touch evil`\"x.txt")
     write(odd, "")
-    p = subprocess.run(["make", "-s", "tinyshakespeare", "TEXT=" + odd.replace("$", "$$")], cwd=ROOT,
-                       capture_output=True, text=True, check=False)
-    assert p.returncode != 0 and odd + "' is not tinyshakespeare" in p.stderr
+    text = "TEXT=" + odd.replace("$", "$$")
+    code, _, err = run_program(["make", "-s", "-C", ROOT, "tinyshakespeare", text])
+    assert code != 0 and odd + "' is not tinyshakespeare" in err
     assert not os.path.exists(ROOT + "/evil"), "the name was run"

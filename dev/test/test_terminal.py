@@ -29,7 +29,7 @@ LONG = {"-x": 10**6, "--log-every": 10**6}
 def on_terminal(flags, until=None, then=None, **more):
     """(exit code, all that came, the lines that stay). After the bytes `until` comes then(process): Ctrl-C,
     if it is not given."""
-    terminal = Terminal(Program.command(flags), **more)
+    terminal = Terminal(flags, **more)
     if until and terminal.until(lambda shown: until in shown):
         then(terminal.p) if then else terminal.p.send_signal(signal.SIGINT)
     code, shown = terminal.end()
@@ -207,11 +207,9 @@ def fake_nvml(folder, can):
 def telemetry(folder, can, flags):
     """({step: fields of metrics.jsonl that begin with gpu_}, words of the lines, lines of NVML_LOG)"""
     shutil.rmtree("lg", ignore_errors=True)
-    p = subprocess.run(Program.command({"-o": "lg", **flags}), capture_output=True, timeout=LIMIT_S,
-                       env=Program.environment(1, **fake_nvml(folder, can)), check=True, text=True)
-    assert p.stderr == ""
+    out = run_ok({"-o": "lg", **flags}, env=fake_nvml(folder, can)).out
     told = {r["step"]: {key: x for key, x in r.items() if key.startswith("gpu_")} for r in logged_steps("lg")}
-    return told, [row[7] for row in STEP.findall(p.stdout)], read("nvml.log").decode().split()
+    return told, [row[7] for row in STEP.findall(out)], read("nvml.log").decode().split()
 
 
 @pytest.mark.cpu_only
@@ -220,10 +218,9 @@ def test_telemetry():
     """On the line and in metrics.jsonl, every so many steps, of the GPU that the program computes on; nothing
     else changes. Where there is no library, or it does not know that GPU, nothing is said."""
     for name, reasons in (("nvml", "ClocksEvent"), ("nvml_old", "ClocksThrottle")):
-        os.makedirs(name)
-        write(name + ".cpp", FAKE_NVML.encode())
+        write(name + "/nvml.cpp", FAKE_NVML)
         subprocess.run(["g++", "-shared", "-fPIC", f"-DREASONS=nvmlDeviceGetCurrent{reasons}Reasons", "-o",
-                        name + "/libnvidia-ml.so.1", name + ".cpp"], check=True)
+                        name + "/libnvidia-ml.so.1", name + "/nvml.cpp"], check=True)
     run_ok({"-x": 6, "-o": "plain"})
 
     def sample(n):

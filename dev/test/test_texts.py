@@ -12,7 +12,7 @@ import termios
 import pytest
 
 from jobs import Terminal
-from trainer import ALONE, LIMIT_S, T, Program, run_ok, snapshot, write_shard
+from trainer import ALONE, T, run, run_ok, snapshot, write_shard
 from twins import constant_model, formats, hand_made, np, trained
 
 
@@ -117,13 +117,8 @@ def test_characters(text):
     write_shard("characters.bin", period * 400)
     trained({"-e": "L1,NH2,C32,T32,V256", "-i": "characters.bin", "-j": "characters.bin", "-b": 2}, name, 100)
     flags = {**ALONE, "-e": name, "-x": 0, "--prompt": "\x01", "-g": 2 * len(period) - 1, "--temperature": 0}
-    code, shown = Terminal(Program.command(flags), stderr=subprocess.DEVNULL).end()
+    code, shown = Terminal(flags, stderr=subprocess.DEVNULL).end()
     assert (code, shown) == (0, period * 2 + b"\r\n")
-
-
-def chat_command(flags):
-    program, *words = Program.command({**flags, "-e": None, "-x": None})
-    return [program, "chat", trained(), *words]
 
 
 @pytest.mark.cpu_only
@@ -132,10 +127,9 @@ def test_chat():
     flags = {**ALONE, "-e": trained(), "-x": 0, "--temperature": 0, "-g": 5, "--verbose": -1}
 
     def chat(lines, **more):
-        p = subprocess.run(chat_command({**flags, **more}), input=lines, capture_output=True,
-                           timeout=LIMIT_S, env=Program.environment(1), check=True)
-        assert p.stderr == b""
-        return p.stdout.decode("latin-1")
+        result = run({**flags, "-e": None, "-x": None, "chat": trained(), **more}, input=lines)
+        assert (result.code, result.err) == (0, "")
+        return result.out
 
     history, wanted = "", ""
     for line in ("tak", "lorin ba", "", "m"):           # an empty line lets the text go on
@@ -160,7 +154,7 @@ def test_chat_on_a_terminal():
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    terminal = Terminal(chat_command({**ALONE, "-g": 1 << 24}), stderr=subprocess.PIPE,
+    terminal = Terminal({**ALONE, "chat": trained(), "-g": 1 << 24}, stderr=subprocess.PIPE,
                         preexec_fn=take_terminal)
 
     def until(text, keys):

@@ -151,8 +151,7 @@ def test_skip_limit(steps, skips, code):
     """Twenty updates in a row that cannot be made end the run; they change no weight."""
     start, folder = nan_model(trained_kind(0, 0)), f"skips{steps}"
     result = run({"-e": start, "-x": steps, "-o": folder})
-    said = re.findall(r"^step (\d+): the gradient is not finite", result.err, re.M)
-    assert said == [str(k) for k in range(1, skips + 1)]
+    assert result.skips() == [*range(1, skips + 1)]
     assert (result.code, "20 updates in a row" in result.err) == (code, code == 1)
     assert len(glob.glob(folder + "/model_*")) == 1 - code
     assert log_lines(folder)[0].startswith("s:0 trl:nan lr:") and len(log_lines(folder)) == skips

@@ -51,6 +51,15 @@ class Result:
     def val_losses(self):
         return [float(x) for x in re.findall(r"^val loss (\S+)", self.out, re.M)]
 
+    def skips(self):
+        """Steps whose update was skipped, since the gradient is not finite."""
+        return [int(step) for step in re.findall(r"^step (\d+): the gradient is not finite", self.err, re.M)]
+
+    def planned(self):
+        """MiB that the start-up line promises."""
+        number, unit = re.search(r"^memory: (\S+) ([MG]iB) in all", self.out, re.M).groups()
+        return float(number) * (1024 if unit == "GiB" else 1)
+
     def samples(self):
         """Texts after `sample N at step S:`, prompt included. Of -x 0: stdout, which lacks the prompt."""
         given = dict(zip(self.command[1::2], self.command[2::2]))
@@ -80,8 +89,8 @@ class Program:
 
     @staticmethod
     def command(flags):
-        words = [Program.path]
-        for flag, value in {**Program.usual, **flags}.items():
+        words = [Program.path]                          # what is no flag, such as `chat RUN`, comes first
+        for flag, value in sorted({**Program.usual, **flags}.items(), key=lambda pair: pair[0][:1] == "-"):
             if value is not None:
                 words += [flag, str(value)]
         return words
@@ -96,15 +105,15 @@ class Program:
         return env
 
 
-def run(flags=None, extra=(), threads=1, **popen):
+def run(flags=None, extra=(), threads=1, env=None, stdout=subprocess.PIPE, **popen):
     """Runs with the usual small flags; `flags` adds to them or, with None, takes one away."""
     words = Program.command(flags or {}) + list(extra)
     try:
-        p = subprocess.run(words, capture_output=True, timeout=LIMIT_S, env=Program.environment(threads),
-                           **popen)
+        p = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, timeout=LIMIT_S,
+                           env=Program.environment(threads, **(env or {})), **popen)
     except subprocess.TimeoutExpired:
         return Result(None, "", f"no end after {LIMIT_S} s", words)
-    return Result(p.returncode, p.stdout.decode("latin-1"), p.stderr.decode("latin-1"), words)
+    return Result(p.returncode, (p.stdout or b"").decode("latin-1"), p.stderr.decode("latin-1"), words)
 
 
 def run_ok(flags=None, **kwargs):
