@@ -17,7 +17,7 @@ what ends a process (errors, --help, kills), and a disk that refuses. Host only.
 #define DEV_TEST_CHILD_H
 
 #include <dirent.h>         // gives: opendir
-#include <stdio.h>          // gives: tmpfile, fread
+#include <stdio.h>          // gives: tmpfile, fgetc
 #include <stdlib.h>         // gives: mkdtemp, system
 #include <sys/resource.h>   // gives: setrlimit
 #include <sys/wait.h>       // gives: waitpid

@@ -5,7 +5,7 @@ from run to run.
 */
 #include <float.h>                      // gives: FLT_MAX
 #include <math.h>                       // gives: fabs, sqrt, INFINITY, NAN
-#include <sys/resource.h>               // gives: setrlimit
+#include <sys/resource.h>               // gives: getrlimit
 
 #include <thread>                       // gives: std::thread
 
@@ -263,8 +263,8 @@ static void test_memory() {
         getrlimit(RLIMIT_AS, &limit);
         CHECK_IS(addresses_limited(), limit.rlim_cur != RLIM_INFINITY);
         check_lives("a limit", [] {
-            const struct rlimit most = {1ul << 60, 1ul << 60};
-            if (setrlimit(RLIMIT_AS, &most) != 0 || !addresses_limited()) { _exit(1); }
+            limit_to(RLIMIT_AS, 1ul << 60);
+            if (!addresses_limited()) { _exit(1); }
         });
     }
     TEST("memory: a plan that does not fit says what would") {

@@ -2,12 +2,11 @@
 Tests of llmc/data/tokenizer.h and of the tokenize program.
 
     g++ -std=c++17 -O2 -pthread dev/test/test_tokenizer.cpp -o build/test_tokenizer
-    build/test_tokenizer [build/tokenize]       # without the program its part is skipped
+    build/test_tokenizer                        # without build/tokenize its part is skipped
 
 The expected ids come from tiktoken: the fixture dev/test/fixtures/tokenizer.{txt,ids} was written by
 `python3 dev/test/test_tiktoken.py` (tiktoken 0.14.0). The tests run in a folder of their own.
 */
-#include <ctype.h>          // gives: islower
 #include <sys/resource.h>   // gives: rusage
 #include <time.h>           // gives: clock
 
@@ -581,10 +580,10 @@ static std::string whole_path(const std::string& path) {
     return found;
 }
 
-int main(int argc, char** argv) {
+int main() {
     tokenizer_init_bpe(&bpe, nullptr);
     vocab_path = whole_path(tokenizer_default_path());
-    tool = whole_path(argc >= 2 ? argv[1] : "build/tokenize");
+    tool = whole_path("build/tokenize");
     const std::string root = vocab_path.substr(0, vocab_path.size() - strlen("dev/data/gpt2_bpe/vocab.bpe"));
     fixture_text = read_text(root + "dev/test/fixtures/tokenizer.txt");
     fixture_ids = read_text(root + "dev/test/fixtures/tokenizer.ids");
