@@ -100,11 +100,12 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z][^:]*\):[^#]*## \(.*\)/\1#\2/p' Makefile | awk -F'#' '{printf "%-44s %s\n", $$1, $$2}'
-	@echo "settings: PRECISION=BF16|FP32|FP16 ARCH=auto|80|86|89|90a|... NCCL=auto|0|1 MPI=auto|0|1"
-	@echo "          DEBUG=0|1 CXX= NVCC="
+	@sed -n 's/^\([a-z][^:]*\):[^#]*## \(.*\)/\1#\2/p' Makefile | \
+	    awk -F'#' '{printf(length($$1) > 15 ? "%s\n%16s%s\n" : "%-15s %s%s\n", $$1, "", $$2)}'
+	@echo "settings: PRECISION=BF16|FP32|FP16 ARCH=auto|80|86|89|90a|... DEBUG=0|1"
+	@echo "          NCCL=auto|0|1 MPI=auto|0|1 CXX= NVCC="
 
-quickstart: ## make a corpus, train a small GPT-2, sample from it: runs/quickstart
+quickstart: ## makes a corpus, trains a small GPT-2, samples: runs/quickstart
 	scripts/quickstart.sh
 
 # ---- programs ----
@@ -199,9 +200,9 @@ define build_and_test
 @$(MAKE) -s -j$$(nproc) $(1) || { echo "0 passed, 1 failed, 0 skipped"; exit 1; }
 @$(PYTEST) -q --no-header -n auto $(2)
 endef
-test: ## what a push has to pass: six minutes on two cores, from a clean clone
+test: ## what a push has to pass: six minutes on two cores
 	$(call build_and_test,built-test,dev/test)
-test-quick: ## beside the editor: the CPU model, golden losses, unit tests of what has changed since HEAD
+test-quick: ## beside the editor: the CPU model, unit tests of what changed
 	@$(PYTEST) --version >/dev/null 2>&1 || scripts/setup.sh tests
 	@$(MAKE) -s -j$$(nproc) test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
 	    $(CHANGED_TESTS:%=build/asan/test_%)
@@ -209,7 +210,7 @@ test-quick: ## beside the editor: the CPU model, golden losses, unit tests of wh
 	    $(foreach t,test_gpt2-model $(CHANGED_TESTS:%=asan-%),'dev/test/test_programs.py::test_program[$(t)]')
 test-gpu: ## only what needs a GPU
 	$(call build_and_test,built-gpu,dev/test -m gpu)
-test-all: ## everything: every build, long fuzzing, ThreadSanitizer, mutants; an hour and more
+test-all: ## all builds, long fuzzing, TSan, mutants: an hour and more
 	$(call build_and_test,built-all,dev/test --slow)
 
 # Unit tests that are made of a file that git sees changed, as the preprocessor says
@@ -236,28 +237,28 @@ look:
 	@$(MAKE) LOOK=1 build/look/check/train_gpt2.BF16
 look-all:
 	@$(MAKE) LOOK=1 $(OTHERS:%=build/look/%)
-fuzz: build/fuzz ## hostile input for ten minutes each: files, texts, flags (needs clang)
+fuzz: build/fuzz ## hostile files, texts, flags: ten minutes each (needs clang)
 	@for t in $$(python3 dev/fuzz/run.py --list); do python3 dev/fuzz/run.py $$t --seconds 600 || exit 1; done
 
-test-mutants: ## 20 small mistakes in the lines added since BASE=commit: does a suite notice each?
+test-mutants: ## 20 small mistakes in lines since BASE=commit: all noticed?
 	python3 dev/test/mutants.py --base $(or $(BASE),HEAD)
 
 sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernels under compute-sanitizer
 	dev/gpu.sh sanitize
 
-check-docs: train_gpt2cpu ## runs the commands of README and docs, made small, in a copy of the repository
+check-docs: train_gpt2cpu ## runs the commands of README and docs, made small, in a copy
 	@$(PYTEST) -q --no-header -rA --slow dev/test/test_docs.py
 
 # On one GPU, the first that CUDA_VISIBLE_DEVICES names. FLAGS: for the trainer. More in dev/bench/bench.py.
-bench: train_gpt2cu profile_gpt2cu ## tokens/s, by turns with PyTorch and llm.c: SIZES, WHO, LLMC, FLAGS
+bench: train_gpt2cu profile_gpt2cu ## tokens/s beside PyTorch and llm.c: SIZES, WHO, LLMC, FLAGS
 	python3 dev/bench/bench.py step --sizes '$(SIZES)' --who '$(WHO)' --llmc '$(LLMC)' --flags '$(FLAGS)'
-bench-ops: profile_gpt2cu ## every op of a step beside what the GPU can do; attention's in PyTorch
+bench-ops: profile_gpt2cu ## every op of a step beside what the GPU, and PyTorch, can do
 	./profile_gpt2cu $(or $(FLAGS),-b 64)
 	@-python3 dev/bench/pytorch.py $(or $(FLAGS),-b 64)
 profile: profile_gpt2cu ## ncu's counters of every op of a step
 	@python3 dev/bench/bench.py profile --flags '$(or $(FLAGS),-b 64)'
 
-lint: ## launches without a stream, long lines, undefined names in Python, paths of one machine
+lint: ## long lines, links, launches without a stream, Python's names
 	python3 dev/test/lint.py
 
 clean: ## remove everything that make built

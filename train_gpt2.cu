@@ -5580,7 +5580,8 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
         const int then = (int)fact_number(resumed.facts, "ranks", 1, INT_MAX);
         if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
         if (t->step >= run.max_steps) {
-            say("-x %lld: the run has come so far already\n", (long long)run.max_steps);
+            say("-x %lld: the run has come so far already; a larger -x makes it longer\n",
+                (long long)run.max_steps);
         }
     }
     if (run.own_launch) {
