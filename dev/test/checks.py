@@ -5,10 +5,13 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 NAMES = os.path.join(ROOT, "dev/test/names.txt")
+# before a command: it ends with this process, even if that is killed
+LEASH = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
 def write(path, data):
@@ -32,6 +35,12 @@ def run_program(command, **env):
     p = subprocess.run(command, shell=isinstance(command, str), stdin=subprocess.DEVNULL, capture_output=True,
                        text=True, env=env, timeout=600, check=False)
     return p.returncode, p.stdout, p.stderr
+
+
+def counts_in(text):
+    """(passed, failed, skipped) of its last line; None if that is no closing line."""
+    closing = re.search(r"^(\d+) passed, (\d+) failed, (\d+) skipped\n*\Z", text, re.M)
+    return closing and tuple(map(int, closing.groups()))
 
 
 def known_names():

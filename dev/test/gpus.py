@@ -13,10 +13,9 @@ import re
 import subprocess
 import time
 
-from checks import ROOT
+from checks import ROOT, counts_in
 
 RESULTS = os.path.join(ROOT, "dev/test/gpu-results.txt")
-CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 MOST_GPUS = 4           # tests use no more
 PROGRAMS_A_GPU = 12     # share a GPU at a time
 
@@ -93,14 +92,19 @@ def read_results(path=RESULTS):
         return {}
 
 
+def suite_rows(fields):
+    """{name: (passed, failed, skipped)}"""
+    counts = {name: counts_in(text) for name, text in fields.items() if name != "counts"}
+    return {name: row for name, row in counts.items() if row}
+
+
 def row_name(suite, kind, several, gpus):
     return f"{suite} {kind}" + (f", {min(len(gpus), MOST_GPUS)} GPUs" if several and gpus else "")
 
 
 def passed_rows(sources, path=RESULTS):
     fields = read_results(path)
-    rows = {name: CLOSING.match(text) for name, text in fields.items() if name != "counts"}
-    good = {name for name, row in rows.items() if row and not int(row[2])}
+    good = {name for name, (_, failed, _) in suite_rows(fields).items() if not failed}
     return good if fields.get("sha256") == sources else set()
 
 
@@ -112,8 +116,7 @@ def write_results(rows, sources, path=RESULTS):
     if fields.get("sha256") == sources:
         with open(path, encoding="utf-8") as f:
             more = "".join(f.read().partition("\n\n")[1:])[1:]
-        kept = {name: CLOSING.match(text) for name, text in fields.items() if name != "counts"}
-        rows = {**{name: tuple(map(int, row.groups())) for name, row in kept.items() if row}, **rows}
+        rows = {**suite_rows(fields), **rows}
     name, driver = ((ask_gpus("--format=csv,noheader", "--query-gpu=" + what) or [None])[0]
                     for what in ("name", "driver_version"))
     said = "{} passed, {} failed, {} skipped\n".format

@@ -20,7 +20,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -31,7 +30,7 @@ import time
 import pytest
 
 import gpus
-from checks import read, write
+from checks import LEASH, read, write
 from trainer import (LIMIT_S, Program, Result, metrics, model_path, on_cpu, run, run_ok, without_checksum,
                      without_scaling)
 
@@ -181,9 +180,7 @@ class Job:
     def __init__(self, flags, words=None, env=None, cwd=None, before=(), pipe=False, fault=None, **popen):
         Job.made += 1
         self.name, self.read = os.path.abspath(f"job{Job.made}"), b""
-        # ends with this test, even if that is killed
-        leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-        words = leash + list(before) + (words or Program.command(flags))
+        words = LEASH + list(before) + (words or Program.command(flags))
         env = {"MALLOC_PERTURB_": 85, **(env or {}), **(fault_environment(fault) if fault else {})}
         with open(self.name + ".out", "wb") as out, open(self.name + ".err", "wb") as err:
             self.p = subprocess.Popen(

@@ -21,12 +21,11 @@ import sys
 import tempfile
 
 sys.path.insert(1, os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")))
+from checks import ROOT                             # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 if not importlib.util.find_spec("pytest"):
     take_the_venv()
-
-ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 
 # What should notice a mistake in a file, the first row that fits: modules of dev/test and programs of
 # test_programs.py. First what has noticed most for its time.

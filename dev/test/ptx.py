@@ -10,14 +10,14 @@ and of the module's variables and functions that it names. Exit code: 0 if no ke
 """
 import argparse
 import hashlib
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 
-ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+from checks import ROOT
+
 ENTRY = re.compile(r"^(?:\.\w+ )*\.(entry|func)\s+(?:\(.*?\)\s*)?([\w$]+)", re.M)
 VARIABLE = re.compile(r"^(?:\.\w+ )*\.(?:global|const|shared)\b.*?([\w$]+)(?:\[\d*\])*(?: = .*)?;$", re.M)
 

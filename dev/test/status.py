@@ -22,10 +22,9 @@ BEGIN, END = "<!-- dev/test/status.py writes this table -->\n", "<!-- its end --
 def suites(fields):
     """{suite: ["BF16 5/0/1", ...]}: passed, failed, skipped."""
     rows = {}
-    for name, text in fields.items():
-        counts, found = gpus.CLOSING.match(text), re.fullmatch(r"(.*) (BF16|FP16|FP32)(.*)", name)
-        if counts and found:
-            rows.setdefault(found[1] + found[3], []).append(f"{found[2]} {'/'.join(counts.groups())}")
+    for name, counts in gpus.suite_rows(fields).items():
+        if found := re.fullmatch(r"(.*) (BF16|FP16|FP32)(.*)", name):
+            rows.setdefault(found[1] + found[3], []).append(f"{found[2]} {'/'.join(map(str, counts))}")
     return rows
 
 

@@ -14,7 +14,7 @@ import pytest
 import gpus
 import status
 import test_programs
-from checks import NAMES, ROOT, known_names, read, row_of, run_program, write
+from checks import NAMES, ROOT, counts_in, known_names, read, row_of, run_program, write
 
 
 def names_of(path):
@@ -25,13 +25,9 @@ def names_of(path):
 def checks_of(program):
     """How many it counted in its last run here; 2 % less of many, as machines differ in a few (some cannot
     mount a file system, some are root)."""
-    try:
-        with open(os.path.join(ROOT, "build/logs", program.replace(" ", "_") + ".log"), encoding="utf-8",
-                  errors="replace") as f:
-            closing = test_programs.CLOSING.match(f.read().rstrip("\n").rpartition("\n")[2])
-    except FileNotFoundError:
-        return 0
-    counted = sum(map(int, closing.groups())) if closing and closing[1] != "0" and closing[2] == "0" else 0
+    log = os.path.join(ROOT, "build/logs", program.replace(" ", "_") + ".log")
+    counts = os.path.exists(log) and counts_in(read(log).decode(errors="replace"))
+    counted = sum(counts) if counts and counts[0] and not counts[1] else 0
     return counted - counted // 50
 
 

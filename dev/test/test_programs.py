@@ -5,19 +5,16 @@ A program must count at least as many checks as names.txt says: else a loop that
 """
 import glob
 import os
-import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from checks import ROOT, fewest_checks
+from checks import LEASH, ROOT, counts_in, fewest_checks, read
 
 sys.path.append(os.path.join(ROOT, "dev/fuzz"))
 from seeds import SEEDS                             # noqa: E402
 
-CLOSING = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 SLOW, GPU = pytest.mark.slow, pytest.mark.gpu
 # The second that TSan would wait at the end of each process finds nothing here; some tests fork while a
 # thread runs.
@@ -74,18 +71,15 @@ def test_program(name):
         command, folder = [os.path.join(ROOT, command[0]), *command[1:]], os.getcwd()
     else:
         folder = ROOT
-    # it ends with this process
-    leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     with open(log, "wb") as out:
-        code = subprocess.run(leash + command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out,
+        code = subprocess.run(LEASH + command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out,
                               stderr=subprocess.STDOUT, check=False).returncode
-    with open(log, encoding="utf-8", errors="replace") as f:
-        lines = f.read().rstrip("\n").split("\n")
+    text = read(log).decode(errors="replace")
+    lines = text.rstrip("\n").split("\n")
     complaints = "\n".join([line for line in lines if line.startswith("FAIL")][:20] or lines[-20:])
     assert code == 0, f"{' '.join(command)}: exit code {code}, all of it is in {log}\n{complaints}"
-    closing = CLOSING.match(lines[-1])
-    assert closing, f"{' '.join(command)}: no closing line\n{complaints}"
-    passed, failed, skipped = map(int, closing.groups())
+    assert counts_in(text), f"{' '.join(command)}: no closing line\n{complaints}"
+    passed, failed, skipped = counts_in(text)
     assert failed == 0, complaints
     if not passed:
         pytest.skip("\n".join(line for line in lines if line.startswith("SKIP")))
