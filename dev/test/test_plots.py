@@ -67,14 +67,14 @@ def test_plot_reads():
     whole = plot_log.Run("made").curves
     assert whole["eval"] == ([0, 10, 20], [0.250000, 0.250010, 0.250020])
     append("made/metrics.jsonl", '{"step": 20, "loss": 1, "ms": 2, "tokens_per_s": 3, "abandoned": 1}\n'
-          '{"step": 21, "val_lo')
+           '{"step": 21, "val_lo')
     append("made/main.log", "s:20 tel:5.")
     assert plot_log.Run("made").curves == whole
     append("made/metrics.jsonl", "x\n")
     assert "made/metrics.jsonl:" in fails(plot_log.Run, "made")
     made_run("gpu", 1)
     append("gpu/metrics.jsonl",
-          '{"step": 2, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_celsius": null, "gpu_gib": 30}\n')
+           '{"step": 2, "gpu_mhz": 1910, "gpu_watts": 7, "gpu_celsius": null, "gpu_gib": 30}\n')
     curves = plot_log.Run("gpu").curves
     assert [curves[name] for name in ("clock", "power", "memory")] == [([1], [1910]), ([1], [7]), ([1], [30])]
     assert math.isnan(curves["temperature"][1][0])
