@@ -9,7 +9,8 @@
 #   RECIPE    flags of the trainer by their long names, each followed by its value
 #   FLAGS     the user's, likewise; they replace those of the recipe that have the same long name
 #
-# gpus=N: so many of this machine's GPUs (all); data=FOLDER: shards that are elsewhere.
+# gpus=N: so many of this machine's GPUs (all); data=FOLDER: shards that are elsewhere; launch=COMMAND: starts
+# the ranks on several hosts, see scripts/multi_node.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run=$1 wanted=$2
@@ -25,13 +26,17 @@ ls "$data"/*_train_*.bin "$data"/*_val_*.bin >/dev/null 2>&1 ||
     stop "there are no shards *_train_*.bin and *_val_*.bin in $data" \
         "python3 dev/data/get.py $wanted (goes on where it broke off), or data=FOLDER"
 [ -x train_gpt2cu ] || stop "there is no ./train_gpt2cu" "make train_gpt2cu"
-gpus=${gpus:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)}
-[[ $gpus =~ ^[1-9][0-9]*$ ]] || stop "gpus=$gpus: a number of GPUs, 1 or more" \
-    "nvidia-smi -L lists those of this machine"
+if [ -z "${launch:-}" ]; then
+    gpus=${gpus:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)}
+    [[ $gpus =~ ^[1-9][0-9]*$ ]] || stop "gpus=$gpus: a number of GPUs, 1 or more" \
+        "nvidia-smi -L lists those of this machine"
+    if [ "$gpus" -gt 1 ]; then recipe+=(--gpus "$gpus" --zero-stage 1); fi
+else
+    recipe+=(--zero-stage 1)
+fi
 
 recipe+=(--train-data "$data/*_train_*.bin" --val-data "$data/*_val_*.bin")
 recipe+=(--output-dir "runs/$run" --resume 1)
-if [ "$gpus" -gt 1 ]; then recipe+=(--gpus "$gpus" --zero-stage 1); fi
 if [ -e dev/data/hellaswag/hellaswag_val.bin ]; then
     recipe+=(--evaluate 1 --eval-every 1000)
 else
@@ -47,4 +52,4 @@ for ((i = 0; i < ${#recipe[@]}; i += 2)); do
     if [ $replaced = no ]; then flags+=("${recipe[i]}" "${recipe[i + 1]}"); fi
 done
 set -x
-exec ./train_gpt2cu "${flags[@]}" "$@"
+exec ${launch:-} ./train_gpt2cu "${flags[@]}" "$@"

@@ -210,6 +210,29 @@ def test_recipes_take_words(recipes):
     assert code == 1 and err.endswith("hint: make train_gpt2cu\n")
 
 
+MULTI_NODE = sorted(os.path.basename(path) for path in glob.glob(os.path.join(ROOT, "scripts/multi_node/*")))
+
+
+@pytest.mark.parametrize("name", MULTI_NODE)
+def test_multi_node(recipes, name):
+    """The recipe of one host, but for what starts the ranks and how they meet."""
+    copy("scripts/multi_node/" + name)
+    shards("dev/data/fineweb10B-shards")
+    _, alone, _ = recipe("run_gpt2_124M.sh", GPUS="8")
+    for starter in ("srun", "mpirun"):
+        stand_in(starter, 'while [ "$1" != ./train_gpt2cu ]; do shift; done\nexec "$@"\n')
+    code, out, err = call(["bash", "scripts/multi_node/" + name, "--max-steps", "20"], SLURM_SUBMIT_DIR=".",
+                          hosts="node1:8,node2:8")
+    lines = out.splitlines()
+    flags = dict(zip(lines[::2], lines[1::2]))
+    assert code == 0 and flag_error(flags) == "", err
+    other = {flag for flag in {**alone, **flags} if alone.get(flag) != flags.get(flag)}
+    assert other - {"--process-init", "--process-folder"} == {"--gpus", "--micro-batch", "--max-steps"}
+    starter = "mpirun --host node1:8,node2:8 --bind-to none" if "mpi" in name else "srun --kill-on-bad-exit=1"
+    assert f"+ exec {starter} ./train_gpt2cu " in err
+    assert int(flags["--total-batch"]) == 16 * int(flags["--micro-batch"]) * int(flags["--sequence-length"])
+
+
 # ---- lint ----
 
 LINTED = {
