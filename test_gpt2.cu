@@ -420,6 +420,7 @@ static const Config kTensorCore = {70, 300, 384, 2, 1, 64};
 #else
 static const Config kTensorCore = {70, 300, 384, 2, 2, 128};
 #endif
+static const Config kWide = {70, 300, 384, 2, 8, 512};      // the CUDA build's: sm90's products with GELU
 
 static Batch random_batch(const Config& c, int B, uint32_t id) {
     Batch batch = {B, c.maxT, {}, {}};
@@ -1864,7 +1865,7 @@ static void test_matmul_gelu(int N, int K, int columns) {
         compute(k, [&](auto at) {
             auto dbias = at.grad("dbias", In(columns), is.acc, is.bf16);
             if (at.is_twin) { dbias.data = nullptr; }
-            op<MatmulBackwardInput>(at, {at.x("dinp", Out(n, 5e-6)), at.x("dout", In(N * K)),
+            op<MatmulBackwardInput>(at, {at.x("dinp", Out(n, 7e-6)), at.x("dout", In(N * K)),
                                          at.x("weight", In(columns * K, 1.0 / sqrt(K))), nullptr,
                                          at.x("pre_gelu", In(n, 2.0)), N, columns, K, dbias,
                                          at.s("sums", Scratch(gelu_backward_scratch_bytes(N, columns) / 4))});
@@ -2687,6 +2688,7 @@ int main(int argc, char** argv) {
             }
             TEST("recomputing, micro-steps") {
                 for (const Config& c : {kTiny, kTensorCore}) { test_variant(c, 0.0); }
+                if (kDeviceIsAsync && kLowPrecision) { test_variant(kWide, 0.0); }
             }
             if (variants && fp8_runs()) TEST("FP8: gradients, scales, skipped updates") {
                 test_fp8(kTensorCore, false, 0.08);
