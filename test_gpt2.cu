@@ -420,6 +420,7 @@ static const Config kTensorCore = {70, 300, 384, 2, 1, 64};
 #else
 static const Config kTensorCore = {70, 300, 384, 2, 2, 128};
 #endif
+static const Config kWide = {70, 300, 384, 2, 8, 512};      // the CUDA build's: sm90's products with GELU
 
 static Batch random_batch(const Config& c, int B, uint32_t id) {
     Batch batch = {B, c.maxT, {}, {}};
@@ -1085,8 +1086,6 @@ static void test_options(const Config& c) {
     compare("bf16 gradients", o);
     if (!kLowPrecision) { return; }
     o = default_options();
-    for (o.gelu_fusion = 1; o.gelu_fusion <= 2; o.gelu_fusion++) { compare("GELU fusion", o); }
-    o = default_options();
     o.master = false;
     compare("no master weights", o);
 }
@@ -1677,25 +1676,21 @@ static void test_norm(int N, int C) {
 }
 
 static void test_matmul(int N, int C, int OC) {
-    const bool fuses = kLowPrecision;                   // GELU: what -ge 1 can be given
-    for (int mode = 0; mode < (fuses ? 4 : 3); mode++) {    // plain; bias; bias + residual; bias + fused GELU
+    for (int mode = 0; mode < 3; mode++) {              // plain; bias; bias + residual
         Case k(format("matmul_forward N=%d C=%d OC=%d mode=%d", N, C, OC, mode));
         check(k, [&](auto at) {
-            const double floor = mode == 3 ? 1e-3 : 5e-6;       // the fused GELU uses a hardware tanh
-            op<MatmulForward>(at, {at.x("out", Out(N * OC, floor)), at.x("inp", In(N * C)),
+            op<MatmulForward>(at, {at.x("out", Out(N * OC, 5e-6)), at.x("inp", In(N * C)),
                                    at.x("weight", In(OC * C, 1.0 / sqrt(C))),
                                    mode >= 1 ? at.x("bias", In(OC)) : nullptr,
-                                   mode == 2 ? at.x("residual", In(N * OC)) : nullptr,
-                                   mode == 3 ? at.x("pre_gelu", Out(N * OC, 5e-6)) : nullptr, N, C, OC});
+                                   mode == 2 ? at.x("residual", In(N * OC)) : nullptr, nullptr, N, C, OC});
         });
     }
-    for (int mode = 0; mode < (fuses ? 3 : 2); mode++) {        // plain; + residual; GELU's derivative
-        Case k(format("matmul_backward_input N=%d C=%d OC=%d mode=%d", N, C, OC, mode));
+    for (bool added : {false, true}) {                  // a residual
+        Case k(format("matmul_backward_input N=%d C=%d OC=%d residual=%d", N, C, OC, added));
         check(k, [&](auto at) {
-            op<MatmulBackwardInput>(at, {at.x("dinp", Out(N * C, mode == 2 ? 1e-3 : 5e-6)),
-                                         at.x("dout", In(N * OC)), at.x("weight", In(OC * C, 1.0 / sqrt(OC))),
-                                         mode == 1 ? at.x("residual", In(N * C)) : nullptr,
-                                         mode == 2 ? at.x("pre_gelu", In(N * C)) : nullptr, N, C, OC});
+            op<MatmulBackwardInput>(at, {at.x("dinp", Out(N * C, 5e-6)), at.x("dout", In(N * OC)),
+                                         at.x("weight", In(OC * C, 1.0 / sqrt(OC))),
+                                         added ? at.x("residual", In(N * C)) : nullptr, nullptr, N, C, OC});
         });
     }
     for (const GradForm& is : kGradForms) {
@@ -1846,6 +1841,40 @@ static void test_grad_accumulate(size_t n) {
             wrong += (float)got[i] != bf16_decode_dithered(bf16_encode_dithered(sum, draw), draw);
         }
         CHECK(wrong == 0, "%s: %zu elements are not the dithered sum", k.title.c_str(), wrong);
+    }
+}
+
+// Products with GELU of `columns` results, each a sum of K.
+static void test_matmul_gelu(int N, int K, int columns) {
+    const size_t n = (size_t)N * columns;
+    for (bool biased : {false, true}) {
+        Case k(format("matmul_forward N=%d C=%d OC=%d GELU bias=%d", N, K, columns, biased));
+        compute(k, [&](auto at) {
+            op<MatmulForward>(at, {at.x("out", Out(n)), at.x("inp", In(N * K)),
+                                   at.x("weight", In(columns * K, 1.0 / sqrt(K))),
+                                   biased ? at.x("bias", In(columns)) : nullptr, nullptr,
+                                   at.x("pre_gelu", Out(n, 5e-6)), N, K, columns});
+        });
+        k.take("pre_gelu");                             // GELU reads it as stored
+        op<GeluForward>(Twin{&k}, {k["out"].twin.data(), k["pre_gelu"].twin.data(), n});
+        k.expect();
+    }
+    for (const GradForm& is : kGradForms) {
+        Case k(format("matmul_backward_input N=%d C=%d OC=%d GELU acc=%d bf16=%d", N, columns, K, (int)is.acc,
+                      is.bf16));
+        compute(k, [&](auto at) {
+            auto dbias = at.grad("dbias", In(columns), is.acc, is.bf16);
+            if (at.is_twin) { dbias.data = nullptr; }
+            op<MatmulBackwardInput>(at, {at.x("dinp", Out(n, 7e-6)), at.x("dout", In(N * K)),
+                                         at.x("weight", In(columns * K, 1.0 / sqrt(K))), nullptr,
+                                         at.x("pre_gelu", In(n, 2.0)), N, columns, K, dbias,
+                                         at.s("sums", Scratch(gelu_backward_scratch_bytes(N, columns) / 4))});
+        });
+        k.take("dinp");                                 // dbias sums the values as stored
+        op<BiasBackward>(Twin{&k}, {Twin{&k}.grad("dbias", In(columns), is.acc, is.bf16), nullptr,
+                                    k["dinp"].twin.data(), N, columns});
+        k.expect();
+        if (N > 1000) { break; }
     }
 }
 
@@ -2512,6 +2541,13 @@ static void test_kernels() {
         test_gelu(7, 160);
         test_gelu(1, 8);
         if (!small_shapes) { test_gelu(1000, 3072); }
+        test_matmul_gelu(7, 40, 120);                   // a product, then the op
+        test_matmul_gelu(1, 512, 256);                  // from here on the sm90 kernel: a row of a tile
+        test_matmul_gelu(129, 576, 512);                // a row of the cluster's second tile
+        if (!small_shapes) {
+            test_matmul_gelu(300, 1600, 768);
+            test_matmul_gelu(3112, 512, 1536);          // blocks take several tiles
+        }
     }
     TEST("kernels: attention") {
         test_attention_forms();
@@ -2652,6 +2688,7 @@ int main(int argc, char** argv) {
             }
             TEST("recomputing, micro-steps") {
                 for (const Config& c : {kTiny, kTensorCore}) { test_variant(c, 0.0); }
+                if (kDeviceIsAsync && kLowPrecision) { test_variant(kWide, 0.0); }
             }
             if (variants && fp8_runs()) TEST("FP8: gradients, scales, skipped updates") {
                 test_fp8(kTensorCore, false, 0.08);
@@ -2680,7 +2717,7 @@ int main(int argc, char** argv) {
                 }
             }
 #ifndef GPT2_CPU
-            TEST("GELU fused, no master weights, bf16 gradients") { test_options(kTensorCore); }
+            TEST("no master weights, bf16 gradients") { test_options(kTensorCore); }
             TEST("bf16 gradients of 4 micro-steps: matrices near fp32's, all others equal to them") {
                 test_bf16_gradients(kTensorCore);
             }

@@ -278,7 +278,7 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 // == 4 device runtime, 5 device helpers ==
 #include "llmc/ops/cuda_device.h"    // gives: device_malloc, stream_create, cudaCheck, OpScope
 #include "llmc/ops/cuda_helpers.h"   // gives: x128, load, store, block_sum, mma_16x8, wgmma_shared
-#include "llmc/ops/cublaslt.h"       // gives: Gemm, gemm, gemm_or_die
+#include "llmc/ops/cublaslt.h"       // gives: Gemm, gemm
 #include "llmc/ops/nccl.h"           // gives: device_comm_init, device_all_to_all, device_all_gather
 
 // == 6 ops ==
@@ -334,6 +334,37 @@ static size_t shared_memory_limit() {
         return bytes;
     }();
     return std::min((size_t)limit, hooks.shared_memory);
+}
+
+// Describes a (B,T,slots,64) tensor to the copy engine (TMA), in boxes of box_rows rows of box_slots slots,
+// by coordinates {0, t, slot, b}. Rows from T on are read as zeros. Slots are heads, 3*NH of qkv, NH of dout;
+// or blocks of 64 columns of a matrix (1,rows,columns). (FP32 builds never call it.)
+[[maybe_unused]] static CUtensorMap tensor_map(const floatX* tensor, int B, int T, int slots,
+                                               int box_rows = 64, int box_slots = 1) {
+    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
+    static const EncodeTiled encode = [] {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                                   &found));
+        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
+        return (EncodeTiled)entry;
+    }();
+    const cuuint64_t row_bytes = (cuuint64_t)slots * 64 * sizeof(floatX);      // innermost dimension first
+    const cuuint64_t dims[] = {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B};
+    const cuuint64_t strides[] = {row_bytes, 64 * sizeof(floatX), row_bytes * T};
+    const cuuint32_t box[] = {64, (cuuint32_t)box_rows, (cuuint32_t)box_slots, 1}, steps[] = {1, 1, 1, 1};
+    CUtensorMap map;
+    const CUresult result =
+        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+               (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+        die("tensor map of 64 x %d x %d x %d at %p refused (CUDA error %d)", T, slots, B, tensor,
+            (int)result);
+    }
+    return map;
 }
 
 // == 6.1 encoder ==
@@ -963,10 +994,10 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
 //     forward      out (N,OC) = inp weight^T + bias (+ residual)     D = W^T inp   (m,n,k) = (OC,N,C)
 //     input grad   dinp (N,C) = dout weight (+ residual)             D = W dout            = (C,N,OC)
 //     weight grad  dweight (OC,C) (+)= dout^T inp, fp32              D = inp dout^T        = (C,OC,N)
-// bias, residual (as the C matrix, beta = 1), GELU and its derivative ride in the epilogue. cuBLASLt's
-// bias-gradient epilogues do not pay (DGELU_BGRAD 1.58 ms against .57 for DGELU, BGRADB +25..60 %): column
-// sums come from LayerNorm's backward, gelu_backward_inplace and bias_backward. Descriptors and the algorithm
-// are looked up once per shape and kept (llmc/ops/cublaslt.h).
+// bias and residual (as the C matrix, beta = 1) ride in the epilogue. GELU and its derivative ride in that of
+// a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not pay (BGRADB +25
+// to 60 %): column sums come from LayerNorm's backward, GELU's and bias_backward. Descriptors and the
+// algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
 //     grad_accumulate   grad (+)= values
 // A weight gradient that is kept in bf16 is first computed in fp32, in scratch; grad_accumulate then adds it
 // and rounds once.
@@ -984,42 +1015,46 @@ static void grad_accumulate(const GradAccumulate<floatX, float>& a, Stream strea
     grad_accumulate_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.grad, a.values, a.n);
 }
 
+// A product with GELU in the same kernel (6.4). False, and nothing done, where there is none for the shape.
+enum class GeluPass { Forward, Backward };
+struct GeluProduct {
+    const floatX *rows, *weight;        // inp or dout (N,K); (columns,K), in the backward (K,columns)
+    const floatX* bias;                 // forward: (columns) or null
+    const floatX *pre_gelu, *out;       // (N,columns) out is written, also dinp; in the forward, pre_gelu
+    float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
+    int N, K, columns;
+};
+template <GeluPass kPass> static bool gelu_matmul(const GeluProduct& p, Stream stream);
+
 static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_forward: GELU and a residual do not go together"); }
-    Gemm g = {.d = a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias, .m = a.OC, .n = a.N,
-              .k = a.C, .trans_a = true,
-              .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT};
-    if (a.pre_gelu) {                                       // GELU in the epilogue, where the library can
-        Gemm fused = g;
-        fused.aux = a.pre_gelu;
-        fused.epilogue = a.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-        if (gemm(fused, stream)) { return; }
-        g.d = a.pre_gelu;
-    }
-    gemm_or_die(g, stream);
+    if (a.pre_gelu && gelu_matmul<GeluPass::Forward>({a.inp, a.weight, a.bias, a.pre_gelu, a.out, nullptr,
+                                                      a.N, a.C, a.OC}, stream)) { return; }
+    gemm({.d = a.pre_gelu ? a.pre_gelu : a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias,
+          .m = a.OC, .n = a.N, .k = a.C, .trans_a = true,
+          .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT}, stream);
     if (a.pre_gelu) { gelu_forward({a.out, a.pre_gelu, (size_t)a.N * a.OC}, stream); }
 }
 
 static void matmul_backward_input(const MatmulBackwardInput<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_backward_input: GELU and a residual do not go together"); }
-    const Gemm g = {.d = a.dinp, .a = a.weight, .b = a.dout, .c = a.residual, .m = a.C, .n = a.N, .k = a.OC};
-    if (a.pre_gelu) {
-        Gemm fused = g;
-        fused.aux = const_cast<floatX*>(a.pre_gelu);        // only read by this epilogue
-        fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
-        if (gemm(fused, stream)) { return; }
+    float* partial = a.dbias.data ? a.scratch : nullptr;
+    if (a.pre_gelu && gelu_matmul<GeluPass::Backward>({a.dout, a.weight, nullptr, a.pre_gelu, a.dinp, partial,
+                                                       a.N, a.OC, a.C}, stream)) {
+        if (partial) { column_sums({{a.dbias}}, 1, partial, ceil_div(a.N, 64), a.C, stream); }
+        return;
     }
-    gemm_or_die(g, stream);
-    if (a.pre_gelu) { gelu_backward_inplace({a.dinp, {}, nullptr, a.pre_gelu, a.N, a.C}, stream); }
+    gemm({.d = a.dinp, .a = a.weight, .b = a.dout, .c = a.residual, .m = a.C, .n = a.N, .k = a.OC}, stream);
+    if (a.pre_gelu) { gelu_backward_inplace({a.dinp, a.dbias, a.scratch, a.pre_gelu, a.N, a.C}, stream); }
 }
 
 // grad (+)= the product. A bf16 gradient takes the way over scratch, so that it is rounded once.
 static void gemm_to_grad(Gemm g, const Grad& grad, float* scratch, Stream stream) {
     g.d = grad.is_bf16 ? scratch : grad.data, g.d_type = CUDA_R_32F;
     if (!grad.is_bf16 && grad.acc == Accumulate::Yes) { g.c = g.d; }
-    gemm_or_die(g, stream);
+    gemm(g, stream);
     if (grad.is_bf16) { grad_accumulate({grad, scratch, (size_t)g.m * g.n}, stream); }
 }
 
@@ -1144,6 +1179,320 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
     OpScope scope(a, stream);
     check_width(a, a.OC);
     column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, stream);
+}
+
+// ---- sm90: products with GELU in the same kernel (wgmma, TMA) ----
+//     forward    pre_gelu (N,OC) = inp weight^T + bias, and out = gelu(pre_gelu)
+//     backward   dinp (N,C) = (dout weight) * gelu'(pre_gelu), and dbias (+)= the sums of its columns
+// Two warpgroups each own 64 rows of a tile of 128 x 256, whose sums fill 128 registers of a thread. Of the
+// third, one thread starts all copies, up to four stages of 64 k ahead. A cluster of two blocks takes two
+// tiles of the same columns; each block fetches half of the weights' part of a stage, for both. A tile's sums
+// are rounded into 64 registers, and are finished under the products of the next tile, in 8 slices of 32
+// columns: GELU, staging in shared memory, and after every second slice a store by the copy engine.
+//
+//     copies            | 0 | 1 | 2 | ...              124M: 12 stages a tile
+//     wgmma                 | 0 | 1 | 2 | ... | 11 |       | 0 | 1 | ... of the next tile
+//     ordinary cores        | slices of the tile before | pack | slices 0, 1, ...
+//
+//     full[stage]    an mbarrier that hears of the copies' bytes       empty[stage]  all 16 warps are done
+//     pre_full[...]  backward: a block of 64 columns of pre_gelu is in staging, where dinp replaces it
+//
+// What GELU reads is rounded first, and what is summed is what was stored. So the bits are those of a product
+// by cuBLASLt and the ops above, where cuBLASLt adds k = 0, 1, 2, ... one after the other.
+constexpr int kGeluRows = 128, kGeluColumns = 256, kGeluK = 64, kGeluStages = 4, kGeluSlices = 8;
+constexpr int kGeluCluster = 2, kGeluThreads = 3 * 4 * kWarp;
+
+struct GeluShared {
+    alignas(1024) floatX a[kGeluStages][kGeluRows * kGeluK];    // rows of inp or dout
+    floatX b[kGeluStages][kGeluColumns * kGeluK];               // weight, in blocks of 64 columns
+    floatX staging[2][2][64 * 64];      // of each warpgroup: pre_gelu, out; or pre_gelu, then dinp, by turns
+    union {
+        floatX bias[kGeluColumns];      // forward
+        float sums[4][64];              // backward: each warp's, of a block's columns
+    } own[2];
+    uint64_t full[kGeluStages], empty[kGeluStages], pre_full[2][2];
+};
+static_assert(!kLowPrecision || sizeof(GeluShared) <= 227 * 1024, "what a block may have on sm_90");
+
+struct GeluMaps { CUtensorMap rows, weight, pre_gelu, out; };
+
+// How many tiles a cluster's blocks take each, all clusters together.
+LLMC_HD static inline int gelu_tiles(const GeluProduct& p) {
+    constexpr int kRows = kGeluRows * kGeluCluster;
+    return (p.N + kRows - 1) / kRows * (p.columns / kGeluColumns);
+}
+
+// The block's part of the cluster's tile number t. The columns of the same rows come one after the other, so
+// that the rows are read from memory once.
+struct GeluTile {
+    int row, column;
+    __device__ __forceinline__ GeluTile(const GeluProduct& p, int t) {
+        const int across = p.columns / kGeluColumns;
+        row = (t / across * kGeluCluster + blockIdx.x % kGeluCluster) * kGeluRows;
+        column = t % across * kGeluColumns;
+    }
+};
+
+// The stage whose turn it is, and the parity of its barriers' phase.
+struct GeluStage {
+    int at = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++at == kGeluStages) { at = 0, parity ^= 1; }
+    }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// The thread that starts the copies.
+template <GeluPass kPass>
+__device__ __forceinline__ void gelu_produce(GeluShared& shared, const GeluMaps& maps, const GeluProduct& p) {
+    constexpr int kPart = kGeluColumns / kGeluCluster;
+    const int rank = blockIdx.x % kGeluCluster;
+    GeluStage stage;
+    for (int t = blockIdx.x / kGeluCluster; t < gelu_tiles(p); t += gridDim.x / kGeluCluster) {
+        const GeluTile tile(p, t);
+        const int column = tile.column + rank * kPart;
+        for (int k = 0; k < p.K / kGeluK; k++, stage.next()) {
+            uint64_t* full = &shared.full[stage.at];
+            mbarrier_wait(&shared.empty[stage.at], stage.parity ^ 1);
+            mbarrier_expect(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
+            tma_load_4d(shared.a[stage.at], &maps.rows, full, 0, tile.row, k, 0);
+            const int row = kPass == GeluPass::Forward ? column : k * kGeluK;
+            const int block = kPass == GeluPass::Forward ? k : column / 64;
+            tma_load_4d_multicast(shared.b[stage.at] + rank * kPart * kGeluK, &maps.weight, full, 0, row,
+                                  block, 0, (1 << kGeluCluster) - 1);
+        }
+    }
+}
+
+// A warpgroup of those that multiply.
+template <GeluPass kPass> struct GeluWorker {
+    static constexpr bool kForward = kPass == GeluPass::Forward;
+    GeluShared& shared;
+    const GeluMaps& maps;
+    const GeluProduct& p;
+    const int tiles = gelu_tiles(p), stride = gridDim.x / kGeluCluster;         // stride: from tile to tile
+    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / kWarp, lane = threadIdx.x % kWarp;
+    const bool leads = threadIdx.x % 128 == 0;          // starts the warpgroup's copies
+    uint32_t packed[32][2];             // a tile's sums, rounded: 8 columns each, rows lane / 4 and 8 below
+    int blocks = 0;                     // of 64 columns that have been begun
+
+    // Starts d (64,256) = or += the products of a stage.
+    template <bool kFirst> __device__ __forceinline__ void multiply(float (&d)[32][4], int stage) {
+        constexpr int kStep = kForward ? 2 : 128;       // 16 k: 32 bytes of a row, or 16 rows of 128
+        const uint64_t a = wgmma_descriptor(shared.a[stage] + group * 64 * kGeluK);
+        const uint64_t b = wgmma_descriptor(shared.b[stage], kForward ? 16 : 64 * 64 * (int)sizeof(floatX));
+        wgmma_fence();
+        wgmma_shared_256<!kFirst, !kForward>(d, a, b);
+#pragma unroll
+        for (int kk = 1; kk < 4; kk++) { wgmma_shared_256<true, !kForward>(d, a + 2 * kk, b + kStep * kk); }
+        wgmma_commit();
+    }
+
+    // The warp is done with a stage, for both blocks.
+    __device__ __forceinline__ void release(int stage) {
+        if (lane < kGeluCluster) { mbarrier_arrive_at(&shared.empty[stage], lane); }
+    }
+
+    // One thread: starts the copy of block i (64 columns) of tile t's pre_gelu.
+    __device__ __forceinline__ void load_pre_gelu(int t, int i) {
+        if (t >= tiles) { return; }
+        const GeluTile tile(p, t);
+        mbarrier_expect(&shared.pre_full[group][i % 2], sizeof(shared.staging[0][0]));
+        tma_load_4d(shared.staging[group][i % 2], &maps.pre_gelu, &shared.pre_full[group][i % 2], 0,
+                    tile.row + group * 64, tile.column / 64 + i, 0);
+    }
+
+    // Finishes slice s of tile t: 32 columns, half of block s / 2.
+    __device__ __forceinline__ void finish(int t, int s) {
+        const GeluTile tile(p, t);
+        const int i = s / 2, row = tile.row + group * 64, column = tile.column + 64 * i;
+        auto& staging = shared.staging[group];
+        auto& sums = shared.own[group].sums;
+
+        // The store before this block has read staging, and all have read the sums.
+        if (s % 2 == 0) {
+            if (leads) { tma_store_wait<0>(); }
+            if (!kForward && leads) { load_pre_gelu(i < 3 ? t : t + stride, (i + 1) % 4); }
+            named_barrier(1 + group, 128);
+            if (!kForward) { mbarrier_wait(&shared.pre_full[group][i % 2], blocks / 2 % 2); }
+            blocks++;
+        }
+
+        // ldmatrix and stmatrix move 8 x 8 values four times: the upper and the lower half of the warp's 16
+        // rows, and beside them the next 8 columns. Each lane names a row of one.
+        const int row8 = lane % 8, half = lane / 8 % 2, beside = lane / 16;
+        const uint32_t staged = smem_address(staging[kForward ? 0 : i % 2]);
+        const uint32_t first = staged + (warp * 16 + half * 8 + row8) * 128;
+        float sum[8];                                   // of two rows: columns 0 and 1 of each 8
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            const int n = 4 * s + 2 * pair;
+            const uint32_t place = first + ((s % 2 * 4 + 2 * pair + beside) ^ row8) * 16;
+            const uint32_t x[4] = {packed[n][0], packed[n][1], packed[n + 1][0], packed[n + 1][1]};
+            uint32_t y[4];
+            if (kForward) { stmatrix_x4(place, x); }
+            else { ldmatrix_x4(y, place); }
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                const float2 value = unpack_pair(x[m]);
+                if (kForward) {
+                    y[m] = pack_pair(gelu(value.x), gelu(value.y));
+                } else {
+                    const float2 pre = unpack_pair(y[m]);
+                    y[m] = pack_pair(value.x * gelu_grad(pre.x), value.y * gelu_grad(pre.y));
+                }
+            }
+            stmatrix_x4(kForward ? place + (uint32_t)sizeof(staging[0]) : place, y);
+            for (int j = 0; j < 2; j++) {
+                const float2 upper = unpack_pair(y[2 * j]), lower = unpack_pair(y[2 * j + 1]);
+                sum[4 * pair + 2 * j] = upper.x + lower.x, sum[4 * pair + 2 * j + 1] = upper.y + lower.y;
+            }
+        }
+
+        // The sums of the warp's rows: each step halves the values of a lane. It ends with number lane / 4.
+        if (!kForward) {
+#pragma unroll
+            for (int count = 4, mask = 16; count > 0; count /= 2, mask /= 2) {
+#pragma unroll
+                for (int c = 0; c < count; c++) {
+                    const bool upper = (lane & mask) != 0;
+                    const float mine = upper ? sum[c + count] : sum[c];
+                    const float other = upper ? sum[c] : sum[c + count];
+                    sum[c] = mine + __shfl_xor_sync(0xFFFFFFFFu, other, mask);
+                }
+            }
+            sums[warp][s % 2 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = sum[0];
+        }
+
+        // The block is complete: it is stored, and the warps' sums meet.
+        if (s % 2 == 0) { return; }
+        tma_store_fence();
+        named_barrier(1 + group, 128);
+        if (leads) {
+            if (kForward) { tma_store_4d(&maps.pre_gelu, staging[0], 0, row, column / 64, 0); }
+            tma_store_4d(&maps.out, staging[kForward ? 1 : i % 2], 0, row, column / 64, 0);
+            tma_store_commit();
+        }
+        const int c = threadIdx.x % 128;
+        if (!kForward && p.partial && c < 64 && row < p.N) {
+            p.partial[(size_t)(row / 64) * p.columns + column + c] =
+                ((sums[0][c] + sums[1][c]) + sums[2][c]) + sums[3][c];
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        const int begin = blockIdx.x / kGeluCluster;
+        GeluStage stage;
+        if (!kForward && leads) { load_pre_gelu(begin, 0); }
+        for (int t = begin; t < tiles; t += stride) {
+            const uint32_t* bias = p.bias ? (const uint32_t*)(p.bias + GeluTile(p, t).column) : nullptr;
+            const uint32_t bias_pair = kForward && bias ? bias[threadIdx.x % 128] : 0;
+            float d[32][4];
+            int last = 0;
+
+            // A stage is released when the products of the next one have begun
+            auto step = [&](auto is_first) {
+                mbarrier_wait(&shared.full[stage.at], stage.parity);
+                multiply<is_first.value>(d, stage.at);
+                if (!is_first.value) {
+                    wgmma_wait<1>();
+                    release(last);
+                }
+                last = stage.at;
+                stage.next();
+            };
+#pragma unroll
+            for (int s = 0; s < kGeluSlices; s++) {
+                if (s == 0) { step(std::true_type()); }
+                else { step(std::false_type()); }
+                if (t > begin) { finish(t - stride, s); }
+            }
+            if (kForward) {
+                ((uint32_t*)shared.own[group].bias)[threadIdx.x % 128] = bias_pair;
+                named_barrier(1 + group, 128);
+            }
+#pragma unroll 1
+            for (int k = kGeluSlices; k < p.K / kGeluK; k++) { step(std::false_type()); }
+            wgmma_wait<0>();
+            pin_registers(d);
+            release(last);
+
+            // Pack
+#pragma unroll
+            for (int n = 0; n < 32; n++) {
+                const uint32_t* own_bias = (const uint32_t*)shared.own[group].bias;
+                const float2 b = kForward ? unpack_pair(own_bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
+                packed[n][0] = pack_pair(d[n][0] + b.x, d[n][1] + b.y);
+                packed[n][1] = pack_pair(d[n][2] + b.x, d[n][3] + b.y);
+            }
+            if (t + stride < tiles) { continue; }
+#pragma unroll
+            for (int s = 0; s < kGeluSlices; s++) { finish(t, s); }
+        }
+        if (leads) { tma_store_wait<0>(); }             // shared memory goes with the block
+    }
+};
+#endif
+
+template <GeluPass kPass>
+__global__ void __launch_bounds__(kGeluThreads, 1)
+    gelu_matmul_sm90_kernel(const __grid_constant__ GeluMaps maps, const GeluProduct p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char sm90_bytes[];
+    auto& shared = *(GeluShared*)sm90_bytes;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kGeluStages; i++) {
+            mbarrier_init(&shared.full[i], 1);
+            mbarrier_init(&shared.empty[i], 8 * kGeluCluster);
+        }
+        for (int i = 0; i < 4; i++) { mbarrier_init(&shared.pre_full[i / 2][i % 2], 1); }
+        mbarrier_fence_init();
+    }
+    cluster_barrier();                                  // the barriers exist, in both blocks
+
+    // All begin with 168 registers; a worker's sums are 128 and its packed ones 64
+    if (threadIdx.x / 128 == 2) {
+        registers_give<40>();
+        if (threadIdx.x % 128 == 0) { gelu_produce<kPass>(shared, maps, p); }
+    } else {
+        registers_take<232>();
+        GeluWorker<kPass>{shared, maps, p}.run();
+    }
+    __syncwarp();
+    cluster_barrier();                                  // the other block's copies and arrivals have come
+#else
+    __trap();
+#endif
+}
+
+// Of gelu_backward_inplace as well.
+static size_t gelu_backward_scratch_bytes(int N, int OC) {
+    return std::max(bias_backward_scratch_bytes(N, OC), (size_t)ceil_div(N, 64) * OC * sizeof(float));
+}
+
+template <GeluPass kPass> static bool gelu_matmul([[maybe_unused]] const GeluProduct& p, Stream stream) {
+    if constexpr (kLowPrecision) {
+        const bool whole = p.K % kGeluK == 0 && p.K >= kGeluSlices * kGeluK && p.columns % kGeluColumns == 0;
+        if (!whole || !sm90_kernels_run()) { return false; }
+        constexpr int kPart = kGeluColumns / kGeluCluster;
+        const GeluMaps maps = {tensor_map(p.rows, 1, p.N, p.K / 64, kGeluRows),
+                               kPass == GeluPass::Forward
+                                   ? tensor_map(p.weight, 1, p.columns, p.K / 64, kPart)
+                                   : tensor_map(p.weight, 1, p.K, p.columns / 64, kGeluK, kPart / 64),
+                               tensor_map(p.pre_gelu, 1, p.N, p.columns / 64),
+                               tensor_map(p.out, 1, p.N, p.columns / 64)};
+        const auto kernel = gelu_matmul_sm90_kernel<kPass>;
+        allow_shared_memory(kernel, sizeof(GeluShared));
+        cudaLaunchAttribute cluster = {};
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim = {kGeluCluster, 1, 1};
+        const int clusters = std::min(gelu_tiles(p), device_sm_count / kGeluCluster);
+        const cudaLaunchConfig_t config = {dim3(clusters * kGeluCluster), dim3(kGeluThreads),
+                                           sizeof(GeluShared), stream, &cluster, 1};
+        cudaCheck(cudaLaunchKernelEx(&config, kernel, maps, p));
+        return true;
+    }
+    return false;
 }
 
 // Products of FP8 bytes (llmc/ops/fp8.h). Hopper's FP8 units read both operands along K alone. So each
@@ -1293,7 +1642,7 @@ static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
               .trans_a = true, .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
               .inp_type = CUDA_R_8F_E4M3, .b_is_e5m2 = e5m2, .alpha = e5m2 ? kFp8E5m2Unit : 1.0f,
               .a_scale = &a.b_tensor->inverse, .b_scale = &a.a_tensor->inverse, .fast = a.fast};
-    if (a.out) { gemm_or_die(g, stream); }
+    if (a.out) { gemm(g, stream); }
     else { gemm_to_grad(g, a.grad, a.scratch, stream); }
 }
 
@@ -1898,7 +2247,7 @@ static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream
     auto multiply = [&](Gemm g, int parts) {
         g.d_type = g.inp_type = cuda_type(muonX());
         g.count = parts * a.places.layers, g.count_all = parts * a.layers_all;
-        gemm_or_die(g, stream);
+        gemm(g, stream);
     };
     const float scale = tall ? (float)sqrt((double)a.rows / a.cols) : 1.0f;
     muonX *x = a.x, *y = a.y;
@@ -2876,7 +3225,7 @@ template <int kNumStages, int kBlocks> struct Sm90Shape {
 constexpr int kSm90Tile = 64 * 64;                      // elements
 typedef Tile<1, 8> Sm90Tile;                            // a warp's 16 rows of an accumulator (64,64)
 
-// The rows of one head as the copy engine knows them: a slot of an attention_map. qkv's slots are the heads
+// The rows of one head as the copy engine knows them: a slot of a tensor_map. qkv's slots are the heads
 // of Q, of K, of V.
 struct Sm90Rows { const CUtensorMap* map; int slot; };
 
@@ -3091,36 +3440,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #endif
 }
 
-// Describes a (B,T,slots,64) tensor to the copy engine (TMA), in boxes of 64 rows of one slot, by coordinates
-// {0, t, slot, b}. Rows from T on are read as zeros. Slots are heads: 3*NH of qkv, NH of dout. (FP32 builds
-// never call it.)
-[[maybe_unused]] static CUtensorMap attention_map(const floatX* tensor, int B, int T, int slots) {
-    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
-    static const EncodeTiled encode = [] {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                                   &found));
-        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
-        return (EncodeTiled)entry;
-    }();
-    const cuuint64_t row_bytes = (cuuint64_t)slots * 64 * sizeof(floatX);      // innermost dimension first
-    const cuuint64_t dims[] = {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B};
-    const cuuint64_t strides[] = {row_bytes, 64 * sizeof(floatX), row_bytes * T};
-    const cuuint32_t box[] = {64, 64, 1, 1}, steps[] = {1, 1, 1, 1};
-    CUtensorMap map;
-    const CUresult result =
-        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-               (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) {
-        die("tensor map of 64 x %d x %d x %d at %p refused (CUDA error %d)", T, slots, B, tensor,
-            (int)result);
-    }
-    return map;
-}
-
 // ---- launchers of each form, and which form runs ----
 static void attention_plain(const AttentionForwardX& a, Stream stream) {
     attention_launch<PlainShape>(attention_forward_plain_kernel, a, 0, stream);
@@ -3170,13 +3489,13 @@ static std::string attention_error(int HS) {
 template <bool kDrops> static void attention_sm90(const AttentionForwardX& a, Stream stream) {
     typedef Sm90Shape<2, 4> Shape;
     attention_launch<Shape>(attention_forward_sm90_kernel<Shape, kDrops>, a, sizeof(Sm90Shared<1, Shape>),
-                            stream, attention_map(a.qkv, a.B, a.T, 3 * a.NH));
+                            stream, tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
 }
 template <bool kDrops> static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
     typedef Sm90Shape<2, 4> Dq;
     typedef Sm90Shape<3, 3> Dkv;
-    const CUtensorMap qkv = attention_map(a.qkv, a.B, a.T, 3 * a.NH);
-    const CUtensorMap dout = attention_map(a.dout, a.B, a.T, a.NH);
+    const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, 3 * a.NH);
+    const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH);
     attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq, kDrops>, a,
                          sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
     attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv, kDrops>, a,
@@ -3586,7 +3905,6 @@ static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
 struct Options {                // what a run may choose; fixed after gpt2_allocate
     bool trains = true;         // else forward only: gradients and optimizer have no memory
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
-    int gelu_fusion;            // GELU in the GEMM's epilogue: 0: no; 1: in the forward; 2: in both passes
     bool master;                // fp32 master copies of 16-bit parameters
     bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
     double dropout;             // probability, in training: embedding, attention's probabilities, branches
@@ -3720,7 +4038,7 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     // the narrower one may be summed in more chunks and then needs more
     size_t bytes = std::max({encoder_backward_scratch_bytes(B, T, c.C),
                              norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6),
-                             bias_backward_scratch_bytes(N, 3 * c.C), bias_backward_scratch_bytes(N, 4 * c.C),
+                             bias_backward_scratch_bytes(N, 3 * c.C), gelu_backward_scratch_bytes(N, 4 * c.C),
                              attention_backward_scratch_bytes(B, T, c.NH)});
     if (options.fp8) { bytes = std::max(bytes, fp8_cast_scratch_bytes(N, 4 * c.C)); }
     if (options.grads_bf16) {                   // a weight gradient in fp32, behind that of wte
@@ -4326,21 +4644,21 @@ struct LinearForward {
     floatX* out;                        // = inp weight^T + bias + residual
     const floatX* inp;
     const floatX* residual = nullptr;   // (N,OC) or null
-    const floatX* pre_gelu = nullptr;   // null; else inp is memory for its GELU, not yet computed
+    floatX* gelu = nullptr;             // (N,OC) or null; else = gelu(out), unless the next layer's cast
+                                        // computes it (FP8)
+    const floatX* pre_gelu = nullptr;   // null; else inp = gelu(pre_gelu)
 };
 static void linear_forward(const Pass& pass, int l, Linear which, const LinearForward& a) {
     const LinearLayer p = linear_layer(pass, l, which);
     const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && a.pre_gelu;
-    if (a.pre_gelu && !is_fp8) {
-        gelu_forward({const_cast<floatX*>(a.inp), a.pre_gelu, (size_t)p.N * p.C}, pass.stream());
-    }
     if (p.fp8 != Fp8Mode::Off) {
         cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? a.pre_gelu : a.inp,
                      .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
     if (!is_fp8) {
-        return matmul_forward({.out = a.out, .inp = a.inp, .weight = p.weight, .bias = p.bias,
-                               .residual = a.residual, .N = p.N, .C = p.C, .OC = p.OC}, pass.stream());
+        return matmul_forward({.out = a.gelu ? a.gelu : a.out, .inp = a.inp, .weight = p.weight,
+                               .bias = p.bias, .residual = a.residual, .pre_gelu = a.gelu ? a.out : nullptr,
+                               .N = p.N, .C = p.C, .OC = p.OC}, pass.stream());
     }
     if (pass.model->fp8.casts_weights) {                // first its largest element, then with that the cast
         for (Fp8Mode mode : {Fp8Mode::Measure, Fp8Mode::On}) {
@@ -4391,17 +4709,10 @@ static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const f
 
 // out = mlp(inp) + before: as in gpt2_attention_forward
 static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX* before, const floatX* inp) {
-    const Options& o = f.model->options;
-    const int N = f.B * f.T, C = f.model->config.C;
-    const Params p = f.params(l);
     const Acts a = f.acts(l);
-    const bool gelu_in_gemm = o.gelu_fusion >= 1 && o.recompute == 0;
-    if (gelu_in_gemm) {                                                                         // (B,T,4C)
-        matmul_forward({a.fch_gelu, inp, p.fcw, p.fcb, nullptr, a.fch, N, C, 4 * C}, f.stream());
-    } else {
-        linear_forward(f, l, Linear::Fc, {a.fch, inp});                                         // (B,T,4C)
-    }
-    linear_forward(f, l, Linear::FcProj, {out, a.fch_gelu, before, gelu_in_gemm ? nullptr : a.fch});
+    linear_forward(f, l, Linear::Fc, {.out = a.fch, .inp = inp, .gelu = a.fch_gelu});           // (B,T,4C)
+    linear_forward(f, l, Linear::FcProj, {.out = out, .inp = a.fch_gelu, .residual = before,
+                   .pre_gelu = a.fch});                                                         // (B,T,C)
 }
 
 // The norms that read point x. Where no GEMM has added x's branches, the kernel first adds them to the sum of
@@ -4510,8 +4821,9 @@ struct Backward : Pass {
 };
 
 // A linear layer's backward is these three, in this order. dout: the gradient of its output.
-// First dout itself. pre_gelu: null, or dout is the gradient of the output's GELU and is first multiplied by
-// the slope there. dbias: null, or the sums of dout's columns.
+// First dout itself. dbias: null, or the sums of dout's columns. pre_gelu: null, or a GELU follows the layer:
+// linear_dinp of the layer behind it has then taken dout through the slope and summed, or with FP8 has left
+// both to the cast here.
 static void linear_dout(const Backward& b, int l, Linear which, floatX* dout, Grad dbias = {},
                         const floatX* pre_gelu = nullptr) {
     const LinearLayer p = linear_layer(b, l, which);
@@ -4520,8 +4832,7 @@ static void linear_dout(const Backward& b, int l, Linear which, floatX* dout, Gr
         return cast_operand(b, p.dout8, p.fp8, {.dbias = dbias, .inp = dout, .pre_gelu = pre_gelu,
                             .source = source, .N = p.N, .C = p.OC});
     }
-    if (pre_gelu) { gelu_backward_inplace({dout, dbias, b.scratch, pre_gelu, p.N, p.OC}, b.stream()); }
-    else if (dbias.data) { bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream()); }
+    if (!pre_gelu && dbias.data) { bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream()); }
     if (p.fp8 == Fp8Mode::Measure) { cast_operand(b, p.dout8, p.fp8, {.inp = dout, .N = p.N, .C = p.OC}); }
 }
 static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {
@@ -4534,12 +4845,14 @@ static void linear_dweight(const Backward& b, int l, Linear which, const floatX*
                 .a_tensor = p.dout8.tensor, .b_tensor = p.inp8.tensor, .M = p.OC, .N = p.C, .K = p.N,
                 .a_format = p.dout8.format}, b.stream());
 }
-// residual: another gradient of the input, or null. pre_gelu: null, or dinp is multiplied by the slope there.
+// residual: another gradient of the input, or null. pre_gelu: null, or the input was its GELU; see
+// linear_dout.
 static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, const floatX* dout,
-                        const floatX* residual = nullptr, const floatX* pre_gelu = nullptr) {
+                        const floatX* residual = nullptr, const floatX* pre_gelu = nullptr, Grad dbias = {}) {
     const LinearLayer p = linear_layer(b, l, which);
     if (p.fp8 != Fp8Mode::On) {
-        return matmul_backward_input({dinp, dout, p.weight, residual, pre_gelu, p.N, p.C, p.OC}, b.stream());
+        return matmul_backward_input({dinp, dout, p.weight, residual, pre_gelu, p.N, p.C, p.OC, dbias,
+                                      b.scratch}, b.stream());
     }
     fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
                 .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC,
@@ -4577,14 +4890,14 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
 static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* dout, const floatX* inp) {
     const Options& o = b.model->options;
     const Acts a = b.acts(l);
-    const bool gelu_in_gemm = o.gelu_fusion >= 2 && o.recompute == 0;
+    const Grad dfcb = b.grad(PARAM_fcb, l);
     if (o.recompute >= 1 && fp8_mode(b, Linear::FcProj) != Fp8Mode::On) {
         gelu_forward({a.fch_gelu, a.fch, (size_t)b.B * b.T * 4 * b.model->config.C}, b.stream());
     }
     linear_dout(b, l, Linear::FcProj, dout);
     linear_dweight(b, l, Linear::FcProj, dout, a.fch_gelu);
-    linear_dinp(b, l, Linear::FcProj, a.dwide, dout, nullptr, gelu_in_gemm ? a.fch : nullptr);  // (B,T,4C)
-    linear_dout(b, l, Linear::Fc, a.dwide, b.grad(PARAM_fcb, l), gelu_in_gemm ? nullptr : a.fch);
+    linear_dinp(b, l, Linear::FcProj, a.dwide, dout, nullptr, a.fch, dfcb);                     // (B,T,4C)
+    linear_dout(b, l, Linear::Fc, a.dwide, dfcb, a.fch);
     linear_dweight(b, l, Linear::Fc, a.dwide, inp);
     linear_dinp(b, l, Linear::Fc, dinp, a.dwide);                                               // (B,T,C)
 }
@@ -5365,7 +5678,6 @@ static Config run_model(const Facts* resumed = nullptr, const Build& build = kBu
 static Options run_options() {
     Options o = {};
     o.trains = run_task() == Task::Train;
-    o.gelu_fusion = run.gelu_fusion;
     o.master = run.master != 0;
     o.grads_bf16 = run.grad_dtype == GradDtype::Bf16;
     o.dropout = run.dropout;

@@ -47,14 +47,14 @@ template <int kStages, int kBlocks> static void forward_sm90(const Buffers& b) {
     typedef Sm90Shape<kStages, kBlocks> Shape;
     attention_launch<Shape>(attention_forward_sm90_kernel<Shape, false>, b.forward,
                             sizeof(Sm90Shared<1, Shape>), 0,
-                            attention_map(b.forward.qkv, B, T, 3 * b.forward.NH));
+                            tensor_map(b.forward.qkv, B, T, 3 * b.forward.NH));
 }
 template <Own kOwn, int kStages, int kBlocks> static void backward_sm90(const Buffers& b) {
     typedef Sm90Shape<kStages, kBlocks> Shape;
     attention_launch<Shape>(attention_backward_sm90_kernel<kOwn, Shape, false>, b.backward,
                             sizeof(Sm90Shared<2, Shape>), 0,
-                            attention_map(b.backward.qkv, B, T, 3 * b.backward.NH),
-                            attention_map(b.backward.dout, B, T, b.backward.NH));
+                            tensor_map(b.backward.qkv, B, T, 3 * b.backward.NH),
+                            tensor_map(b.backward.dout, B, T, b.backward.NH));
 }
 static void forward_plain(const Buffers& b) { attention_plain(b.forward, 0); }
 static void backward_plain(const Buffers& b) { attention_plain(b.backward, 0); }

@@ -91,7 +91,7 @@ SEEDS = {
                         "--lanes=4 -z=4096 --reduction=tree"),
         "enums": flags(1, "-k linear --kernels portable --grad-dtype fp32 -pi tcp -ps host:80 --seed 7"),
         "floats": flags(3, "--beta1 .9 --beta2=0.95 --eps 1E-8 --temperature 5. --grad-clip 1e30 -f 0 -r 2 "
-                        "-ge 0")},
+                        "-w 0")},
     "descriptor": {text.replace(":", "_"): text.encode() for text in DESCRIPTORS},
     "json": {
         "text": 'a "quoted" \\ word\n\t\x7f caf\u00e9 \U0001f600'.encode(),

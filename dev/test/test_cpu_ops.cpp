@@ -252,7 +252,11 @@ static void test_matmul(int N, int C, int OC) {
     CHECK_GRADIENT(bias, dbias, loss);
 
     Doubles hidden = random_tensor(inp.n, 2.0), dhidden(inp.n);
-    matmul_backward_input_cpu<double>({dhidden, dout, weight, nullptr, hidden, N, C, OC}, 0);
+    const Doubles dhidden_bias = gradient_of(shape, C, [&](GradOf<double> grad) {
+        matmul_backward_input_cpu<double>({dhidden, dout, weight, nullptr, hidden, N, C, OC, grad}, 0);
+    });
+    const Doubles hidden_sums = column_sums_of(dhidden, N, C);
+    CHECK_SAME(dhidden_bias, hidden_sums, kExact);
     auto loss_through_gelu = [&] {
         gelu_forward_cpu<double>({inp, hidden, hidden.n}, 0);
         return loss();

@@ -642,7 +642,7 @@ static void test_run() {
     }
     check_lives("flags of old programs", [] {
         Facts facts = {{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},
-                       {"flag.chat", "0"}, {"flag.muon-steps", "5"}};
+                       {"flag.chat", "0"}, {"flag.muon-steps", "5"}, {"flag.gelu-fusion", "0"}};
         settings_known(&facts, "flag.");
     });
     check_dies("a flag of old programs", [] {

@@ -19,7 +19,7 @@ NO_TEXT = "L2,NH2,C32,T32,V300"         # no tokenizer has 300 tokens
 VALUES = """
 -b 0 65537 1e1 10000000000000000000 | -t -1 | -z 1000000000000000 | -l -1 | -q 2 | -k cosin
 -x -1 +2 epochs | -u -1 | -c -0.1 | -v -1 | -m 0 | -s -1 | -g 0 | -n -1 | -nk -1 | -nm -1 | -lg -1
---log-every -1 | -r 3 | -f 2 | -a yes | -w 2 | -y 2 | -h 2 | -ge 3 | -sl -1 | -sg -1 | --seed -1
+--log-every -1 | -r 3 | -f 2 | -a yes | -w 2 | -y 2 | -h 2 | -sl -1 | -sg -1 | --seed -1
 --grad-clip -1 | --beta1 1 | --beta2 1 | --eps 0 | --optimizer sgd | --muon-lr -1 | --muon-momentum 1
 --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
 --top-k -1 | --top-p 1.5 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
@@ -58,10 +58,7 @@ REFUSED = f"""
 -z 2 -b 1 -t 4              => -z 2 | -zs
 -z 0 -b 1 -t 1              => -z 0 | -zs
 -t {T + 1}                  => {T + 1} | longest sequence, {T}
--ge 1 -r 1                  => -ge 1 | -r 0
--ge 1                       => -ge 1 needs the CUDA program
 --grad-dtype bf16           => --grad-dtype bf16 needs the CUDA program
---matmul-dtype fp8 -ge 1    => --matmul-dtype fp8 needs -ge 0
 --matmul-dtype fp8 -b 1 -t 8 => multiples of 16: -b 1 x -t 8 = 8 tokens
 --matmul-dtype fp8 -e L2,NH1,C24,T32,V256 => multiples of 16 | C = 24
 -y 1 -o ''                  => -y 1 needs -o

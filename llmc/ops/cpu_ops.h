@@ -449,6 +449,7 @@ template <class Real> void matmul_forward_cpu(const MatmulForward<Real, Real>& a
 
 // dinp[n,c] = sum over o of dout[n,o]*weight[o,c] + residual[n,c]; where pre_gelu is given, times
 // gelu'(pre_gelu[n,c]): the layer's input was gelu(pre_gelu), and this is the gradient before that GELU.
+// dbias[c] (=, +=) sum over n of dinp[n,c], as stored
 template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<Real, Real>& a) {
     const size_t n = (size_t)a.N * a.C;
     gemm_cpu(a.dinp, Accumulate::No, a.dout, Transpose::No, a.weight, Transpose::No, a.N, a.C, a.OC);
@@ -456,10 +457,7 @@ template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<R
         #pragma omp parallel for simd
         for (size_t i = 0; i < n; i++) { a.dinp[i] += a.residual[i]; }
     }
-    if (a.pre_gelu) {
-        #pragma omp parallel for simd
-        for (size_t i = 0; i < n; i++) { a.dinp[i] *= gelu_derivative(a.pre_gelu[i]); }
-    }
+    if (a.pre_gelu) { gelu_backward_inplace_cpu<Real>({a.dinp, a.dbias, nullptr, a.pre_gelu, a.N, a.C}); }
 }
 
 // dweight[o,c] (=, +=) sum over n of dout[n,o]*inp[n,c]

@@ -4,7 +4,7 @@ The linear layers (train_gpt2.cu, section 6.3) and Muon (6.8) use it. The includ
 PRECISION_NAME.
 
     gemm_init(workspace, gemm_workspace_bytes(), tf32);
-    bool done = gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k}, stream);
+    gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k}, stream);
     gemm_free();
 
 A plan takes the library's first suggestion. No timing takes part, so equal runs take equal algorithms.
@@ -39,7 +39,6 @@ struct Gemm {
     void* d = nullptr;
     const void *a, *b, *c = nullptr;    // c: null, or added; layout and type are D's, but for the stride
     const void* bias = nullptr;         // (m), or null; the epilogue must be one that adds it
-    void* aux = nullptr;                // (m,n): GELU's input, written (GELU_AUX) or read (DGELU); or null
     int m, n, k;
     bool trans_a = false, trans_b = false;      // op: the stored matrix is (k,m), or (n,k)
     cudaDataType_t d_type = cuda_type(floatX());
@@ -58,10 +57,9 @@ struct Gemm {
     size_t a_stride = 0, b_stride = 0, c_stride = 0, d_stride = 0;
 };
 
-typedef std::array<int64_t, 23> GemmKey;        // all that the choice of an algorithm may depend on
+typedef std::array<int64_t, 22> GemmKey;        // all that the choice of an algorithm may depend on
 struct GemmPlan {
     GemmKey key;
-    bool found;                         // false: the library has no algorithm for this
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c, d;
     cublasLtMatmulAlgo_t algo;
@@ -114,12 +112,11 @@ static inline void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
         if (p) { cublasCheck(cublasLtMatmulDescSetAttribute(desc, attribute, &p, sizeof(p))); }
     };
     set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, g.a_scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, g.b_scale);
 }
 
-// Sets the plan's algorithm, the one that the library's model takes for the fastest.
+// Sets the plan's algorithm, the one that the library's model takes for the fastest. Dies if there is none.
 static inline void gemm_choose(GemmPlan* plan, const Gemm& g) {
     cublasLtMatmulPreference_t pref;
     cublasCheck(cublasLtMatmulPreferenceCreate(&pref));
@@ -147,7 +144,11 @@ static inline void gemm_choose(GemmPlan* plan, const Gemm& g) {
                                                            plan->c, plan->d, pref, 1, &result, &count);
     cublasCheck(cublasLtMatmulPreferenceDestroy(pref));
     if (status != CUBLAS_STATUS_NOT_SUPPORTED) { cublasCheck(status); }
-    plan->found = count > 0;
+    if (count == 0) {
+        die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\n"
+            "hint: channel counts that are multiples of 8 always have one",
+            g.m, g.n, g.k, PRECISION_NAME);
+    }
     plan->algo = result.algo;
 }
 
@@ -177,10 +178,6 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, g.epilogue);
     if (g.fast) { set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, (int8_t)1); }
     if (g.bias) { set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(floatX())); }
-    if (g.aux) {
-        set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (int64_t)g.m);
-        set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(floatX()));
-    }
     gemm_set_pointers(plan.desc, g);                    // before the search: it reads their alignment
     const int a_rows = g.trans_a ? g.k : g.m, b_rows = g.trans_b ? g.n : g.k;
     cublasCheck(cublasLtMatrixLayoutCreate(&plan.a, type, a_rows, g.trans_a ? g.m : g.k, a_rows));
@@ -195,14 +192,12 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
     return plan;
 }
 
-// False, and nothing done, if the library cannot do this product (odd sizes with a fused epilogue).
-static inline bool gemm(const Gemm& g, Stream stream) {
+static inline void gemm(const Gemm& g, Stream stream) {
     const GemmAlignments at = gemm_alignments(g);
     const GemmKey key = {
         g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, at.a, at.b, at.c, at.d,
-        pointer_alignment(g.bias), pointer_alignment(g.aux), g.inp_type, g.count, g.count_all,
-        (int64_t)g.a_stride, (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride, g.fast,
-        g.b_is_e5m2};
+        pointer_alignment(g.bias), g.inp_type, g.count, g.count_all, (int64_t)g.a_stride,
+        (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride, g.fast, g.b_is_e5m2};
     GemmPlan* plan = nullptr;
     for (GemmPlan& p : gemm_state.plans) {
         if (p.key == key) { plan = &p; }
@@ -212,20 +207,11 @@ static inline bool gemm(const Gemm& g, Stream stream) {
         plan = &gemm_state.plans.back();
         plan->key = key;
     }
-    if (!plan->found) { return false; }
     gemm_set_pointers(plan->desc, g);
     const float beta = g.c ? g.beta : 0.0f;
     cublasCheck(cublasLtMatmul(gemm_state.handle, plan->desc, &g.alpha, g.a, plan->a, g.b, plan->b, &beta,
                                g.c ? g.c : g.d, plan->c, g.d, plan->d, &plan->algo, gemm_state.workspace,
                                gemm_state.workspace_bytes, stream));
-    return true;
-}
-
-static inline void gemm_or_die(const Gemm& g, Stream stream) {
-    if (gemm(g, stream)) { return; }
-    die("cuBLASLt has no algorithm for a matrix product of %d x %d x %d (m, n, k) in %s\n"
-        "hint: channel counts that are multiples of 8 always have one",
-        g.m, g.n, g.k, PRECISION_NAME);
 }
 
 #endif  // LLMC_OPS_CUBLASLT_H

@@ -419,6 +419,17 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
     return bits;
 }
 
+// The two values of such a register.
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
+    if constexpr (std::is_same<floatX, __nv_bfloat16>::value) {
+        return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+    } else {
+        floatX two[2];
+        memcpy(two, &pair, sizeof(pair));
+        return make_float2((float)two[0], (float)two[1]);
+    }
+}
+
 // Rounds four values to e4m3 or e5m2 (PTX cvt, sm_89 and later), x[0] into the lowest byte.
 #define FP8_QUAD(format)                                                                                  \
     asm("{.reg .b16 low, high;\n"                                                                         \
@@ -486,6 +497,38 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
         : "memory");
 }
 
+// Arrives at the barrier which block `rank` of the cluster has at this address. (With .release.cluster the
+// warp would first wait until all its stores are visible to the GPU.)
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) {
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(
+                     smem_address(barrier)),
+                 "r"(rank)
+                 : "memory");
+}
+// Of all threads of a cluster; of `threads` of a block, whole warps (number 0 is __syncthreads).
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+__device__ __forceinline__ void named_barrier(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+// A warpgroup gives registers back, and others take them: kCount a thread from now on, a multiple of 8.
+template <int kCount> __device__ __forceinline__ void registers_give() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount> __device__ __forceinline__ void registers_take() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// The way back of ldmatrix_x4, without _trans.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 // Starts the copy of the map's box at coordinates (c0, c1, c2, c3), innermost first. Elements outside of the
 // tensor arrive as zeros, and their bytes count. One thread calls it; the bytes arrive at `barrier`.
 __device__ __forceinline__ void tma_load_4d(void* shared, const CUtensorMap* map, uint64_t* barrier, int c0,
@@ -495,6 +538,34 @@ __device__ __forceinline__ void tma_load_4d(void* shared, const CUtensorMap* map
         "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(smem_address(shared)),
         "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(smem_address(barrier))
         : "memory");
+}
+// The same into all `blocks` (a bit each) of the cluster, at the addresses that this block gives.
+__device__ __forceinline__ void tma_load_4d_multicast(void* shared, const CUtensorMap* map, uint64_t* barrier,
+                                                      int c0, int c1, int c2, int c3, int blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(smem_address(shared)),
+        "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(smem_address(barrier)), "h"((uint16_t)blocks)
+        : "memory");
+}
+// The way back. Elements outside of the tensor are not written. fence makes what this thread has written to
+// shared memory visible to the copy engine. commit closes the thread's group of copies. wait returns when at
+// most the last kPending groups have still to read shared memory.
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, const void* shared, int c0, int c1,
+                                             int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+                     map),
+                 "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(smem_address(shared))
+                 : "memory");
+}
+__device__ __forceinline__ void tma_store_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int kPending> __device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 // Starts the copy of `bytes` contiguous bytes, a multiple of 16.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint64_t* barrier, int bytes) {
@@ -531,19 +602,22 @@ __device__ __forceinline__ void pin_registers(uint32_t (&a)[4][4]) {
 }
 
 // Descriptor of a tile with rows of 64 16-bit elements in the 128-byte swizzle (PTX ISA, "Matrix Descriptor
-// Format"), in units of 16 bytes: its address; 1 in bits 16 to 29, which nothing reads for rows of 128 bytes;
-// 64, as groups of 8 rows are 1024 bytes apart; and in bits 62 and 63 the swizzle's number, 1.
-__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
-    return (uint64_t)((smem_address(tile) & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+// Format"), in units of 16 bytes: its address; in bits 16 to 29 how far apart its blocks of 64 columns are,
+// read only of a transposed operand that has several; 64, as groups of 8 rows are 1024 bytes apart; and in
+// bits 62 and 63 the swizzle's number, 1.
+__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, int block_bytes = 16) {
+    return (uint64_t)((smem_address(tile) & 0x3ffff) >> 4) | ((uint64_t)(block_bytes / 16) << 16) |
+           (64ull << 32) | (1ull << 62);
 }
 
 #define WGMMA_REGS                                                           \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_OPS_4(IO, d, n) IO(d[n][0]), IO(d[n][1]), IO(d[n][2]), IO(d[n][3])
-#define WGMMA_OPS(IO, d)                                                                        \
-    WGMMA_OPS_4(IO, d, 0), WGMMA_OPS_4(IO, d, 1), WGMMA_OPS_4(IO, d, 2), WGMMA_OPS_4(IO, d, 3), \
-        WGMMA_OPS_4(IO, d, 4), WGMMA_OPS_4(IO, d, 5), WGMMA_OPS_4(IO, d, 6), WGMMA_OPS_4(IO, d, 7)
+#define WGMMA_OPS(IO, d, n)                                                                           \
+    WGMMA_OPS_4(IO, d, n), WGMMA_OPS_4(IO, d, n + 1), WGMMA_OPS_4(IO, d, n + 2),                      \
+        WGMMA_OPS_4(IO, d, n + 3), WGMMA_OPS_4(IO, d, n + 4), WGMMA_OPS_4(IO, d, n + 5),              \
+        WGMMA_OPS_4(IO, d, n + 6), WGMMA_OPS_4(IO, d, n + 7)
 
 // d (64,64) = or += A (64,16) B (64,16)^T, both in shared memory. The first step of a product stores ("=f"),
 // the later ones add ("+f"): a "+f" on registers that hold nothing yet would make the compiler set them
@@ -554,8 +628,30 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
 template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
 #define WGMMA(IO, ADD)                                          \
     asm volatile(WGMMA_64 "%32, %33, " ADD ", 1, 1, 0, 0;"      \
-                 : WGMMA_OPS(IO, d)                          \
+                 : WGMMA_OPS(IO, d, 0)                       \
                  : "l"(a), "l"(b))
+    if constexpr (kAdd) { WGMMA("+f", "1"); }
+    else { WGMMA("=f", "0"); }
+#undef WGMMA
+}
+
+// d (64,256) = or += A (64,16) B (16,256), both in shared memory. kTransB: B lies with k as the slower index.
+#define WGMMA_REGS_256                                                                             \
+    WGMMA_REGS ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "      \
+    "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, "    \
+    "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, "    \
+    "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, "   \
+    "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, "    \
+    "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_OPS_256(IO, d) \
+    WGMMA_OPS(IO, d, 0), WGMMA_OPS(IO, d, 8), WGMMA_OPS(IO, d, 16), WGMMA_OPS(IO, d, 24)
+template <bool kAdd, bool kTransB>
+__device__ __forceinline__ void wgmma_shared_256(float (&d)[32][4], uint64_t a, uint64_t b) {
+#define WGMMA(IO, ADD)                                                                                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS_256 \
+                 "}, %128, %129, " ADD ", 1, 1, 0, %130;"                                                 \
+                 : WGMMA_OPS_256(IO, d)                                                                   \
+                 : "l"(a), "l"(b), "n"((int)kTransB))
     if constexpr (kAdd) { WGMMA("+f", "1"); }
     else { WGMMA("=f", "0"); }
 #undef WGMMA
@@ -564,7 +660,7 @@ template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][
 // d (64,64) += A (64,16) B (16,64), A in registers, B in shared memory.
 __device__ __forceinline__ void wgmma_registers(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(WGMMA_64 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : WGMMA_OPS("+f", d)
+                 : WGMMA_OPS("+f", d, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

@@ -82,17 +82,19 @@ template <class X, class S> struct MatmulForward {      // out = inp weight^T + 
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
     const X* residual = nullptr;        // (N,OC) or null; not `out`
-    X* pre_gelu = nullptr;              // (N,OC) or null; else pre_gelu = the sum and out = gelu(it), without
-                                        // a residual
+    X* pre_gelu = nullptr;              // (N,OC) or null; else pre_gelu = the sum and out = gelu(it as
+                                        // stored), without a residual
     int N, C, OC;
 };
 template <class X, class S> struct MatmulBackwardInput {        // dinp = dout weight + residual
     X* dinp;                            // (N,C)
     const X *dout, *weight;             // (N,OC) (OC,C)
     const X* residual;                  // (N,C) or null: another gradient of the input; not `dinp`
-    const X* pre_gelu;                  // (N,C) or null; else dinp is multiplied by gelu'(pre_gelu), without
-                                        // a residual
+    const X* pre_gelu;                  // (N,C) or null; else dinp is rounded, and then multiplied by
+                                        // gelu'(pre_gelu), without a residual
     int N, C, OC;
+    GradOf<S> dbias = {};               // (C) or null: column sums of dinp, as stored; with pre_gelu only
+    S* scratch = nullptr;               // where dbias is wanted
 };
 template <class X, class S> struct MatmulBackwardWeight {       // dweight (+)= dout^T inp
     GradOf<S> dweight;                  // (OC,C)
@@ -362,7 +364,8 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
       out("branch_bias0", a.branch[0].dbias, a.C), out("branch_bias1", a.branch[1].dbias, a.C))        \
     X(matmul_forward, MatmulForward, out("out", a.out, a.N, a.OC),                                     \
       out("pre_gelu", a.pre_gelu, a.N, a.OC))                                                          \
-    X(matmul_backward_input, MatmulBackwardInput, out("dinp", a.dinp, a.N, a.C))                       \
+    X(matmul_backward_input, MatmulBackwardInput, out("dinp", a.dinp, a.N, a.C),                       \
+      out("dbias", a.dbias, a.C))                                                                      \
     X(matmul_backward_weight, MatmulBackwardWeight, out("dweight", a.dweight, a.OC, a.C))              \
     X(bias_backward, BiasBackward, out("dbias", a.dbias, a.OC))                                        \
     X(grad_accumulate, GradAccumulate, out("grad", a.grad, a.n))                                       \

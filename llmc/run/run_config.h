@@ -66,7 +66,7 @@ struct RunConfig {
     OnBadLoss on_bad_loss;
 
     // computation
-    int recompute, gelu_fusion, tf32, master;
+    int recompute, tf32, master;
     ResidualDtype residual_dtype;
     GradDtype grad_dtype;
     MatmulDtype matmul_dtype;
@@ -200,8 +200,6 @@ static const Flag kFlags[] = {
     {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
         "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms; 1 and 2 also what "
         "attention's dropout keeps"},
-    {"ge",  "gelu-fusion",     FLAG_INT,    &run.gelu_fusion,    "0",       0, 2, nullptr,
-        "GELU in the GEMM's epilogue: 0 no, 1 forward, 2 forward and backward (needs -r 0)", FLAG_FIXED},
     {"",    "residual-dtype",  FLAG_ENUM,   &run.residual_dtype, "branch",  0, 0, RESIDUAL_NAMES,
         "the residual stream and its gradient: in the branches' type, or in fp32 (the norm adds); of -e "
         "model.bin the model's own, unless given", FLAG_FIXED},
@@ -282,7 +280,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "master-weights grad-dtype matmul-dtype process-init process-server process-folder processes "
      "process-rank gpus-per-node"},
     {"for measuring and debugging", "",
-     "overfit log-gpu tf32 gelu-fusion kernels lanes reduction"}};
+     "overfit log-gpu tf32 kernels lanes reduction"}};
 
 // The command line with `eval|sample|chat RUN` in front written out as flags. Sets run.chat, which has none.
 static inline std::vector<const char*> words_in_full(int argc, char** argv) {
@@ -399,7 +397,7 @@ static inline std::string from_start(const std::string& pattern, const std::stri
 // program does. "": any value; the flag concerned only one start, or settings_known says it in today's words.
 constexpr struct { const char *name, *value; } kFormerFlags[] = {
     {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"},
-    {"fp8-head", ""}, {"start-timeout", ""}};
+    {"fp8-head", ""}, {"start-timeout", ""}, {"gelu-fusion", "0"}};
 
 // Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
 static inline void settings_known(Facts* facts, const std::string& prefix) {
@@ -560,9 +558,6 @@ static inline void fp8_check(const Config& c, const Build& build) {
         die("--matmul-dtype fp8 needs a program with PRECISION=BF16; this one computes in %s",
             build.precision);
     }
-    if (run.gelu_fusion > 0) {
-        die("--matmul-dtype fp8 needs -ge 0: its matrix products have no GELU in the epilogue");
-    }
     if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || (head && c.Vp % 16 != 0)) {
         die("--matmul-dtype fp8 needs multiples of 16: -b %d x -t %d = %d tokens, C = %d, wte of %d rows",
             run.B, run.T, run.B * run.T, c.C, c.Vp);
@@ -588,10 +583,6 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
     variant_check(c, is_descriptor);
     batch_check(*c, build);
     fp8_check(*c, build);
-    if (run.gelu_fusion > 0 && run.recompute > 0) {
-        die("-ge %d needs -r 0: a recomputed GELU works on rounded values and would differ from the fused "
-            "one", run.gelu_fusion);
-    }
     for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-decay"}) {
         if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {
             die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
@@ -604,9 +595,6 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
     }
     if (!build.is_cuda && run.grad_dtype != GradDtype::Fp32) {
         die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");
-    }
-    if (!build.is_cuda && run.gelu_fusion != 0) {
-        die("-ge %d needs the CUDA program; the CPU build has no GEMM epilogues", run.gelu_fusion);
     }
     run.max_steps = max_steps_of(run.max_steps_text);
     if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == OnBadLoss::Rewind)) {
