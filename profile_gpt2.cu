@@ -166,9 +166,7 @@ static void print_plans() {
         auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute) {
             int value = -1;
             size_t written = 0;
-            if (p.found) {
-                cublasLtMatmulAlgoConfigGetAttribute(&p.algo, attribute, &value, sizeof(value), &written);
-            }
+            cublasLtMatmulAlgoConfigGetAttribute(&p.algo, attribute, &value, sizeof(value), &written);
             return value;
         };
         printf("gemm m %d n %d k %d %c%c epilogue %d beta %d: algorithm %d tile %d stages %d split-k %d\n",
