@@ -135,19 +135,22 @@ class Ladder:
             step = r"^step (\d+)/(\d+) \| loss (\S+) .*\| ([\d.]+) ms \|"
             steps = re.findall(step, done.stdout, re.M)
             whole = steps and steps[-1][0] == steps[-1][1]      # Ctrl-C ends one with exit code 0, too
-            if done.returncode != 0 or not whole:
-                self.failed += 1
-                print(f"{what}: failed: {done.stderr.strip()[-300:] or 'it was broken off'}", flush=True)
-                return
             losses = re.findall(r"^val loss (\S+) @(\d+)", done.stdout, re.M)
+            if done.returncode != 0 or not whole or not losses:
+                self.failed += 1
+                why = "it validates nothing" if whole else "it was broken off"
+                print(f"{what}: failed: {done.stderr.strip()[-300:] or why}", flush=True)
+                return
             train = [float(loss) for _, _, loss, _ in steps]
             vals = [(int(at), float(loss)) for loss, at in losses]
             run = {"flags": words, "val": vals[-1][1], "train": statistics.mean(train[-100:]), "vals": vals,
-                   "losses": train, "ms": [float(ms) for *_, ms in steps]}
+                   "losses": train, "ms": [float(ms) for *_, ms in steps],
+                   "skipped": done.stderr.count(": update skipped\n")}
             with open(self.args.results, "a", encoding="utf-8") as f:
                 f.write(json.dumps(run) + "\n")
             self.runs[words], self.longest = run, max(self.longest, took)
-            print(f"{what}: val {run['val']:.4f}, train {run['train']:.4f}", flush=True)
+            skipped = f", {run['skipped']} updates skipped" if run["skipped"] else ""
+            print(f"{what}: val {run['val']:.4f}, train {run['train']:.4f}{skipped}", flush=True)
 
     def table(self):
         yield "| setting | seeds | val loss | gain | in training | steps | seconds | |\n" + 8 * "|---" + "|"

@@ -81,6 +81,10 @@ def test_ladder(table, monkeypatch, capsys):
     write("ends_early", f"#!/bin/sh\n{Program.path} \"$@\" | grep -v '^step 4/4'\n")
     code, out_early, runs_early = climb(monkeypatch, capsys, "--program", "./ends_early", "--seeds", "3")
     assert (code, runs_early, out_early.count("it was broken off")) == (1, runs, 4)
+    write("skips", f"#!/bin/sh\necho 'step 2: x: update skipped' >&2\n{Program.path} \"$@\"\n")
+    code, out_skips, skips = climb(monkeypatch, capsys, "--program", "./skips", "--results", "skips.jsonl")
+    assert code == 1 and out_skips.count(", 1 updates skipped\n") == 8 and not any(r["skipped"] for r in runs)
+    assert climb(monkeypatch, capsys, "--flags", "-v 0")[1].count("failed: it validates nothing") == 8
     again, out_again, runs_again = climb(monkeypatch, capsys)
     assert again == 1 and runs_again == runs and out_again.endswith(out[out.index("| setting"):])
     write("runs.jsonl", read("runs.jsonl") + b'{"flags": "-b')
