@@ -1198,7 +1198,8 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 //     pre_full[...]  backward: a block of 64 columns of pre_gelu is in staging, where dinp replaces it
 //
 // What GELU reads is rounded first, and what is summed is what was stored. So the bits are those of a product
-// by cuBLASLt and the ops above, where cuBLASLt adds k = 0, 1, 2, ... one after the other.
+// by cuBLASLt and the ops above, where cuBLASLt adds k = 0, 1, 2, ... one after the other. Only dbias
+// differs: its sums go by 64 rows.
 constexpr int kGeluRows = 128, kGeluColumns = 256, kGeluK = 64, kGeluStages = 4, kGeluSlices = 8;
 constexpr int kGeluCluster = 2, kGeluThreads = 3 * 4 * kWarp;
 
@@ -4588,7 +4589,7 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // multiplies as without FP8 and takes the largest elements alone; the second's scales come from these. If the
 // first step is not finite, scales stay 1 until later steps have found largest elements.
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
-// below 1e-5. Rare tokens, each of them nothing, would keep a tenth of the probability.
+// below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
 enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
 constexpr struct { ParamId weight, bias; ActId inp8; } kLinears[] = {
     {PARAM_qkvw, PARAM_qkvb, ACT_qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, ACT_attproj_inp8},

@@ -107,7 +107,8 @@ static void test_wrong_files() {
         {false, completion, 60000, longest, {"completion 0", "60000 tokens"}},
         {false, last, good.words[last] + 1, longest, {"completion 3", "are possible"}},
         {false, context + 1, 100, longest, {"question 1", "token id 100", "0..99"}},
-        {false, completion + 1, 100, longest, {"token id 100"}}};
+        {false, completion + 1, 100, longest, {"token id 100"}},
+        {false, completion + 1, 65535, longest, {"token id 65535"}}};
     for (const auto& c : changes) {
         File file = good;
         if (c.header) { file.header[c.at] = c.value; }
