@@ -1466,7 +1466,7 @@ __global__ void __launch_bounds__(kGeluThreads, 1)
 #endif
 }
 
-// Of gelu_backward_inplace as well.
+// Of matmul_backward_input with dbias, and of gelu_backward_inplace.
 static size_t gelu_backward_scratch_bytes(int N, int OC) {
     return std::max(bias_backward_scratch_bytes(N, OC), (size_t)ceil_div(N, 64) * OC * sizeof(float));
 }
