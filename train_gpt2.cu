@@ -6228,6 +6228,7 @@ static void write_alone(Training* t) {
 int main(int argc, char** argv) {
     device_prepare(argv);
     const std::vector<const char*> words = words_in_full(argc, argv);
+    gelu_flag_check(words);
     flags_parse(kFlags, kNumFlags, (int)words.size(), words.data(), kFlagGroups);
     if (run.plan[0] != '\0') {
         print_plan();

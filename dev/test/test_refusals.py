@@ -41,6 +41,8 @@ def test_value(row):
 REFUSED = f"""
 --foo 1                     => --foo
 -Z 1                        => -Z
+-ge 0                       => -ge 0: | by itself | hint: leave -ge out
+--gelu-fusion 2             => --gelu-fusion 2: | hint: leave --gelu-fusion out
 -b 65537                    => 1 to 65536
 -x 1e5                      => -x | digits only: 100000
 -x ''                       => -x

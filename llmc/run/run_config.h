@@ -300,6 +300,17 @@ static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     return words;
 }
 
+// Dies at -ge, a flag of llm.c's that scripts may still have.
+static inline void gelu_flag_check(const std::vector<const char*>& words) {
+    for (size_t i = 1; i < words.size(); i++) {
+        const std::string word = words[i], flag = word.substr(0, word.find('='));
+        if (flag != "-ge" && flag != "--gelu-fusion") { continue; }
+        const std::string value = word == flag && i + 1 < words.size() ? std::string(" ") + words[i + 1] : "";
+        die("%s: there is no such flag; on Hopper GELU rides in the matrix products by itself\n"
+            "hint: leave %s out", flags_show(word + value).c_str(), flag.c_str());
+    }
+}
+
 // Prints text that is no result; --verbose -1 suppresses it.
 __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ...) {
     if (run.verbose < 0) { return; }
