@@ -1169,7 +1169,7 @@ static void test_scratch() {
             CHECK(bf16 >= bytes + dwte && bf16 >= dwte + (size_t)C * C * 16, "C=%d N=%d: bf16 gradients", C,
                   N);
             for (size_t op : {encoder_backward_scratch_bytes(1, N, C), norm_backward_scratch_bytes(N, C, 3),
-                              bias_backward_scratch_bytes(N, 3 * C), bias_backward_scratch_bytes(N, 4 * C),
+                              bias_backward_scratch_bytes(N, 3 * C), gelu_backward_scratch_bytes(N, 4 * C),
                               attention_backward_scratch_bytes(1, N, 1)}) {
                 CHECK(bytes >= op, "C=%d N=%d: %zu bytes, an op takes %zu", C, N, bytes, op);
             }
