@@ -2548,6 +2548,11 @@ static void test_kernels() {
             test_matmul_gelu(300, 1600, 768);
             test_matmul_gelu(3112, 512, 1536);          // blocks take several tiles
         }
+        for (int C : {448, 512, 520, 768, 1600}) {
+            const bool fits = attention_uses_sm90(64) && C >= 512 && C % 64 == 0;
+            CHECK(strcmp(gelu_form(C), fits ? "in its products (sm90)" : "apart") == 0, "C=%d: GELU %s", C,
+                  gelu_form(C));
+        }
     }
     TEST("kernels: attention") {
         test_attention_forms();

@@ -1471,10 +1471,17 @@ static size_t gelu_backward_scratch_bytes(int N, int OC) {
     return std::max(bias_backward_scratch_bytes(N, OC), (size_t)ceil_div(N, 64) * OC * sizeof(float));
 }
 
+// Whether these kernels serve a product.
+static bool gelu_uses_sm90(int K, int columns) {
+    const bool whole = K % kGeluK == 0 && K >= kGeluSlices * kGeluK && columns % kGeluColumns == 0;
+    return kLowPrecision && whole && sm90_kernels_run();
+}
+// Where a model of C channels computes GELU, for the printed line. Both passes have products of this shape.
+static const char* gelu_form(int C) { return gelu_uses_sm90(C, 4 * C) ? "in its products (sm90)" : "apart"; }
+
 template <GeluPass kPass> static bool gelu_matmul([[maybe_unused]] const GeluProduct& p, Stream stream) {
     if constexpr (kLowPrecision) {
-        const bool whole = p.K % kGeluK == 0 && p.K >= kGeluSlices * kGeluK && p.columns % kGeluColumns == 0;
-        if (!whole || !sm90_kernels_run()) { return false; }
+        if (!gelu_uses_sm90(p.K, p.columns)) { return false; }
         constexpr int kPart = kGeluColumns / kGeluCluster;
         const GeluMaps maps = {tensor_map(p.rows, 1, p.N, p.K / 64, kGeluRows),
                                kPass == GeluPass::Forward
@@ -5841,7 +5848,8 @@ static void print_model(const GPT2& model) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
-    printf("kernels: attention %s\n", attention_form(c.C / c.NH));
+    printf("kernels: attention %s, GELU %s\n", attention_form(c.C / c.NH),
+           model.options.fp8 ? "in FP8's casts" : gelu_form(c.C));
 }
 
 // Allocates the model. Its parameters are a checkpoint's, a model file's, or random.
