@@ -13,6 +13,7 @@ import glob
 import os
 import re
 import shutil
+import subprocess
 import time
 
 import pytest
@@ -362,6 +363,18 @@ def test_ranks_that_do_not_fit(what):
     ended([Job({**flags, **tcp(0, port)}), Job({}, [program, *words[1:]], cwd=place)], "rank 1", *said)
     # where only one rank has no data, rank 0 may have begun to write when it hears of it
     assert what == "no data" or not os.path.exists(flags["-o"])
+
+
+@pytest.mark.cpu_only
+def test_ranks_that_part():
+    """Rank 1 gets other learning rates from its cosine: its parameters differ, and no model is saved."""
+    write("cosine.cpp", 'extern "C" double cos(double) { return 0.5; }')
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", "cosine.so", "cosine.cpp"], check=True)
+    port, flags = free_port(), {"-e": trained(), "-k": "cosine", "-o": "parted", **batch(8)}
+    ended([Job({**flags, **tcp(0, port)}),
+           Job({**flags, **tcp(1, port)}, env={"LD_PRELOAD": os.path.abspath("cosine.so")})],
+          "after 6 steps the parameters of rank 1")
+    assert len(log_lines("parted")) == 6 and not glob.glob("parted/model_*")
 
 
 # ---- stops ----
