@@ -530,8 +530,9 @@ template <int kCount> __device__ __forceinline__ void row_sums(float (&x)[kCount
     }
 }
 
-// The forward. A block takes kRows rows, which stay in registers as words. Two rows share the loads of weight
-// and bias. kAdds: there may be branches. With up to 4 vectors an SM has room for 1024 threads, else for 512.
+// The forward. A block takes kRows rows, which stay in registers as words; after keep_packed their floats are
+// computed again. Two rows share the loads of weight and bias. kAdds: there may be branches. With up to 4
+// vectors an SM has room for 1024 threads, else for 512.
 template <int kRows, int kVectors, bool kAdds, class Residual>
 __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1) > 4 ? 1 : 2)
     norm_forward_kernel(NormForwardX a) {
@@ -3834,8 +3835,9 @@ struct SampleRow {                      // as a block sees it
         return find(V, &target, [=](uint32_t i, uint32_t j) { return sum(i, j, f); });
     }
 
-    // Of the likeliest tokens, the fewest such that their f(logit) adds up to `wanted`. No key below `low` is
-    // tried, nor one above `best`, the row's largest. NaN, which has key 0, never fits.
+    // Of the likeliest tokens, the fewest such that their f(logit) adds up to `wanted`. The search counts
+    // keys downwards: number i is best - i, from `best`, the row's largest, to `low`. What larger keys leave
+    // of `wanted` is for ids with the key that it finds. NaN, which has key 0, never fits.
     template <class F>
     __device__ __forceinline__ SampleCut cut(uint32_t low, uint32_t best, Weight64 wanted, F f) const {
         Weight64 rest = wanted - 1;
@@ -4422,9 +4424,9 @@ static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, 
         gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, losses + lane, add);
         gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, exchanges);
     };
-    // In a graph a kernel begins 1 us sooner after the one before: 0.35 ms for 124M's 350. An exchange waits
-    // for events from outside, which a graph cannot. FP8 does other work in its first step, and in the first
-    // micro-step of each.
+    // In a graph a kernel begins 1 us sooner after the one before: 0.35 ms for 124M's 350. Arguments change,
+    // so each micro-step records its graph anew. An exchange waits for events from outside, which a graph
+    // cannot. FP8 does other work in its first step, and in the first micro-step of each.
     if (model->options.graphs && split.world == 1 && !model->options.fp8) {
         Graph* graphs = model->micro_step[add == Accumulate::Yes];
         graph_run(&graphs[model->feed.buckets.num_splits > 0], model->stream, work, true);
@@ -4509,7 +4511,8 @@ struct Pass {
 //     encoded      the embedding                           layer 0's
 //     residual2    x + attention(ln1(x))                   ln2; in sequential blocks only
 //     residual3    the output of layer l                   layer l + 1's; lnf after the last layer
-// A layer has the norm ln1; a parallel block has ln1 and ln2, which read the same x.
+// A layer has the norm ln1; a parallel block has ln1 and ln2, which read the same x. Forward, backward and
+// section 9 go from point to point, so what meets at a point is said once, in the two functions below.
 enum class Branch { Attention, Mlp };
 struct ResidualPoint {
     void* sum;                          // (B,T,C) floatX, or fp32
@@ -4783,7 +4786,7 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
 }
 
 // ---- loss ----
-// Logits (rows,Vp) of rows of lnf, (rows,C).
+// Logits (rows,Vp) of rows of lnf, (rows,C). To a linear layer it does not matter whose tokens the rows are.
 static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, bool trains = false) {
     const Pass pass = {model, model->acts.specs, 1, rows, trains};
     linear_forward(pass, 0, Linear::Head, {pass.acts(0).logits, lnf});
@@ -5286,7 +5289,7 @@ static void gpt2_update(GPT2* model, double lr, double muon_lr) {
     gpt2_exchange_now(model, [&](Stream stream) {
         device_all_gather(exchange.records, exchange.record_bytes, stream);
     });
-    if (o.fp8) {
+    if (o.fp8) {                            // first: it makes the norm infinite where too much has saturated
         fp8_scales({.tensors = model->fp8.tensors, .saturated = &model->state->fp8_saturated,
                     .records = exchange.records, .record_bytes = exchange.record_bytes,
                     .stats_at = exchange.stats_at, .ranks = split.world, .rank = split.rank,
