@@ -131,6 +131,10 @@ static bool has_fp32_residual(const Config& c) {
     return c.residual_fp32 && (bytes_floatX == 2 || hooks.fp32_builds_follow);
 }
 
+// Whether a branch and its gradient stand apart from the stream's: its last GEMM then cannot add it, and the
+// norm does.
+static bool branches_apart(const Config& c, bool drops) { return drops || has_fp32_residual(c); }
+
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
 // autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
@@ -247,7 +251,7 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
                         bool drops = false, bool fp8 = false, bool fp8_head = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
-    const size_t second = c.block != Block::ParallelTied, apart = drops || has_fp32_residual(c);
+    const size_t second = c.block != Block::ParallelTied, apart = branches_apart(c, drops);
     const size_t dropout = trains && drops, bytes_void = has_fp32_residual(c) ? bytes_float : bytes_floatX;
     const size_t wide8 = fp8_head ? std::max(4 * C, Vp) : 4 * C;
     const bool ALWAYS = trains;
@@ -3928,7 +3932,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     int muon_steps = 5;         // of Newton-Schulz
     int64_t muon_warmup = 0;    // steps in which the momentum rises
     double muon_momentum = 0.95, muon_decay = 0.0;
-    float loss_scale;           // FP16: the first one; 0: kFirstLossScale
+    float loss_scale = kFirstLossScale;         // FP16: the first one
     float skip_loss, skip_norm; // UpdatePolicy's max_loss_score and max_norm_score; 0: no update is skipped
     uint64_t seed;
     int text_rows = 0;          // texts that can be written at once; 0: none
@@ -4207,8 +4211,7 @@ static void gpt2_write_state(GPT2* model, const DeviceState& state) {
 
 static void optimizer_init(GPT2* model) {
     DeviceState state = {};
-    const float first_scale = model->options.loss_scale > 0.0f ? model->options.loss_scale : kFirstLossScale;
-    state.update.loss_scale = kFp16 ? first_scale : 1.0f;
+    state.update.loss_scale = kFp16 ? model->options.loss_scale : 1.0f;
     gpt2_write_state(model, state);
     if (!model->options.trains) { return; }
     model->opt.v = model->opt.m + model->layout.state_elems;
@@ -4749,16 +4752,15 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
                          const CacheFill* cache = nullptr) {
     const Config& c = model->config;
     const bool trains = mode == ClassifierMode::LossAndGrad, drops = trains && model->options.dropout > 0.0;
-    const bool apart = has_fp32_residual(c);
     Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T, trains}, cache, drops,
-                 !drops && !apart, {}};
+                 !branches_apart(c, drops), {}};
     f.waiting[0] = f.acts(0).dnarrow, f.waiting[1] = f.acts(0).dnarrow2;
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
         gpt2_await_params(model, model->layout.bucket_of(kind, Where::Global, 0));
     }
     const Params p = f.params(0);
     ResidualPoint x = point_after_layer(f, -1);
-    floatX* embedding = apart ? f.waiting[0] : (floatX*)x.sum;
+    floatX* embedding = has_fp32_residual(c) ? f.waiting[0] : (floatX*)x.sum;
     encoder_forward({embedding, model->feed.inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
     gpt2_add_and_norm(f, x, nullptr);                                           // ln1(x)
     for (int l = 0; l < c.L; l++) {
@@ -4933,7 +4935,7 @@ static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accum
         if (c.norm == NormKind::Layer) { n.y[k].dbias = b.grad(x.norm[k].bias, x.layer); }
     }
     for (int k = 0; k < std::max(x.branches, 1); k++) {
-        if (drops || has_fp32_residual(c)) { n.branch[k].dout = dbranch[k]; }
+        if (branches_apart(c, drops)) { n.branch[k].dout = dbranch[k]; }
         if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, x, k, N); }
         if (x.branches == 0) { continue; }                          // the embedding
         const ParamId bias = x.branch[k] == Branch::Attention ? PARAM_attprojb : PARAM_fcprojb;
@@ -4952,7 +4954,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     const Config& c = model->config;
     const Options& o = model->options;
     const int N = B * T;
-    const bool apart = o.dropout > 0.0 || has_fp32_residual(c);    // branches have their own gradients
+    const bool apart = branches_apart(c, o.dropout > 0.0);
     Stream stream = model->stream;
     Backward b = {{model, model->acts.specs, B, T, true, model->acts.scratch}, acc, exchanges, {}};
     auto recompute = [&](const ResidualPoint& x) {
