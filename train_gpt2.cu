@@ -4654,24 +4654,20 @@ static void cast_operand(const Pass& pass, const Fp8Operand& to, Fp8Mode mode, F
     fp8_cast(a, pass.stream());
 }
 
-struct LinearForward {
-    floatX* out;                        // = inp weight^T + bias + residual
-    const floatX* inp;
-    const floatX* residual = nullptr;   // (N,OC) or null
-    floatX* gelu = nullptr;             // (N,OC) or null; else = gelu(out), unless the next layer's cast
-                                        // computes it (FP8)
-    const floatX* pre_gelu = nullptr;   // null; else inp = gelu(pre_gelu)
-};
-static void linear_forward(const Pass& pass, int l, Linear which, const LinearForward& a) {
+// out = inp weight^T + bias + residual; residual: (N,OC) or null. GELU lies between fc and fcproj: fc stores
+// its sum in fch, and GELU of that in out. With FP8 fc leaves out alone: fcproj's cast computes GELU of fch.
+static void linear_forward(const Pass& pass, int l, Linear which, floatX* out, const floatX* inp,
+                           const floatX* residual = nullptr) {
     const LinearLayer p = linear_layer(pass, l, which);
-    const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && a.pre_gelu;
+    const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && which == Linear::FcProj;
+    floatX* fch = pass.acts(l).fch;
     if (p.fp8 != Fp8Mode::Off) {
-        cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? a.pre_gelu : a.inp,
+        cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? fch : inp,
                      .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
     if (!is_fp8) {
-        return matmul_forward({.out = a.gelu ? a.gelu : a.out, .inp = a.inp, .weight = p.weight,
-                               .bias = p.bias, .residual = a.residual, .pre_gelu = a.gelu ? a.out : nullptr,
+        return matmul_forward({.out = out, .inp = inp, .weight = p.weight, .bias = p.bias,
+                               .residual = residual, .pre_gelu = which == Linear::Fc ? fch : nullptr,
                                .N = p.N, .C = p.C, .OC = p.OC}, pass.stream());
     }
     if (pass.model->fp8.casts_weights) {                // first its largest element, then with that the cast
@@ -4680,9 +4676,9 @@ static void linear_forward(const Pass& pass, int l, Linear which, const LinearFo
                          .C = p.C});
         }
     }
-    fp8_matmul({.out = a.out, .a = p.inp8.bytes, .b = p.weight8.bytes, .a_tensor = p.inp8.tensor,
-                .b_tensor = p.weight8.tensor, .bias = p.bias, .residual = a.residual, .M = p.N, .N = p.OC,
-                .K = p.C, .fast = true}, pass.stream());
+    fp8_matmul({.out = which == Linear::Fc ? fch : out, .a = p.inp8.bytes, .b = p.weight8.bytes,
+                .a_tensor = p.inp8.tensor, .b_tensor = p.weight8.tensor, .bias = p.bias,
+                .residual = residual, .M = p.N, .N = p.OC, .K = p.C, .fast = true}, pass.stream());
 }
 
 // ---- forward ----
@@ -4709,7 +4705,7 @@ static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const f
                                    const floatX* inp) {
     const int B = f.B, T = f.T, C = f.model->config.C, NH = f.model->config.NH;
     const Acts a = f.acts(l);
-    linear_forward(f, l, Linear::Qkv, {a.qkv, inp});                                            // (B,T,3C)
+    linear_forward(f, l, Linear::Qkv, a.qkv, inp);                                              // (B,T,3C)
     if (f.cache) {
         const size_t at = l * f.cache->layer_stride;
         cache_store({f.cache->keys + at, f.cache->values + at, a.qkv, f.cache->rows, f.cache->count,
@@ -4718,15 +4714,14 @@ static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const f
     AttentionKeep keep = {};
     if (f.drops) { keep = gpt2_attention_keep(f, l, false); }
     attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, f.stream());          // (B,T,C)
-    linear_forward(f, l, Linear::AttProj, {out, a.atty, before});                               // (B,T,C)
+    linear_forward(f, l, Linear::AttProj, out, a.atty, before);                                 // (B,T,C)
 }
 
 // out = mlp(inp) + before: as in gpt2_attention_forward
 static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX* before, const floatX* inp) {
     const Acts a = f.acts(l);
-    linear_forward(f, l, Linear::Fc, {.out = a.fch, .inp = inp, .gelu = a.fch_gelu});           // (B,T,4C)
-    linear_forward(f, l, Linear::FcProj, {.out = out, .inp = a.fch_gelu, .residual = before,
-                   .pre_gelu = a.fch});                                                         // (B,T,C)
+    linear_forward(f, l, Linear::Fc, a.fch_gelu, inp);                              // (B,T,4C), and a.fch
+    linear_forward(f, l, Linear::FcProj, out, a.fch_gelu, before);                              // (B,T,C)
 }
 
 // The norms that read point x. Where no GEMM has added x's branches, the kernel first adds them to the sum of
@@ -4791,7 +4786,7 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
 // Logits (rows,Vp) of rows of lnf, (rows,C). To a linear layer it does not matter whose tokens the rows are.
 static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, bool trains = false) {
     const Pass pass = {model, model->acts.specs, 1, rows, trains};
-    linear_forward(pass, 0, Linear::Head, {pass.acts(0).logits, lnf});
+    linear_forward(pass, 0, Linear::Head, pass.acts(0).logits, lnf);
 }
 
 // An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
@@ -4833,19 +4828,22 @@ struct Backward : Pass {
     Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
 };
 
-// A linear layer's backward is these three, in this order. dout: the gradient of its output.
-// First dout itself. dbias: null, or the sums of dout's columns. pre_gelu: null, or a GELU follows the layer:
-// linear_dinp of the layer behind it has then taken dout through the slope and summed, or with FP8 has left
-// both to the cast here.
-static void linear_dout(const Backward& b, int l, Linear which, floatX* dout, Grad dbias = {},
-                        const floatX* pre_gelu = nullptr) {
+// A linear layer's backward is these three, in this order. dout: the gradient of its output. From fcproj to
+// fc the gradient passes GELU's slope: in the product of fcproj's linear_dinp, or with FP8 in the cast of
+// fc's linear_dout. There its columns are summed, too, for fc's bias. linear_dout sums qkv's, and the norms'
+// backward the others'.
+static void linear_dout(const Backward& b, int l, Linear which, const floatX* dout) {
     const LinearLayer p = linear_layer(b, l, which);
-    if (p.fp8 == Fp8Mode::On) {                         // the slope and dbias ride in the cast
-        const Fp8Source source = pre_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain;
-        return cast_operand(b, p.dout8, p.fp8, {.dbias = dbias, .inp = dout, .pre_gelu = pre_gelu,
-                            .source = source, .N = p.N, .C = p.OC});
+    const bool before_gelu = which == Linear::Fc;
+    Grad dbias = {};
+    if (which == Linear::Qkv || before_gelu) { dbias = b.grad(kLinears[(int)which].bias, l); }
+    if (p.fp8 == Fp8Mode::On) {
+        return cast_operand(b, p.dout8, p.fp8, {.dbias = dbias, .inp = dout,
+                            .pre_gelu = before_gelu ? b.acts(l).fch : nullptr,
+                            .source = before_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain,
+                            .N = p.N, .C = p.OC});
     }
-    if (!pre_gelu && dbias.data) { bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream()); }
+    if (which == Linear::Qkv) { bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream()); }
     if (p.fp8 == Fp8Mode::Measure) { cast_operand(b, p.dout8, p.fp8, {.inp = dout, .N = p.N, .C = p.OC}); }
 }
 static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {
@@ -4858,14 +4856,15 @@ static void linear_dweight(const Backward& b, int l, Linear which, const floatX*
                 .a_tensor = p.dout8.tensor, .b_tensor = p.inp8.tensor, .M = p.OC, .N = p.C, .K = p.N,
                 .a_format = p.dout8.format}, b.stream());
 }
-// residual: another gradient of the input, or null. pre_gelu: null, or the input was its GELU; see
-// linear_dout.
+// residual: another gradient of the input, or null.
 static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, const floatX* dout,
-                        const floatX* residual = nullptr, const floatX* pre_gelu = nullptr, Grad dbias = {}) {
+                        const floatX* residual = nullptr) {
     const LinearLayer p = linear_layer(b, l, which);
     if (p.fp8 != Fp8Mode::On) {
-        return matmul_backward_input({dinp, dout, p.weight, residual, pre_gelu, p.N, p.C, p.OC, dbias,
-                                      b.scratch}, b.stream());
+        const bool gelu = which == Linear::FcProj;
+        return matmul_backward_input({dinp, dout, p.weight, residual, gelu ? b.acts(l).fch : nullptr, p.N,
+                                      p.C, p.OC, gelu ? b.grad(PARAM_fcb, l) : Grad{}, b.scratch},
+                                     b.stream());
     }
     fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
                 .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC,
@@ -4895,7 +4894,7 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
     }
     attention_backward({a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH, keep},
                        b.stream());                                                             // (B,T,3C)
-    linear_dout(b, l, Linear::Qkv, a.dwide, b.grad(PARAM_qkvb, l));
+    linear_dout(b, l, Linear::Qkv, a.dwide);
     if (l > 0) { gpt2_layer_complete(b, l, inp); }
     linear_dinp(b, l, Linear::Qkv, dinp, a.dwide, dinp_mlp);                                    // (B,T,C)
 }
@@ -4903,14 +4902,13 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
 static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* dout, const floatX* inp) {
     const Options& o = b.model->options;
     const Acts a = b.acts(l);
-    const Grad dfcb = b.grad(PARAM_fcb, l);
     if (o.recompute >= 1 && fp8_mode(b, Linear::FcProj) != Fp8Mode::On) {
         gelu_forward({a.fch_gelu, a.fch, (size_t)b.B * b.T * 4 * b.model->config.C}, b.stream());
     }
     linear_dout(b, l, Linear::FcProj, dout);
     linear_dweight(b, l, Linear::FcProj, dout, a.fch_gelu);
-    linear_dinp(b, l, Linear::FcProj, a.dwide, dout, nullptr, a.fch, dfcb);                     // (B,T,4C)
-    linear_dout(b, l, Linear::Fc, a.dwide, dfcb, a.fch);
+    linear_dinp(b, l, Linear::FcProj, a.dwide, dout);                                           // (B,T,4C)
+    linear_dout(b, l, Linear::Fc, a.dwide);
     linear_dweight(b, l, Linear::Fc, a.dwide, inp);
     linear_dinp(b, l, Linear::Fc, dinp, a.dwide);                                               // (B,T,C)
 }
