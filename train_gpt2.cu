@@ -1225,7 +1225,7 @@ struct GeluMaps { CUtensorMap rows, weight, pre_gelu, out; };
 // How many tiles a cluster's blocks take each, all clusters together.
 LLMC_HD static inline int gelu_tiles(const GeluProduct& p) {
     constexpr int kRows = kGeluRows * kGeluCluster;
-    return (p.N + kRows - 1) / kRows * (p.columns / kGeluColumns);
+    return ceil_div(p.N, kRows) * (p.columns / kGeluColumns);
 }
 
 // The block's part of the cluster's tile number t. The columns of the same rows come one after the other, so
@@ -2346,9 +2346,6 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 typedef AttentionForward<floatX, float> AttentionForwardX;
 typedef AttentionBackward<floatX, float> AttentionBackwardX;
 
-// How many tiles or blocks of `size` rows make `rows` (ceil_div, for the device).
-__device__ __forceinline__ int tile_count(int rows, int size) { return (rows + size - 1) / size; }
-
 // The rows of one head in a tensor.
 template <class X> struct HeadRows {
     X* data;                    // (T,HS), `stride` elements from one row to the next
@@ -2382,7 +2379,7 @@ template <Own kOwn, class Shape> struct AttentionBlock {
 
     __device__ __forceinline__ AttentionBlock(int B, int T, int NH, int HS)
         : T(T), HS(HS), C((size_t)NH * HS) {
-        const int blocks = tile_count(T, Shape::kOwned), per_section = kSectionHeads * blocks;
+        const int blocks = ceil_div(T, Shape::kOwned), per_section = kSectionHeads * blocks;
         const int first_head = (int)(blockIdx.x / per_section) * kSectionHeads;
         const int rest = (int)(blockIdx.x % per_section);
         const int section_heads = min(kSectionHeads, B * NH - first_head);
@@ -2391,8 +2388,8 @@ template <Own kOwn, class Shape> struct AttentionBlock {
         h = bh % NH;
         const int rank = rest / section_heads;          // in the head; 0: the longest walk
         row0 = (kQueries ? blocks - 1 - rank : rank) * Shape::kOwned;
-        tiles = kQueries ? tile_count(min(row0 + Shape::kOwned, T), Shape::kTile)
-                         : tile_count(T, Shape::kTile) - row0 / Shape::kTile;
+        tiles = kQueries ? ceil_div(min(row0 + Shape::kOwned, T), Shape::kTile)
+                         : ceil_div(T, Shape::kTile) - row0 / Shape::kTile;
     }
 
     // The first row of the walk's tile `it`.
@@ -3611,7 +3608,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
     decode_matmul_kernel(DecodeMatmul<floatX, float> a) {
     constexpr int kVectors = kRows == 1 ? 4 : 1;        // of C, that a lane loads in a round
     constexpr int kLanes = kWarp / (kRows * kOutputs);  // lane kLanes * i stores element i
-    const int C = a.C, lane = threadIdx.x % kWarp, tiles = (a.N + kRows - 1) / kRows;
+    const int C = a.C, lane = threadIdx.x % kWarp, tiles = ceil_div(a.N, kRows);
     const int first_n = blockIdx.x % tiles * kRows;     // blocks with the same weights are neighbours
     const int first_o = (blockIdx.x / tiles * kDecodeWarps + threadIdx.x / kWarp) * kOutputs;
     if (first_o >= a.OC) { return; }

@@ -20,8 +20,9 @@ plus or blanks in front, 007, hexadecimal, inf, nan, and values too large for 64
 #include <string>       // gives: std::string
 
 #include "check.h"      // gives: format
+#include "rand.h"       // gives: LLMC_HD
 
-template <class Int> constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
+template <class Int> LLMC_HD constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
 template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b) * b; }
 constexpr int64_t kLargestCount = 1000000000000000;     // of steps, tokens, samples
 
