@@ -676,7 +676,7 @@ static void test_fp8(const Config& c, bool head, double bound) {
     CHECK(state.update.skip == SKIP_NO && state.fp8_saturated == 0.0f, "skip %d", state.update.skip);
     const std::vector<Fp8Tensor> scaled = fp8_state(&model);
     for (int i = 0; i < (int)scaled.size(); i++) {
-        const bool cast = head || i < 8 * c.L;
+        const bool cast = i < 8 * c.L ? fp8_layer(i / 8, c.L) : head;
         CHECK((scaled[i].amax[0] > 0.0f) == cast && scaled[i].scale == fp8_scale(scaled[i].amax[0], 1),
               "tensor %d: amax %g scale %g", i, scaled[i].amax[0], scaled[i].scale);
     }
@@ -699,15 +699,16 @@ static void test_fp8(const Config& c, bool head, double bound) {
     // scales that no longer fit: the update is skipped, and the next one is made with scales that do
     const std::vector<Vector> before = host_state(&model);
     std::vector<Fp8Tensor> wrong = scaled;
-    fp8_set_scale(&wrong[2], wrong[2].scale * 64.0f);
+    const int grown = 8 * (c.L > 2) + 2;                    // the input of the first FP8 layer's attproj
+    fp8_set_scale(&wrong[grown], wrong[grown].scale * 64.0f);
     copy_to_device(model.fp8.tensors, wrong.data(), wrong.size() * sizeof(wrong[0]), model.stream);
     accumulate(&model, random_batch(c, B, 0));
     state = update(1e-3);
     CHECK(state.update.skip == SKIP_NOT_FINITE && state.fp8_saturated > kFp8MaxSaturated &&
               host_state(&model) == before, "saturated %g, skip %d", state.fp8_saturated, state.update.skip);
-    const Fp8Tensor repaired = fp8_state(&model)[2];
+    const Fp8Tensor repaired = fp8_state(&model)[grown];
     CHECK(repaired.scale == fp8_scale(std::max(repaired.amax[0], repaired.amax[1]), kFp8Headroom) &&
-              fabsf(repaired.amax[0] / scaled[2].amax[0] - 1.0f) <= 0.1f, "scale %g", repaired.scale);
+              fabsf(repaired.amax[0] / scaled[grown].amax[0] - 1.0f) <= 0.1f, "scale %g", repaired.scale);
     accumulate(&model, random_batch(c, B, 0));
     check_grads("FP8, after a skipped update", &model, want, 1.5 * bound);
     state = update(1e-3);
@@ -2698,6 +2699,9 @@ int main(int argc, char** argv) {
             if (variants && fp8_runs()) TEST("FP8: gradients, scales, skipped updates") {
                 test_fp8(kTensorCore, false, 0.08);
                 test_fp8(kTensorCore, true, 0.095);
+                Config deep = kTensorCore;
+                deep.L = 4;
+                test_fp8(deep, true, 0.095);
                 test_fp8_rare_tokens();
             }
             TEST("Muon: two updates, some layers at a time") {

@@ -4600,15 +4600,17 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // first step is not finite, scales stay 1 until later steps have found largest elements.
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
 // below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
+// The first and the last layer stay in 16 bits: in FP8 they cost most of the loss (NOTES.md).
 enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
 constexpr struct { ParamId weight, bias; ActId inp8; } kLinears[] = {
     {PARAM_qkvw, PARAM_qkvb, ACT_qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, ACT_attproj_inp8},
     {PARAM_fcw, PARAM_fcb, ACT_fc_inp8}, {PARAM_fcprojw, PARAM_fcprojb, ACT_fcproj_inp8},
     {PARAM_wte, NUM_PARAMS, ACT_head_inp8}};            // no bias
 enum class Fp8Mode { Off, Measure, On };
-static Fp8Mode fp8_mode(const Pass& pass, Linear which) {
+static Fp8Mode fp8_mode(const Pass& pass, int l, Linear which) {
     const Options& o = pass.model->options;
-    if (!pass.trains || !o.fp8 || (which == Linear::Head && !o.fp8_head)) { return Fp8Mode::Off; }
+    const bool wanted = which == Linear::Head ? o.fp8_head : o.fp8 && fp8_layer(l, pass.model->config.L);
+    if (!pass.trains || !wanted) { return Fp8Mode::Off; }
     return pass.model->step == 0 ? Fp8Mode::Measure : Fp8Mode::On;
 }
 
@@ -4628,7 +4630,7 @@ static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     const bool head = which == Linear::Head;
     auto param = [&](ParamId id) { return (const floatX*)gpt2_param_data(model, id, l); };
     LinearLayer p = {pass.B * pass.T, (int)s.cols, (int)s.rows, param(names.weight),
-                     head ? nullptr : param(names.bias), fp8_mode(pass, which), {}, {}, {}};
+                     head ? nullptr : param(names.bias), fp8_mode(pass, l, which), {}, {}, {}};
     if (p.fp8 == Fp8Mode::Off) { return p; }
     const Acts acts = pass.acts(l);
     const int L = model->config.L, i = head ? 4 * L : 4 * l + (int)which;
@@ -4899,7 +4901,7 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
 static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* dout, const floatX* inp) {
     const Options& o = b.model->options;
     const Acts a = b.acts(l);
-    if (o.recompute >= 1 && fp8_mode(b, Linear::FcProj) != Fp8Mode::On) {
+    if (o.recompute >= 1 && fp8_mode(b, l, Linear::FcProj) != Fp8Mode::On) {
         gelu_forward({a.fch_gelu, a.fch, (size_t)b.B * b.T * 4 * b.model->config.C}, b.stream());
     }
     linear_dout(b, l, Linear::FcProj, dout);
@@ -4952,8 +4954,8 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     const bool apart = branches_apart(c, o.dropout > 0.0);
     Stream stream = model->stream;
     Backward b = {{model, model->acts.specs, B, T, true, model->acts.scratch}, acc, exchanges, {}};
-    auto recompute = [&](const ResidualPoint& x) {
-        if (o.recompute < 2 || fp8_mode(b, Linear::Qkv) == Fp8Mode::On) { return; }
+    auto recompute = [&](int l, const ResidualPoint& x) {
+        if (o.recompute < 2 || fp8_mode(b, l, Linear::Qkv) == Fp8Mode::On) { return; }
         norm_forward(point_norms(model, x, N), stream);
     };
     auto complete = [&](Kind kind) {
@@ -4979,14 +4981,14 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
         const ResidualPoint x = point_after_layer(b, l - 1);
         if (c.block == Block::Sequential) {
             const ResidualPoint mid = point_after_attention(b, l);
-            recompute(mid);
+            recompute(l, mid);
             gpt2_mlp_backward(b, l, dln1, dbranch, a.ln2);
             gpt2_norms_backward(b, mid, Accumulate::Yes);                                       // ln2
-            recompute(x);
+            recompute(l, x);
             gpt2_attention_backward(b, l, dln1, nullptr, dbranch, a.ln1);
         } else {
             const bool tied = c.block == Block::ParallelTied;       // both branches' gradients are ln1's
-            recompute(x);
+            recompute(l, x);
             gpt2_mlp_backward(b, l, dln2, dbranch2, tied ? a.ln1 : a.ln2);
             gpt2_attention_backward(b, l, dln1, tied ? dln2 : nullptr, dbranch, a.ln1);
         }
@@ -5693,7 +5695,7 @@ static Options run_options() {
     o.kernels = run.kernels;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    o.recompute = o.fp8 ? 2 : run.recompute;    // FP8 recomputes in its first step only
+    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers only in the first step
     o.weight_decay = (float)run.weight_decay;
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
     o.grad_clip = (float)run.grad_clip;

@@ -120,4 +120,7 @@ LLMC_HD static inline void fp8_next_scale(Fp8Tensor* t, uint32_t amax) {
     fp8_set_scale(t, fp8_scale(most, kFp8Headroom));
 }
 
+// Whether layer l of L is in FP8: all but the first and the last, if there are others.
+static inline bool fp8_layer(int l, int L) { return L <= 2 || (l > 0 && l < L - 1); }
+
 #endif  // LLMC_OPS_FP8_H

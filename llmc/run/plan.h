@@ -64,11 +64,13 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double kFp8 = 1.7, kFp8Head = 1.9;        // times faster than 16 bits; a layer's casts move 13 more
     const double flops = gpu.tflops * 1e12, bytes = gpu.gb_per_s * 1e9;
     const double L = c.L, C = c.C, B = batch.B, T = batch.T, N = B * T;
+    double fp8_layers = 0;
+    for (int l = 0; batch.fp8 && l < c.L; l++) { fp8_layers += fp8_layer(l, c.L); }
 
-    const double gemm = 6 * N * (12 * L * C * C / (batch.fp8 ? kFp8 : 1) +
+    const double gemm = 6 * N * (12 * (L - fp8_layers + fp8_layers / kFp8) * C * C +
                                  (double)c.Vp * C / (batch.fp8_head ? kFp8Head : 1)) / (kGemm * flops);
     const double attention = 7 * B * T * T * C * L / (kAttention * flops);      // causal: half of 14
-    const double values = C * L * (kMoves + 8 * batch.recompute + 13 * batch.fp8) +
+    const double values = C * (L * (kMoves + 8 * batch.recompute) + 13 * fp8_layers) +
                           (2 + 2 * batch.fp8_head) * (double)c.Vp;
     const double moved = 2 * N * values / (kMemory * bytes);
     const double exposed = batch.world > 1 ? kExposed : 0;
