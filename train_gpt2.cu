@@ -4898,10 +4898,16 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
     linear_dinp(b, l, Linear::Qkv, dinp, a.dwide, dinp_mlp);                                    // (B,T,C)
 }
 
+// With -r, whether layer l's norms or GELU are computed again. The last layer's are still there, and FP8 has
+// kept bytes in their place.
+static bool gpt2_recomputes(const Backward& b, int l) {
+    return l < b.model->config.L - 1 && fp8_mode(b, l, Linear::Fc) != Fp8Mode::On;
+}
+
 static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* dout, const floatX* inp) {
     const Options& o = b.model->options;
     const Acts a = b.acts(l);
-    if (o.recompute >= 1 && fp8_mode(b, l, Linear::FcProj) != Fp8Mode::On) {
+    if (o.recompute >= 1 && gpt2_recomputes(b, l)) {
         gelu_forward({a.fch_gelu, a.fch, (size_t)b.B * b.T * 4 * b.model->config.C}, b.stream());
     }
     linear_dout(b, l, Linear::FcProj, dout);
@@ -4955,7 +4961,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     Stream stream = model->stream;
     Backward b = {{model, model->acts.specs, B, T, true, model->acts.scratch}, acc, exchanges, {}};
     auto recompute = [&](int l, const ResidualPoint& x) {
-        if (o.recompute < 2 || fp8_mode(b, l, Linear::Qkv) == Fp8Mode::On) { return; }
+        if (o.recompute < 2 || !gpt2_recomputes(b, l)) { return; }
         norm_forward(point_norms(model, x, N), stream);
     };
     auto complete = [&](Kind kind) {
