@@ -250,8 +250,9 @@ check-docs: train_gpt2cpu ## runs the commands of README and docs, made small, i
 	@$(PYTEST) -q --no-header -rA --slow dev/test/test_docs.py
 
 # On one GPU, the first that CUDA_VISIBLE_DEVICES names. FLAGS: for the trainer. More in dev/bench/bench.py.
-bench: train_gpt2cu profile_gpt2cu ## tokens/s beside PyTorch and llm.c: SIZES, WHO, LLMC, FLAGS
-	python3 dev/bench/bench.py step --sizes '$(SIZES)' --who '$(WHO)' --llmc '$(LLMC)' --flags '$(FLAGS)'
+bench: train_gpt2cu profile_gpt2cu ## tokens/s beside PyTorch and llm.c: SIZES, WHO, LLMC, DATA, FLAGS
+	python3 dev/bench/bench.py step --sizes '$(SIZES)' --who '$(WHO)' --llmc '$(LLMC)' --data '$(DATA)' \
+	    --flags '$(FLAGS)'
 bench-ops: profile_gpt2cu ## every op of a step beside what the GPU, and PyTorch, can do
 	./profile_gpt2cu $(or $(FLAGS),-b 64)
 	@-python3 dev/bench/pytorch.py $(or $(FLAGS),-b 64)

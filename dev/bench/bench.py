@@ -2,15 +2,16 @@
 """The trainer beside PyTorch and llm.c, by turns on one GPU, and beside what the GPU can do.
 
     make bench                              # five sizes, a quarter of an hour: a table, and build/bench.json
-    make bench SIZES="d12:64 d48:16" WHO=pytorch,llm.c LLMC=../llm.c/train_gpt2cu
+    make bench SIZES="d12:64 d48:16" WHO=pytorch,llm.c LLMC=../llm.c/train_gpt2cu DATA=train.bin
     make bench WHO="./train_gpt2cu --block parallel"        # any program with the trainer's flags
     make profile                            # ncu's counters of every op; `make bench-ops` needs none
     python3 dev/bench/bench.py table build/bench.json --write       # into README.md and docs/performance.md
 
 WHO: who takes turns with ours, separated by commas; what is not here is left out. A time is the median step
 of 5 s, after 2 s in which the clock settles; a ratio is to the mean of ours just before and just after. All
-train on the same made-up tokens, from random weights, with one learning rate: the numbers that a GPU
-multiplies decide about its power, and so about its clock.
+train on the same tokens, DATA's or made up, from random weights, with one learning rate: the numbers that a
+GPU multiplies decide about its power, and so about its clock. For figures to be quoted, DATA is text: see
+NOTES.md, llm.c.
 """
 import argparse
 import array
@@ -110,20 +111,20 @@ def measure(command, seconds):
     return {"ms": statistics.median(times), "steps": len(times), "gib": round(gib, 2), "mfu": mfu}
 
 
-def contestants(size, who, llmc, flags):
+def contestants(size, who, llmc, flags, shard=SHARD):
     """{name: command}, ours first."""
     model, B = size.split(":")
     # -x: with more digits a line in a file has no room for the MFU
-    common = ["-e", model, "-b", B, "-t", str(T), "-i", SHARD, "-s", "0", "-x", "9999"]
+    common = ["-e", model, "-b", B, "-t", str(T), "-i", shard, "-s", "0", "-x", "9999"]
     found = {"ours": [TRAIN, *common, "-v", "0", *flags]}
     for name in who:
         if name == "pytorch":
             found.update({kind: [sys.executable, "dev/bench/pytorch.py", "-e", model, "-b", B, "--step", word,
-                                 "--data", SHARD] for kind, word in KINDS.items()})
+                                 "--data", shard] for kind, word in KINDS.items()})
         elif name != "llm.c":
             found[name] = [*shlex.split(name), *common, "-v", "0"]
         elif llmc:              # its fused GELU is on by default on Hopper; -v 0 would divide by zero
-            found[name] = [os.path.abspath(llmc), *common, "-j", SHARD, "-v", "1000000", "-m", "1", "-r", "0"]
+            found[name] = [os.path.abspath(llmc), *common, "-j", shard, "-v", "1000000", "-m", "1", "-r", "0"]
     return found
 
 
@@ -155,7 +156,9 @@ def provenance(llmc):
 
 
 def step(args):
-    made_up_shard(os.path.join(ROOT, SHARD))
+    shard = os.path.abspath(args.data) if args.data else SHARD
+    if not args.data:
+        made_up_shard(os.path.join(ROOT, SHARD))
     source, flags = provenance(args.llmc), shlex.split(args.flags)
     who = [name.strip() for name in args.who.split(",")]
     if not source["PyTorch"] and "pytorch" in who:
@@ -169,7 +172,7 @@ def step(args):
         row = {**ceilings(profiled.stdout + profiled.stderr), "runs": []}
         print(f"  its matrix products alone {row['gemm_ms']:.2f} ms, {row['gemm_tflops']} TFLOP/s; copy "
               f"{row['copy_gb_s']} GB/s", flush=True)
-        for name, command in in_turns(contestants(size, who, args.llmc, flags)):
+        for name, command in in_turns(contestants(size, who, args.llmc, flags, shard)):
             one = measure(command, args.seconds)
             row["runs"].append({"who": name, **one})
             print(f"  {name:20} " + (one.get("error") or (
@@ -317,6 +320,7 @@ def main():
     p.add_argument("--sizes", help="MODEL:B, separated by blanks")
     p.add_argument("--who", help="who takes turns with ours, separated by commas")
     p.add_argument("--llmc", help="llm.c's train_gpt2cu")
+    p.add_argument("--data", help="a shard of GPT-2's tokens, in place of made-up ones")
     p.add_argument("--flags", default="", help="more flags for ours")
     p.add_argument("--seconds", type=float, default=5.0, help="of steps that are measured")
     p.add_argument("--json", default="build/bench.json")

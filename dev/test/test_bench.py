@@ -69,7 +69,7 @@ def test_turns(monkeypatch, capsys):
     write("other", trains("125.0", " | 1 tok/s"))
     write("broken", "#!/bin/sh\necho no GPU here >&2\nexit 1\n")
     bench.step(argparse.Namespace(sizes="d12:64", who="llm.c, ./other, ./broken", llmc="llmc", flags="",
-                                  seconds=1, json="bench.json"))
+                                  data="", seconds=1, json="bench.json"))
     assert "no GPU here" in capsys.readouterr().out
     runs = json.loads(read("bench.json"))["sizes"]["d12:64"]["runs"]
     assert [run["who"] for run in runs] == ["ours", "llm.c", "ours", "./other", "ours", "./broken", "ours"]
