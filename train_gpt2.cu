@@ -202,7 +202,8 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)                                               \
     X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
     X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* FP8 input or output's gradient of the */  \
-    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * wide8) /* layer at hand; this one transposed */
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C) /* layer at hand; this one transposed, the */ \
+                                                /* logits' gradient in the logits' place */
 
 #define X(name, ...) PARAM_##name,
 enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
@@ -1518,6 +1519,22 @@ template <GeluPass kPass> static bool gelu_matmul([[maybe_unused]] const GeluPro
 // along: a tile's sums are a row of partials, as in partial_sums_kernel.
 constexpr int kCastTile = 128, kCastThreads = 256;
 
+// Stores bytes of four rows as words of four rows of a column, kColumn words from column to column.
+template <int kColumn, int kWords>
+__device__ __forceinline__ void store_turned(uint32_t* to, const uint32_t (&words)[4][kWords]) {
+#pragma unroll
+    for (int w = 0; w < kWords; w++, to += 4 * kColumn) {
+        const uint32_t ab = __byte_perm(words[0][w], words[1][w], 0x5140);
+        const uint32_t ab2 = __byte_perm(words[0][w], words[1][w], 0x7362);
+        const uint32_t cd = __byte_perm(words[2][w], words[3][w], 0x5140);
+        const uint32_t cd2 = __byte_perm(words[2][w], words[3][w], 0x7362);
+        to[0] = __byte_perm(ab, cd, 0x5410);
+        to[kColumn] = __byte_perm(ab, cd, 0x7632);
+        to[2 * kColumn] = __byte_perm(ab2, cd2, 0x5410);
+        to[3 * kColumn] = __byte_perm(ab2, cd2, 0x7632);
+    }
+}
+
 // kSource: Plain stands for Weight, too.
 template <Fp8Source kSource>
 __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, float> a) {
@@ -1529,7 +1546,6 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
     const int row_0 = blockIdx.y * kCastTile, column_0 = blockIdx.x * kCastTile;
     const bool first = blockIdx.x + blockIdx.y + threadIdx.x == 0;
     const bool sets_scale = a.source == Fp8Source::Weight && a.out;
-    const bool e5m2 = kSource == Fp8Source::Plain && a.format == Fp8Format::E5m2;
     const float scale = sets_scale ? fp8_scale(__uint_as_float(a.stats->amax), 0) : a.tensor->scale;
     float amax = 0.0f;
     bool nan = false;
@@ -1561,16 +1577,10 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
                 nan |= f.at[k] != f.at[k];
                 f.at[k] *= scale;
                 saturated += fabsf(f.at[k]) > kFp8Max;
-                if (e5m2) { f.at[k] *= 1.0f / kFp8E5m2Unit; }
             }
-#pragma unroll
-            for (int w = 0; w < kWords; w++) {
-                words[r][w] = e5m2 ? to_e5m2(f.at + 4 * w) : to_e4m3(f.at + 4 * w);
-            }
-            typedef std::conditional_t<kWords == 2, uint2, uint32_t> Word;
-            Word word;
-            memcpy(&word, words[r], sizeof(word));
-            if (a.out && c < end) { *(Word*)(a.out + at + (size_t)r * a.C + c) = word; }
+            const Pack<uint8_t> bytes = to_fp8<Fp8Format::E4m3>(f);
+            memcpy(words[r], &bytes, sizeof(bytes));
+            store(a.out + at + (size_t)r * a.C, c, a.out ? end : 0, bytes);
         }
         if (!a.out) { continue; }
         if (a.dbias.data) {                         // lanes of one group have 8 quads, one below the other
@@ -1581,19 +1591,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
                 if (lane < 4) { sums[quad / 8][group * kWidth + k] = sum.at[k]; }
             }
         }
-#pragma unroll
-        for (int w = 0; w < kWords; w++) {
-            uint32_t* columns = &tile[group * kWidth + 4 * w][quad];
-            const uint32_t ab = __byte_perm(words[0][w], words[1][w], 0x5140);
-            const uint32_t ab2 = __byte_perm(words[0][w], words[1][w], 0x7362);
-            const uint32_t cd = __byte_perm(words[2][w], words[3][w], 0x5140);
-            const uint32_t cd2 = __byte_perm(words[2][w], words[3][w], 0x7362);
-            constexpr int kColumn = kCastTile / 4 + 1;
-            columns[0] = __byte_perm(ab, cd, 0x5410);
-            columns[kColumn] = __byte_perm(ab, cd, 0x7632);
-            columns[2 * kColumn] = __byte_perm(ab2, cd2, 0x5410);
-            columns[3 * kColumn] = __byte_perm(ab2, cd2, 0x7632);
-        }
+        store_turned<kCastTile / 4 + 1>(&tile[group * kWidth][quad], words);
     }
 
     const uint32_t warp_amax = __reduce_max_sync(~0u, nan ? 0x7FFFFFFFu : __float_as_uint(amax));
@@ -1638,7 +1636,6 @@ static std::string fp8_error() {
 
 static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    assert(a.source == Fp8Source::Plain || a.format == Fp8Format::E4m3);
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
     auto kernel = a.source == Fp8Source::Gelu       ? fp8_cast_kernel<Fp8Source::Gelu>
@@ -1648,12 +1645,47 @@ static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
+// Bytes that are there in rows alone: the same tiles. A thread takes 16 columns of four rows, a warp whole
+// rows of a tile; the words between the tile's vectors keep its stores in different banks.
+__global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpose<floatX, float> a) {
+    constexpr int kVector = 16, kVectors = kCastTile / kVector, kQuads = kCastTile / 4;
+    __shared__ uint32_t tile[kVectors][kVector * kQuads + kWarp / kVectors];    // (vector, column, quad)
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int row_0 = blockIdx.y * kCastTile, column_0 = blockIdx.x * kCastTile;
+    const int vector = threadIdx.x % kVectors, quad = threadIdx.x / kVectors;
+    const int c = column_0 + vector * kVector;
+    uint32_t words[4][kVector / 4] = {};
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const size_t row = row_0 + 4 * quad + r;
+        if (row >= a.N || c >= a.C) { continue; }
+        const uint4 bytes = *(const uint4*)(a.inp + row * a.C + c);
+        memcpy(words[r], &bytes, sizeof(bytes));
+    }
+    store_turned<kQuads>(&tile[vector][quad], words);
+    __syncthreads();
+    const int row = row_0 + 4 * lane;
+#pragma unroll 8
+    for (int c = warp; c < kCastTile; c += kCastThreads / kWarp) {
+        if (column_0 + c < a.C && row < a.N) {
+            *(uint32_t*)(a.out + (size_t)(column_0 + c) * a.N + row) =
+                tile[c / kVector][c % kVector * kQuads + lane];
+        }
+    }
+}
+
+static void fp8_transpose(const Fp8Transpose<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_transpose: %d x %d is not a multiple of 16", a.N, a.C); }
+    const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
+    fp8_transpose_kernel<<<grid, kCastThreads, 0, stream>>>(a);
+}
+
 static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    const bool e5m2 = a.a_format == Fp8Format::E5m2;
     Gemm g = {.d = a.out, .a = a.b, .b = a.a, .c = a.residual, .bias = a.bias, .m = a.N, .n = a.M, .k = a.K,
               .trans_a = true, .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
-              .inp_type = CUDA_R_8F_E4M3, .b_is_e5m2 = e5m2, .alpha = e5m2 ? kFp8E5m2Unit : 1.0f,
+              .inp_type = CUDA_R_8F_E4M3, .b_is_e5m2 = a.a_format == Fp8Format::E5m2,
               .a_scale = &a.b_tensor->inverse, .b_scale = &a.a_tensor->inverse, .fast = a.fast};
     if (a.out) { gemm(g, stream); }
     else { gemm_to_grad(g, a.grad, a.scratch, stream); }
@@ -1690,7 +1722,9 @@ static void fp8_scales(const Fp8Scales<floatX, float>& a, Stream stream) {
 //     LossAndGrad: x = (softmax(x) - onehot(target)) * dloss * loss_scale, and zeros into columns V and up
 // 124M, B=64: 6.6 GB of logits. The streaming kernel reads each row once and keeps it in registers, up to
 // kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows, reads it twice.
-// LossOnly does not write.
+// LossOnly does not write. With fp8_grad the gradient goes there as e5m2 bytes, times kFp8Dlogits: a fixed
+// scale, because |softmax - onehot| is at most 1.
+typedef Classifier<floatX, float> ClassifierX;
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 // Where a maximum starts. Not -inf, and far enough above it to be multiplied by log2(e): a thread whose
 // columns are all padding has no other maximum, and inf - inf would make NaN of the whole row.
@@ -1732,9 +1766,17 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
     sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
 }
 
+// What softmax(x) - onehot(target) is multiplied by. With FP8 the product with dlogits takes the rest.
+__device__ __forceinline__ float dlogits_scale(const ClassifierX& a, bool fp8) {
+    const float scale = a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f);
+    if (!fp8) { return scale; }
+    if (blockIdx.x + threadIdx.x == 0) { a.fp8_tensor->inverse = scale / kFp8Dlogits; }
+    return kFp8Dlogits;
+}
+
 // The gradient of one vector of logits, columns [c, c + kWidth): scale * (softmax(x) - onehot(target)).
-__device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float scale_over_sum, int c,
-                                             int target, float scale) {
+__device__ __forceinline__ Floats softmax_grad(const x128& x, float top, float scale_over_sum, int c,
+                                               int target, float scale) {
     Floats d;
     for (int k = 0; k < kWidth; k++) {
         d.at[k] = exp2_fast(fmaf((float)x.data[k], kLog2e, -top * kLog2e)) * scale_over_sum;
@@ -1744,7 +1786,7 @@ __device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float sca
             if (c + k == target) { d.at[k] -= scale; }
         }
     }
-    return to_pack<floatX>(d);
+    return d;
 }
 
 // Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while
@@ -1753,17 +1795,15 @@ __device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float sca
 //
 //     copies       | row i+1 into slot 1                                     | row i+2 into slot 0
 //     this thread  | row i: slot 0 -> registers -> max, sum -> barrier -> d  | row i+1: slot 1 -> ...
-template <bool kGrad>
-__global__ void __launch_bounds__(kClassifierThreads, 1)
-    classifier_stream_kernel(floatX* logits, float* losses, const int* targets, float dloss,
-                             const float* loss_scale, int N, int V, int Vp) {
+template <bool kGrad, bool kFp8>
+__global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kernel(ClassifierX a) {
     extern __shared__ x128 staged[];                    // (2, Vp/kWidth)
     __shared__ float2 parts[2][kWarp];
     __shared__ float target_logit[2];
-    const int vectors = Vp / kWidth, first = threadIdx.x;
-    const float scale = kGrad ? dloss * (loss_scale ? *loss_scale : 1.0f) : 0.0f;
+    const int N = a.N, V = a.V, Vp = a.Vp, vectors = Vp / kWidth, first = threadIdx.x;
+    const float scale = kGrad ? dlogits_scale(a, kFp8) : 0.0f;
     // Where this thread's first vector of a row is; its others are kClassifierThreads vectors apart.
-    auto row_at = [&](int row) { return logits + (size_t)row * Vp + first * kWidth; };
+    auto row_at = [&](int row) { return a.logits + (size_t)row * Vp + first * kWidth; };
     auto stage = [&](int row, int slot) {
         if (row < N) {
             const floatX* x_row = row_at(row);
@@ -1780,7 +1820,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
     int slot = 0;
     for (int row = blockIdx.x; row < N; row += gridDim.x, slot ^= 1) {
         // Into registers, padding masked, and this thread's maximum.
-        const int target = targets[row];
+        const int target = a.targets[row];
         x128* slot_at = staged + slot * vectors + first;
         cp_async_wait<1>();
         uint4 row_x[kClassifierVectors];                // as words, see as_pack
@@ -1803,9 +1843,9 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
         }
         softmax_combine(top, sum, parts[slot]);
         stage(row + 2 * gridDim.x, slot);               // every read of this slot was before that barrier
-        if (first == 0) { losses[row] = logf(sum) + top - target_logit[slot]; }
+        if (first == 0) { a.losses[row] = logf(sum) + top - target_logit[slot]; }
 
-        // The gradient, over the logits.
+        // The gradient, over the logits or as bytes.
         if (kGrad) {
             floatX* d_row = row_at(row);
             const float scale_over_sum = scale / sum;
@@ -1813,22 +1853,23 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
             for (int j = 0; j < kClassifierVectors; j++) {
                 const int v = j * kClassifierThreads, c = (first + v) * kWidth;
                 if (first + v >= vectors) { continue; }
-                store<Cache::Streaming>(
-                    d_row, v * kWidth, Vp,
-                    softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale));
+                const Floats d = softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale);
+                if (kFp8) {
+                    store<Cache::Streaming>(a.fp8_grad + (size_t)row * Vp, c, Vp, to_fp8<Fp8Format::E5m2>(d));
+                } else {
+                    store<Cache::Streaming>(d_row, v * kWidth, Vp, to_pack<floatX>(d));
+                }
             }
         }
     }
 }
 
 // Any number of columns: one block a row, read twice (the second time from cache).
-template <bool kGrad>
-__global__ void classifier_kernel(floatX* logits, float* losses, const int* targets, float dloss,
-                                  const float* loss_scale, int V, int Vp) {
+template <bool kGrad> __global__ void classifier_kernel(ClassifierX a) {
     __shared__ float2 parts[kWarp];
-    const int row = blockIdx.x, target = targets[row], first = threadIdx.x * kWidth,
-              step = blockDim.x * kWidth;
-    floatX* x_row = logits + (size_t)row * Vp;
+    const int V = a.V, Vp = a.Vp, row = blockIdx.x, target = a.targets[row];
+    const int first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
+    floatX* x_row = a.logits + (size_t)row * Vp;
     // Read before the barrier in softmax_combine, after which the row is written.
     float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
     float top = kLowest, sum = 0.0f;
@@ -1840,13 +1881,15 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
         top = higher;
     }
     softmax_combine(top, sum, parts);
-    if (threadIdx.x == 0) { losses[row] = logf(sum) + top - target_logit; }
+    if (threadIdx.x == 0) { a.losses[row] = logf(sum) + top - target_logit; }
     if (kGrad) {
-        const float scale = dloss * (loss_scale ? *loss_scale : 1.0f), scale_over_sum = scale / sum;
+        const float scale = dlogits_scale(a, a.fp8_grad), scale_over_sum = scale / sum;
         for (int c = first; c < Vp; c += step) {
             x128 x = load(x_row, c, Vp);
             mask_padding(&x, c, V);
-            store(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
+            const Floats d = softmax_grad(x, top, scale_over_sum, c, target, scale);
+            if (a.fp8_grad) { store(a.fp8_grad + (size_t)row * Vp, c, Vp, to_fp8<Fp8Format::E5m2>(d)); }
+            else { store(x_row, c, Vp, to_pack<floatX>(d)); }
         }
     }
 }
@@ -1864,15 +1907,16 @@ static void classifier(const Classifier<floatX, float>& a, Stream stream) {
     check_width(a, a.Vp);
     const bool grad = a.mode == ClassifierMode::LossAndGrad;
     if (classifier_streams(a.Vp)) {
-        auto kernel = grad ? classifier_stream_kernel<true> : classifier_stream_kernel<false>;
+        auto kernel = !grad        ? classifier_stream_kernel<false, false>
+                      : a.fp8_grad ? classifier_stream_kernel<true, true>
+                                   : classifier_stream_kernel<true, false>;
         const int shared = 2 * a.Vp * (int)sizeof(floatX);
         allow_shared_memory(kernel, shared);
-        kernel<<<std::min(a.N, device_sm_count), kClassifierThreads, shared, stream>>>(
-            a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.N, a.V, a.Vp);
+        kernel<<<std::min(a.N, device_sm_count), kClassifierThreads, shared, stream>>>(a);
     } else {
         auto kernel = grad ? classifier_kernel<true> : classifier_kernel<false>;
         const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
-        kernel<<<a.N, threads, 0, stream>>>(a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.V, a.Vp);
+        kernel<<<a.N, threads, 0, stream>>>(a);
     }
 }
 
@@ -4638,7 +4682,8 @@ static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     uint8_t* weight = model->fp8.weights + 2 * (head ? L * layer : l * layer + s.offset);
     Fp8Tensor* tensors = model->fp8.tensors;
     p.inp8 = {tensors + 2 * i, acts.rows8, ((uint8_t* const*)&acts)[names.inp8]};
-    p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8, head ? Fp8Format::E5m2 : Fp8Format::E4m3};
+    p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8};
+    if (head) { p.dout8.transposed = (uint8_t*)acts.logits, p.dout8.format = Fp8Format::E5m2; }
     p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
     return p;
 }
@@ -4649,7 +4694,7 @@ static void cast_operand(const Pass& pass, const Fp8Operand& to, Fp8Mode mode, F
     Fp8Stats* stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at);
     if (mode == Fp8Mode::On) { a.out = to.bytes, a.out_t = to.transposed; }
     a.tensor = to.tensor, a.stats = stats + (to.tensor - model->fp8.tensors);
-    a.scratch = pass.scratch, a.format = to.format;
+    a.scratch = pass.scratch;
     fp8_cast(a, pass.stream());
 }
 
@@ -4803,17 +4848,20 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
 }
 
 // Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad puts
-// the gradient of the mean in place of the logits.
+// the gradient of the mean in place of the logits, or writes its bytes for FP8 products.
 static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
                       Accumulate acc) {
     const Config& c = model->config;
     const int N = B * T;
     const Acts a = gpt2_acts(model, 0);
-    const float* loss_scale = &model->state->update.loss_scale;
+    const bool trains = mode == ClassifierMode::LossAndGrad;
+    const LinearLayer head = linear_layer({model, model->acts.specs, B, T, trains}, 0, Linear::Head);
     gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, a.lnf, N, mode == ClassifierMode::LossAndGrad);
-    classifier({a.logits, a.losses, model->feed.inputs.targets, weight, loss_scale, N, c.V, c.Vp, mode},
-               model->stream);
+    gpt2_logits(model, a.lnf, N, trains);
+    Classifier<floatX, float> loss = {a.logits, a.losses, model->feed.inputs.targets, weight,
+                                      &model->state->update.loss_scale, N, c.V, c.Vp, mode};
+    if (head.fp8 == Fp8Mode::On) { loss.fp8_grad = head.dout8.bytes, loss.fp8_tensor = head.dout8.tensor; }
+    classifier(loss, model->stream);
     loss_sum({mean, a.losses, weight, acc, N}, model->stream);
 }
 
@@ -4830,9 +4878,13 @@ struct Backward : Pass {
 // A linear layer's backward is these three, in this order. dout: the gradient of its output. From fcproj to
 // fc the gradient passes GELU's slope: in the product of fcproj's linear_dinp, or with FP8 in the cast of
 // fc's linear_dout. There its columns are summed, too, for fc's bias. linear_dout sums qkv's, and the norms'
-// backward the others'.
+// backward the others'. The LM head's gradient may be bytes already, which the classifier has written.
 static void linear_dout(const Backward& b, int l, Linear which, const floatX* dout) {
     const LinearLayer p = linear_layer(b, l, which);
+    if (which == Linear::Head) {
+        if (p.fp8 != Fp8Mode::On) { return; }
+        return fp8_transpose({p.dout8.transposed, p.dout8.bytes, p.N, p.OC}, b.stream());
+    }
     const bool before_gelu = which == Linear::Fc;
     Grad dbias = {};
     if (which == Linear::Qkv || before_gelu) { dbias = b.grad(kLinears[(int)which].bias, l); }

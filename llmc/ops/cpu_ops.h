@@ -492,7 +492,7 @@ template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
             const uint32_t size = fp8_bits((float)x[i]) & 0x7FFFFFFFu;
             amax = size > amax ? size : amax;
             if (!a.out) { continue; }
-            a.out[i] = a.out_t[(size_t)c * N + n] = fp8_encode((float)x[i] * scale, a.format);
+            a.out[i] = a.out_t[(size_t)c * N + n] = fp8_encode((float)x[i] * scale);
             saturated += fp8_float(size) * scale > kFp8Max;
         }
     }
@@ -500,6 +500,14 @@ template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
     a.stats->amax = amax;
     a.stats->elements += (uint64_t)N * C;
     a.stats->saturated += saturated;
+}
+
+// out[c,n] = inp[n,c]
+template <class Real> void fp8_transpose_cpu(const Fp8Transpose<Real, Real>& a) {
+    #pragma omp parallel for
+    for (int c = 0; c < a.C; c++) {
+        for (int n = 0; n < a.N; n++) { a.out[(size_t)c * a.N + n] = a.inp[(size_t)n * a.C + c]; }
+    }
 }
 
 template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* bytes, size_t n,
@@ -710,9 +718,12 @@ template <class Real> static inline double sum_exp(const Real* x, Real max, int 
 // LossAndGrad: logits[n,v] = (softmax(logits[n,0:V])[v] - (v == targets[n])) * dloss * loss_scale, and 0 for
 // the padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
 // dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
+// fp8_grad: not the logits, but these bytes hold the gradient, with kFp8Dlogits for dloss * loss_scale.
 template <class Real> void classifier_cpu(const Classifier<Real, Real>& a) {
     const int V = a.V, Vp = a.Vp;
-    const Real gradient_scale = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
+    const Real dlogits = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
+    const Real gradient_scale = a.fp8_grad ? (Real)kFp8Dlogits : dlogits;
+    if (a.fp8_grad) { a.fp8_tensor->inverse = (float)dlogits / kFp8Dlogits; }
     #pragma omp parallel for
     for (int n = 0; n < a.N; n++) {
         Real* logits = a.logits + (size_t)n * Vp;
@@ -724,10 +735,15 @@ template <class Real> void classifier_cpu(const Classifier<Real, Real>& a) {
         a.losses[n] = (Real)(log(sum) - (logits[target] - max));
         if (a.mode == ClassifierMode::LossOnly) { continue; }
         const Real factor = (Real)(gradient_scale / sum);
+        std::vector<Real> own(a.fp8_grad ? Vp : 0);
+        Real* grad = a.fp8_grad ? own.data() : logits;
         #pragma omp simd
-        for (int v = 0; v < V; v++) { logits[v] = exp_cpu(logits[v] - max) * factor; }
-        logits[target] -= gradient_scale;
-        for (int v = V; v < Vp; v++) { logits[v] = 0; }
+        for (int v = 0; v < V; v++) { grad[v] = exp_cpu(logits[v] - max) * factor; }
+        grad[target] -= gradient_scale;
+        for (int v = V; v < Vp; v++) { grad[v] = 0; }
+        for (int v = 0; v < (int)own.size(); v++) {
+            a.fp8_grad[(size_t)n * Vp + v] = fp8_encode((float)grad[v], Fp8Format::E5m2);
+        }
     }
 }
 
