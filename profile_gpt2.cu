@@ -44,7 +44,7 @@ WORK(EncoderBackward) {
 WORK(NormForward) {
     const double stream = (a.residual_fp32 ? kS : kX) * (!!a.inp + !!a.residual);
     const int others = !!a.branch[0] + !!a.branch[1] + !!a.y[0].out + !!a.y[1].out;
-    return {(stream + kX * others) * a.N * a.C, 0};
+    return {(stream + kX * others + !!a.y[0].fp8 + !!a.y[1].fp8) * a.N * a.C, 0};
 }
 WORK(NormBackward) {
     const double stream = (a.residual_fp32 ? kS : kX) * (a.dresidual_acc == Accumulate::Yes ? 3 : 2);

@@ -198,7 +198,7 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */     \
     X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) FP8 inputs of linear layers, */    \
     X(attproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * C)    /* transposed: for the weights' gradients */  \
-    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * N * C)                                                    \
+    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * second * N * C)                                           \
     X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)                                               \
     X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
     X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* FP8 input or output's gradient of the */  \
@@ -490,7 +490,7 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 // Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `residual`; f is 0 or 1/(1-p) where
 //           a branch has dropout, else 1. Without branches x = inp.
 //           mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)     RMSNorm: mean = 0
-//           y[i] = (x - mean)*rstd*weight[i] + bias[i]
+//           y[i] = (x - mean)*rstd*weight[i] + bias[i]                 or the bytes of these (fp8)
 // Backward: xhat = (x - mean)*rstd     g = the sum over i of dout[i]*weight[i]
 //           dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat))        RMSNorm: without mean(g)
 //           dweight[i] (+)= column sums of dout[i]*xhat     dbias[i] (+)= column sums of dout[i]
@@ -615,13 +615,16 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
 
     // 4. Normalise, once or twice.
 #pragma unroll 1
-    for (int i = 0; i < 2 && a.y[i].out; i++) {
+    for (int i = 0; i < 2 && a.y[i].weight; i++) {
+        const NormOutput<floatX, float>& to = a.y[i];
+        const float scale = to.fp8 ? to.tensor->scale : 0.0f;
+        Fp8Counts counts;
         keep_packed(x);
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             const int c = c0 + v * c_step;
-            const Floats weight = load_floats(a.y[i].weight, c, C);
-            const Floats bias = load_floats(a.y[i].bias, c, rms ? 0 : C);
+            const Floats weight = load_floats(to.weight, c, C);
+            const Floats bias = load_floats(to.bias, c, rms ? 0 : C);
 #pragma unroll
             for (int r = 0; r < kRows; r++) {
                 Floats y = vector(r, v);
@@ -629,9 +632,15 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
                     y.at[k] = fmaf((y.at[k] - mean[r]) * rstd[r], weight.at[k], bias.at[k]);
                 }
                 const int end = first + r < a.N ? C : 0;
-                store(a.y[i].out + (size_t)(first + r) * C, c, end, to_pack<floatX>(y));
+                const size_t at = (size_t)(first + r) * C;
+                if (!to.fp8) { store(to.out + at, c, end, to_pack<floatX>(y)); }
+                else if (c < end) { store(to.fp8 + at, c, end, counts.round(y, scale)); }
             }
         }
+        if (!to.fp8) { continue; }
+        const uint2 of_warp = counts.of_warp();
+        if (threadIdx.x % kWarp == 0) { fp8_count(to.stats, of_warp.x, of_warp.y); }
+        if (blockIdx.x + threadIdx.x == 0) { to.stats->elements += (size_t)a.N * C; }
     }
 }
 
@@ -1547,9 +1556,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
     const bool first = blockIdx.x + blockIdx.y + threadIdx.x == 0;
     const bool sets_scale = a.source == Fp8Source::Weight && a.out;
     const float scale = sets_scale ? fp8_scale(__uint_as_float(a.stats->amax), 0) : a.tensor->scale;
-    float amax = 0.0f;
-    bool nan = false;
-    uint32_t saturated = 0;
+    Fp8Counts counts;
 #pragma unroll
     for (int part = warp; part < kGroups; part += kWarps) {             // of 8 quads of rows and 4 vectors
         const int quad = part / (kGroups / 4) * 8 + lane / 4, group = part % (kGroups / 4) * 4 + lane % 4;
@@ -1573,12 +1580,8 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
                 if (kSource == Fp8Source::Gelu) { f.at[k] = gelu(f.at[k]); }
                 if (kSource == Fp8Source::GeluGrad) { f.at[k] *= gelu_grad(slope.at[k]); }
                 sum.at[k] += f.at[k];
-                amax = fmaxf(amax, fabsf(f.at[k]));
-                nan |= f.at[k] != f.at[k];
-                f.at[k] *= scale;
-                saturated += fabsf(f.at[k]) > kFp8Max;
             }
-            const Pack<uint8_t> bytes = to_fp8<Fp8Format::E4m3>(f);
+            const Pack<uint8_t> bytes = counts.round(f, scale);
             memcpy(words[r], &bytes, sizeof(bytes));
             store(a.out + at + (size_t)r * a.C, c, a.out ? end : 0, bytes);
         }
@@ -1594,16 +1597,14 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
         store_turned<kCastTile / 4 + 1>(&tile[group * kWidth][quad], words);
     }
 
-    const uint32_t warp_amax = __reduce_max_sync(~0u, nan ? 0x7FFFFFFFu : __float_as_uint(amax));
-    saturated = __reduce_add_sync(~0u, saturated);
-    if (lane == 0) { stats[warp] = make_uint2(warp_amax, a.out ? saturated : 0); }
+    const uint2 of_warp = counts.of_warp();
+    if (lane == 0) { stats[warp] = of_warp; }
     __syncthreads();
     if (threadIdx.x < kWarps) {
         constexpr unsigned kLanes = (1u << kWarps) - 1;
         const uint32_t most = __reduce_max_sync(kLanes, stats[lane].x);
         const uint32_t count = __reduce_add_sync(kLanes, stats[lane].y);
-        if (lane == 0 && most > *(volatile uint32_t*)&a.stats->amax) { atomicMax(&a.stats->amax, most); }
-        if (lane == 0 && count > 0) { atomicAdd((unsigned long long*)&a.stats->saturated, count); }
+        if (lane == 0) { fp8_count(a.stats, most, a.out ? count : 0); }
     }
     if (first) { a.stats->elements += (size_t)a.N * a.C; }
     if (first && sets_scale) { fp8_set_scale(a.tensor, scale); }
@@ -4558,19 +4559,20 @@ struct Pass {
 // A layer has the norm ln1; a parallel block has ln1 and ln2, which read the same x. Forward, backward and
 // section 9 go from point to point, so what meets at a point is said once, in the two functions below.
 enum class Branch { Attention, Mlp };
+enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
 struct ResidualPoint {
     void* sum;                          // (B,T,C) floatX, or fp32
     int branches, added_layer;          // branches just added, 0 for the embedding, and their layer
     Branch branch[2];
     int norms, layer;                   // norms that read the sum, and their layer
-    struct { ParamId weight, bias; floatX* out; } norm[2];      // (C) (C) (B,T,C)
+    struct { ParamId weight, bias; floatX* out; Linear reader; } norm[2];       // (C) (C) (B,T,C)
     float *mean, *rstd;                 // (B,T) of the sum's rows, for both norms
 };
 static ResidualPoint point_after_attention(const Pass& pass, int l) {      // sequential blocks
     const Acts a = pass.acts(l);
     ResidualPoint x = {};
     x.sum = a.residual2, x.branches = 1, x.branch[0] = Branch::Attention, x.added_layer = l;
-    x.norms = 1, x.norm[0] = {PARAM_ln2w, PARAM_ln2b, a.ln2}, x.layer = l;
+    x.norms = 1, x.norm[0] = {PARAM_ln2w, PARAM_ln2b, a.ln2, Linear::Fc}, x.layer = l;
     x.mean = a.ln2_mean, x.rstd = a.ln2_rstd;
     return x;
 }
@@ -4586,12 +4588,12 @@ static ResidualPoint point_after_layer(const Pass& pass, int l) {          // -1
     if (l + 1 < c.L) {
         const Acts next = pass.acts(l + 1);
         x.norms = c.block == Block::Parallel ? 2 : 1, x.layer = l + 1;
-        x.norm[0] = {PARAM_ln1w, PARAM_ln1b, next.ln1};
-        x.norm[1] = {PARAM_ln2w, PARAM_ln2b, next.ln2};
+        x.norm[0] = {PARAM_ln1w, PARAM_ln1b, next.ln1, Linear::Qkv};
+        x.norm[1] = {PARAM_ln2w, PARAM_ln2b, next.ln2, Linear::Fc};
         x.mean = next.ln1_mean, x.rstd = next.ln1_rstd;
     } else {
         const Acts a = pass.acts(0);
-        x.norms = 1, x.norm[0] = {PARAM_lnfw, PARAM_lnfb, a.lnf};
+        x.norms = 1, x.norm[0] = {PARAM_lnfw, PARAM_lnfb, a.lnf, Linear::Head};
         x.mean = a.lnf_mean, x.rstd = a.lnf_rstd;
     }
     return x;
@@ -4645,11 +4647,13 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
 // below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
 // The first and the last layer stay in 16 bits: in FP8 they cost most of the loss (NOTES.md).
-enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
-constexpr struct { ParamId weight, bias; ActId inp8; } kLinears[] = {
-    {PARAM_qkvw, PARAM_qkvb, ACT_qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, ACT_attproj_inp8},
-    {PARAM_fcw, PARAM_fcb, ACT_fc_inp8}, {PARAM_fcprojw, PARAM_fcprojb, ACT_fcproj_inp8},
-    {PARAM_wte, NUM_PARAMS, ACT_head_inp8}};            // no bias
+// A norm writes the rows of what follows it in FP8 itself, in the place of its output (rows8 below).
+constexpr struct { ParamId weight, bias; ActId rows8, inp8; } kLinears[] = {
+    {PARAM_qkvw, PARAM_qkvb, ACT_ln1, ACT_qkv_inp8},
+    {PARAM_attprojw, PARAM_attprojb, ACT_rows8, ACT_attproj_inp8},
+    {PARAM_fcw, PARAM_fcb, ACT_ln2, ACT_fc_inp8},
+    {PARAM_fcprojw, PARAM_fcprojb, ACT_rows8, ACT_fcproj_inp8},
+    {PARAM_wte, NUM_PARAMS, ACT_lnf, ACT_head_inp8}};   // no bias
 enum class Fp8Mode { Off, Measure, On };
 static Fp8Mode fp8_mode(const Pass& pass, int l, Linear which) {
     const Options& o = pass.model->options;
@@ -4681,19 +4685,26 @@ static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     const size_t layer = model->layout.buckets[1].elems;
     uint8_t* weight = model->fp8.weights + 2 * (head ? L * layer : l * layer + s.offset);
     Fp8Tensor* tensors = model->fp8.tensors;
-    p.inp8 = {tensors + 2 * i, acts.rows8, ((uint8_t* const*)&acts)[names.inp8]};
+    auto act = [&](ActId id) { return ((uint8_t* const*)&acts)[id]; };
+    p.inp8 = {tensors + 2 * i, act(names.rows8), act(names.inp8)};
+    if (which == Linear::Fc && model->config.block == Block::ParallelTied) {
+        p.inp8 = linear_layer(pass, l, Linear::Qkv).inp8;               // both branches read ln1
+    }
     p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8};
     if (head) { p.dout8.transposed = (uint8_t*)acts.logits, p.dout8.format = Fp8Format::E5m2; }
     p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
     return p;
 }
 
+// What the step's casts of a tensor have seen.
+static Fp8Stats* fp8_stats(const GPT2* model, const Fp8Tensor* tensor) {
+    return (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) + (tensor - model->fp8.tensors);
+}
+
 // Casts a.inp to the operand's bytes. Measure: only takes its largest element.
 static void cast_operand(const Pass& pass, const Fp8Operand& to, Fp8Mode mode, Fp8Cast<floatX, float> a) {
-    const GPT2* model = pass.model;
-    Fp8Stats* stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at);
     if (mode == Fp8Mode::On) { a.out = to.bytes, a.out_t = to.transposed; }
-    a.tensor = to.tensor, a.stats = stats + (to.tensor - model->fp8.tensors);
+    a.tensor = to.tensor, a.stats = fp8_stats(pass.model, to.tensor);
     a.scratch = pass.scratch;
     fp8_cast(a, pass.stream());
 }
@@ -4705,7 +4716,9 @@ static void linear_forward(const Pass& pass, int l, Linear which, floatX* out, c
     const LinearLayer p = linear_layer(pass, l, which);
     const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && which == Linear::FcProj;
     floatX* fch = pass.acts(l).fch;
-    if (p.fp8 != Fp8Mode::Off) {
+    if (is_fp8 && kLinears[(int)which].rows8 != ACT_rows8) {            // a norm has written the rows
+        fp8_transpose({p.inp8.transposed, p.inp8.bytes, p.N, p.C}, pass.stream());
+    } else if (p.fp8 != Fp8Mode::Off) {
         cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? fch : inp,
                      .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
@@ -4768,11 +4781,18 @@ static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX*
     linear_forward(f, l, Linear::FcProj, out, a.fch_gelu, before);                              // (B,T,C)
 }
 
-// The norms that read point x. Where no GEMM has added x's branches, the kernel first adds them to the sum of
-// `before`, the point before x; null: x is the embedding.
+// The norms that read point x; bytes where FP8 products read them. Where no GEMM has added x's branches, the
+// kernel first adds them to the sum of `before`, the point before x; null: x is the embedding.
 static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const ResidualPoint* before) {
     const int N = f.B * f.T;
     NormForward<floatX, float> norm = point_norms(f.model, x, N);
+    for (int k = 0; k < x.norms; k++) {
+        const LinearLayer reader = linear_layer(f, x.layer, x.norm[k].reader);
+        if (reader.fp8 != Fp8Mode::On) { continue; }
+        norm.y[k].out = nullptr;
+        norm.y[k].fp8 = reader.inp8.bytes, norm.y[k].tensor = reader.inp8.tensor;
+        norm.y[k].stats = fp8_stats(f.model, reader.inp8.tensor);
+    }
     if (!f.adds_in_gemm) {
         norm.residual = (floatX*)x.sum;
         norm.inp = before ? (floatX*)before->sum : nullptr;

@@ -18,7 +18,7 @@ function per instruction of the tensor cores and copy engines. No kernel. The in
 
 #include <type_traits>          // gives: std::is_same, std::conditional_t
 
-#include "fp8.h"                // gives: Fp8Format
+#include "fp8.h"                // gives: Fp8Format, Fp8Stats
 #include "op_types.h"           // gives: Accumulate, Grad
 #include "../rand.h"            // gives: RoundKey, round_block, bf16_encode_dithered
 
@@ -446,6 +446,31 @@ template <Fp8Format kFormat> __device__ __forceinline__ Pack<uint8_t> to_fp8(con
 #endif
     memcpy(&pack, quads, sizeof(pack));
     return pack;
+}
+
+// Rounds a tensor to e4m3 and counts for its Fp8Stats: each thread its own elements, then a warp for all.
+struct Fp8Counts {
+    float amax = 0.0f;
+    bool nan = false;
+    uint32_t saturated = 0;
+    __device__ __forceinline__ Pack<uint8_t> round(Floats x, float scale) {
+        for (int k = 0; k < kWidth; k++) {
+            amax = fmaxf(amax, fabsf(x.at[k]));
+            nan |= x.at[k] != x.at[k];
+            x.at[k] *= scale;
+            saturated += fabsf(x.at[k]) > kFp8Max;
+        }
+        return to_fp8<Fp8Format::E4m3>(x);
+    }
+    __device__ __forceinline__ uint2 of_warp() const {          // bits of the largest |x|, saturated
+        return make_uint2(__reduce_max_sync(~0u, nan ? 0x7FFFFFFFu : __float_as_uint(amax)),
+                          __reduce_add_sync(~0u, saturated));
+    }
+};
+// By one thread. Few have a larger amax than those before: to look first spares the others an atomic.
+__device__ __forceinline__ void fp8_count(Fp8Stats* stats, uint32_t amax, uint32_t saturated) {
+    if (amax > *(volatile uint32_t*)&stats->amax) { atomicMax(&stats->amax, amax); }
+    if (saturated > 0) { atomicAdd((unsigned long long*)&stats->saturated, saturated); }
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* p) {            // a line of 128 bytes

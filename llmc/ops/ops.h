@@ -38,8 +38,12 @@ template <class X, class S> struct EncoderBackward {    // dwte is only added to
 // normalised rows are X. The stream and its gradient may be S (--residual-dtype fp32): small additions are
 // then not rounded away, and each branch has a gradient of its own, in X.
 template <class X, class S> struct NormOutput {
-    X* out;                             // (N,C); null in the second: there is one norm
-    const S *weight, *bias;             // (C); bias: null in an RMSNorm
+    X* out;                             // (N,C)
+    const S *weight, *bias;             // (C). weight: null in the second: there is one norm. bias: null in
+                                        // an RMSNorm
+    uint8_t* fp8 = nullptr;             // (N,C) or null; else the bytes of y * scale in e4m3, and no `out`
+    const Fp8Tensor* tensor = nullptr;  // with fp8: read
+    Fp8Stats* stats = nullptr;          // with fp8: added to
 };
 template <class X, class S> struct NormForward {
     NormOutput<X, S> y[2];
@@ -362,6 +366,8 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
     X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
     X(norm_forward, NormForward, out("y0", a.y[0].out, a.N, a.C), out("y1", a.y[1].out, a.N, a.C),     \
+      out("fp8_y0", a.y[0].fp8, a.N, a.C), out("fp8_y1", a.y[1].fp8, a.N, a.C),                        \
+      out("fp8_amax0", a.y[0].stats ? &a.y[0].stats->amax : nullptr, 1),                               \
       out("mean", a.kind == NormKind::Layer ? a.mean : nullptr, a.N), out("rstd", a.rstd, a.N),        \
       out("residual", ResidualOf<Weight>{a.residual, a.residual_fp32}, a.N, a.C))                      \
     X(norm_backward, NormBackward,                                                                     \
