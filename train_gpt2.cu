@@ -1523,24 +1523,45 @@ template <GeluPass kPass> static bool gelu_matmul([[maybe_unused]] const GeluPro
 //     forward      out (N,OC) = inp weight^T         input grad   dinp (N,C) = dout (weight^T)^T
 //     weight grad  dweight (OC,C) (+)= dout^T (inp^T)^T
 // A block of fp8_cast takes a tile of 128 rows and columns. A thread converts a vector of each of four rows,
-// turns every 4 x 4 bytes round in registers and puts them into shared memory: a word holds four rows of a
-// column. A warp then stores a column, 128 bytes. GELU and the sums of columns for a bias's gradient ride
-// along: a tile's sums are a row of partials, as in partial_sums_kernel.
-constexpr int kCastTile = 128, kCastThreads = 256;
+// turns every 4 x 4 bytes round in registers and puts them into shared memory: a word holds a quad, four rows
+// of a column. A warp then stores a column, 128 bytes. GELU and the sums of columns for a bias's gradient
+// ride along: a tile's sums are a row of partials, as in partial_sums_kernel.
+constexpr int kCastTile = 128, kCastThreads = 256, kCastQuads = kCastTile / 4;
+typedef uint32_t CastTile[kCastTile][kCastQuads];           // (column, quad)
+// Where a column has a quad. A warp stores eight vectors of kVector columns, side by side, of four quads. The
+// columns of each vector have another order, which puts these 32 words into different banks.
+template <int kVector> __device__ __forceinline__ int quad_place(int column, int quad) {
+    return quad ^ column / kVector % 8 * 4;
+}
 
-// Stores bytes of four rows as words of four rows of a column, kColumn words from column to column.
-template <int kColumn, int kWords>
-__device__ __forceinline__ void store_turned(uint32_t* to, const uint32_t (&words)[4][kWords]) {
+// Stores a vector of each of a quad's rows.
+template <int kWords>
+__device__ __forceinline__ void store_turned(CastTile& tile, int column, int quad,
+                                             const uint32_t (&words)[4][kWords]) {
+    uint32_t* to = &tile[column][quad_place<4 * kWords>(column, quad)];
 #pragma unroll
-    for (int w = 0; w < kWords; w++, to += 4 * kColumn) {
+    for (int w = 0; w < kWords; w++, to += 4 * kCastQuads) {
         const uint32_t ab = __byte_perm(words[0][w], words[1][w], 0x5140);
         const uint32_t ab2 = __byte_perm(words[0][w], words[1][w], 0x7362);
         const uint32_t cd = __byte_perm(words[2][w], words[3][w], 0x5140);
         const uint32_t cd2 = __byte_perm(words[2][w], words[3][w], 0x7362);
         to[0] = __byte_perm(ab, cd, 0x5410);
-        to[kColumn] = __byte_perm(ab, cd, 0x7632);
-        to[2 * kColumn] = __byte_perm(ab2, cd2, 0x5410);
-        to[3 * kColumn] = __byte_perm(ab2, cd2, 0x7632);
+        to[kCastQuads] = __byte_perm(ab, cd, 0x7632);
+        to[2 * kCastQuads] = __byte_perm(ab2, cd2, 0x5410);
+        to[3 * kCastQuads] = __byte_perm(ab2, cd2, 0x7632);
+    }
+}
+
+// Stores the block's tile into out (C,N).
+template <int kVector>
+__device__ __forceinline__ void store_columns(uint8_t* out, const CastTile& tile, int N, int C) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int row = blockIdx.y * kCastTile + 4 * lane, column_0 = blockIdx.x * kCastTile;
+#pragma unroll 8
+    for (int c = warp; c < kCastTile; c += kCastThreads / kWarp) {
+        if (column_0 + c < C && row < N) {
+            *(uint32_t*)(out + (size_t)(column_0 + c) * N + row) = tile[c][quad_place<kVector>(c, lane)];
+        }
     }
 }
 
@@ -1548,8 +1569,8 @@ __device__ __forceinline__ void store_turned(uint32_t* to, const uint32_t (&word
 template <Fp8Source kSource>
 __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, float> a) {
     constexpr int kGroups = kCastTile / kWidth, kWarps = kCastThreads / kWarp, kWords = kWidth / 4;
-    __shared__ uint32_t tile[kCastTile][kCastTile / 4 + 1];             // (column, quad of rows)
-    __shared__ float sums[4][kCastTile];                                // of 32 rows each
+    __shared__ CastTile tile;
+    __shared__ float sums[8][kCastTile];                                // of 16 rows each
     __shared__ uint2 stats[kWarps];                                     // of each warp: amax, saturated
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int row_0 = blockIdx.y * kCastTile, column_0 = blockIdx.x * kCastTile;
@@ -1558,8 +1579,8 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
     const float scale = sets_scale ? fp8_scale(__uint_as_float(a.stats->amax), 0) : a.tensor->scale;
     Fp8Counts counts;
 #pragma unroll
-    for (int part = warp; part < kGroups; part += kWarps) {             // of 8 quads of rows and 4 vectors
-        const int quad = part / (kGroups / 4) * 8 + lane / 4, group = part % (kGroups / 4) * 4 + lane % 4;
+    for (int part = warp; part < kGroups; part += kWarps) {             // of 4 quads of rows and 8 vectors
+        const int quad = part / (kGroups / 8) * 4 + lane / 8, group = part % (kGroups / 8) * 8 + lane % 8;
         const int row = row_0 + 4 * quad, c = column_0 + group * kWidth, end = row < a.N ? a.C : 0;
         const size_t at = row < a.N ? (size_t)row * a.C : 0;
         uint32_t words[4][kWords];
@@ -1586,15 +1607,15 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
             store(a.out + at + (size_t)r * a.C, c, a.out ? end : 0, bytes);
         }
         if (!a.out) { continue; }
-        if (a.dbias.data) {                         // lanes of one group have 8 quads, one below the other
+        if (a.dbias.data) {                         // lanes of one group have 4 quads, one below the other
             for (int k = 0; k < kWidth; k++) {
-                for (int distance = 4; distance < kWarp; distance *= 2) {
+                for (int distance = 8; distance < kWarp; distance *= 2) {
                     sum.at[k] += __shfl_xor_sync(~0u, sum.at[k], distance);
                 }
-                if (lane < 4) { sums[quad / 8][group * kWidth + k] = sum.at[k]; }
+                if (lane < 8) { sums[quad / 4][group * kWidth + k] = sum.at[k]; }
             }
         }
-        store_turned<kCastTile / 4 + 1>(&tile[group * kWidth][quad], words);
+        store_turned(tile, group * kWidth, quad, words);
     }
 
     const uint2 of_warp = counts.of_warp();
@@ -1609,17 +1630,13 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
     if (first) { a.stats->elements += (size_t)a.N * a.C; }
     if (first && sets_scale) { fp8_set_scale(a.tensor, scale); }
     if (!a.out) { return; }
-    const int row = row_0 + 4 * lane, column = column_0 + threadIdx.x;
+    const int column = column_0 + threadIdx.x;
     if (a.dbias.data && threadIdx.x < kCastTile && column < a.C) {
-        a.scratch[(size_t)blockIdx.y * a.C + column] =
-            sums[0][threadIdx.x] + sums[1][threadIdx.x] + sums[2][threadIdx.x] + sums[3][threadIdx.x];
+        float sum = 0.0f;
+        for (int i = 0; i < 8; i++) { sum += sums[i][threadIdx.x]; }
+        a.scratch[(size_t)blockIdx.y * a.C + column] = sum;
     }
-#pragma unroll 8
-    for (int c = warp; c < kCastTile; c += kWarps) {
-        if (column_0 + c < a.C && row < a.N) {
-            *(uint32_t*)(a.out_t + (size_t)(column_0 + c) * a.N + row) = tile[c][lane];
-        }
-    }
+    store_columns<kWidth>(a.out_t, tile, a.N, a.C);
 }
 
 static size_t fp8_cast_scratch_bytes(int N, int C) {
@@ -1646,33 +1663,23 @@ static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
-// Bytes that are there in rows alone: the same tiles. A thread takes 16 columns of four rows, a warp whole
-// rows of a tile; the words between the tile's vectors keep its stores in different banks.
+// Bytes that are there in rows alone: the same tiles. A thread takes 16 columns of four rows.
 __global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpose<floatX, float> a) {
-    constexpr int kVector = 16, kVectors = kCastTile / kVector, kQuads = kCastTile / 4;
-    __shared__ uint32_t tile[kVectors][kVector * kQuads + kWarp / kVectors];    // (vector, column, quad)
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const int row_0 = blockIdx.y * kCastTile, column_0 = blockIdx.x * kCastTile;
-    const int vector = threadIdx.x % kVectors, quad = threadIdx.x / kVectors;
-    const int c = column_0 + vector * kVector;
+    constexpr int kVector = 16;
+    __shared__ CastTile tile;
+    const int column = threadIdx.x % 8 * kVector, quad = threadIdx.x / 8;
+    const int c = blockIdx.x * kCastTile + column;
     uint32_t words[4][kVector / 4] = {};
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-        const size_t row = row_0 + 4 * quad + r;
+        const size_t row = blockIdx.y * kCastTile + 4 * quad + r;
         if (row >= a.N || c >= a.C) { continue; }
         const uint4 bytes = *(const uint4*)(a.inp + row * a.C + c);
         memcpy(words[r], &bytes, sizeof(bytes));
     }
-    store_turned<kQuads>(&tile[vector][quad], words);
+    store_turned(tile, column, quad, words);
     __syncthreads();
-    const int row = row_0 + 4 * lane;
-#pragma unroll 8
-    for (int c = warp; c < kCastTile; c += kCastThreads / kWarp) {
-        if (column_0 + c < a.C && row < a.N) {
-            *(uint32_t*)(a.out + (size_t)(column_0 + c) * a.N + row) =
-                tile[c / kVector][c % kVector * kQuads + lane];
-        }
-    }
+    store_columns<kVector>(a.out, tile, a.N, a.C);
 }
 
 static void fp8_transpose(const Fp8Transpose<floatX, float>& a, Stream stream) {
