@@ -20,7 +20,7 @@ The formats are those of Micikevicius et al., "FP8 formats for deep learning", 2
 
 enum class Fp8Format { E4m3, E5m2 };
 constexpr float kFp8Max = 448.0f;       // of e4m3
-constexpr float kFp8Dlogits = 0x1p15f;  // dlogits is at most dloss * loss_scale: that, in e5m2's bytes
+constexpr float kFp8Dlogits = 0x1p15f;  // what dloss * loss_scale, the most that dlogits can be, is in e5m2
 constexpr int kFp8Window = 14;          // steps whose largest elements decide about the next step's scale
 constexpr int kFp8Headroom = 1;         // a tensor may grow by 2^this against them before it saturates
 constexpr float kFp8MaxSaturated = 1e-3f;       // of a tensor's elements: more of them skip the update
