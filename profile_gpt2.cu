@@ -44,7 +44,7 @@ WORK(EncoderBackward) {
 WORK(NormForward) {
     const double stream = (a.residual_fp32 ? kS : kX) * (!!a.inp + !!a.residual);
     const int others = !!a.branch[0] + !!a.branch[1] + !!a.y[0].out + !!a.y[1].out;
-    return {(stream + kX * others) * a.N * a.C, 0};
+    return {(stream + kX * others + !!a.y[0].fp8 + !!a.y[1].fp8) * a.N * a.C, 0};
 }
 WORK(NormBackward) {
     const double stream = (a.residual_fp32 ? kS : kX) * (a.dresidual_acc == Accumulate::Yes ? 3 : 2);
@@ -58,6 +58,7 @@ WORK(Fp8Matmul) {
     return product(a.M, a.K, a.N, 1, 1, a.out ? kX * (1 + !!a.residual) : width(a.grad));
 }
 WORK(Fp8Cast) { return {(kX * (1 + !!a.pre_gelu) + !!a.out + !!a.out_t) * a.N * a.C, 0}; }
+WORK(Fp8Transpose) { return {2.0 * a.N * a.C, 0}; }
 WORK(BiasBackward) { return {kX * a.N * a.OC, 0}; }
 WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
 WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
@@ -65,7 +66,10 @@ WORK(GeluBackward) { return {3 * kX * a.N * a.OC, 0}; }
 WORK(AttentionDropout) { return {kS * a.B * a.NH * (double)keep_words(a.T), 0}; }
 WORK(AttentionForward) { return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, 4, 2); }
 WORK(AttentionBackward) { return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, 8, 5); }
-WORK(Classifier) { return {kX * a.N * a.Vp * (a.mode == ClassifierMode::LossAndGrad ? 2 : 1), 0}; }
+WORK(Classifier) {
+    const double grad = a.mode == ClassifierMode::LossOnly ? 0 : a.fp8_grad ? 1 : kX;
+    return {(kX + grad) * a.N * a.Vp, 0};
+}
 WORK(LossSum) { return {kS * a.N, 0}; }
 WORK(LaneSum) {
     return {(double)a.n * (kS * a.num_chain + width(a.pieces) * a.num_pieces + width(a.out)), 0};

@@ -198,11 +198,12 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */     \
     X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) FP8 inputs of linear layers, */    \
     X(attproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * C)    /* transposed: for the weights' gradients */  \
-    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * N * C)                                                    \
+    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * second * N * C)                                           \
     X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)                                               \
     X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
     X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* FP8 input or output's gradient of the */  \
-    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * wide8) /* layer at hand; this one transposed */
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C) /* layer at hand; this one transposed, the */ \
+                                                /* logits' gradient in the logits' place */
 
 #define X(name, ...) PARAM_##name,
 enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
@@ -489,7 +490,7 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 // Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `residual`; f is 0 or 1/(1-p) where
 //           a branch has dropout, else 1. Without branches x = inp.
 //           mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)     RMSNorm: mean = 0
-//           y[i] = (x - mean)*rstd*weight[i] + bias[i]
+//           y[i] = (x - mean)*rstd*weight[i] + bias[i]                 or the bytes of these (fp8)
 // Backward: xhat = (x - mean)*rstd     g = the sum over i of dout[i]*weight[i]
 //           dresidual (+)= rstd*(g - mean(g) - xhat*mean(g*xhat))        RMSNorm: without mean(g)
 //           dweight[i] (+)= column sums of dout[i]*xhat     dbias[i] (+)= column sums of dout[i]
@@ -614,13 +615,16 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
 
     // 4. Normalise, once or twice.
 #pragma unroll 1
-    for (int i = 0; i < 2 && a.y[i].out; i++) {
+    for (int i = 0; i < 2 && a.y[i].weight; i++) {
+        const NormOutput<floatX, float>& to = a.y[i];
+        const float scale = to.fp8 ? to.tensor->scale : 0.0f;
+        Fp8Counts counts;
         keep_packed(x);
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             const int c = c0 + v * c_step;
-            const Floats weight = load_floats(a.y[i].weight, c, C);
-            const Floats bias = load_floats(a.y[i].bias, c, rms ? 0 : C);
+            const Floats weight = load_floats(to.weight, c, C);
+            const Floats bias = load_floats(to.bias, c, rms ? 0 : C);
 #pragma unroll
             for (int r = 0; r < kRows; r++) {
                 Floats y = vector(r, v);
@@ -628,9 +632,15 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
                     y.at[k] = fmaf((y.at[k] - mean[r]) * rstd[r], weight.at[k], bias.at[k]);
                 }
                 const int end = first + r < a.N ? C : 0;
-                store(a.y[i].out + (size_t)(first + r) * C, c, end, to_pack<floatX>(y));
+                const size_t at = (size_t)(first + r) * C;
+                if (!to.fp8) { store(to.out + at, c, end, to_pack<floatX>(y)); }
+                else if (c < end) { store(to.fp8 + at, c, end, counts.round(y, scale)); }
             }
         }
+        if (!to.fp8) { continue; }
+        const uint2 of_warp = counts.of_warp();
+        if (threadIdx.x % kWarp == 0) { fp8_count(to.stats, of_warp.x, of_warp.y); }
+        if (blockIdx.x + threadIdx.x == 0) { to.stats->elements += (size_t)a.N * C; }
     }
 }
 
@@ -1513,30 +1523,64 @@ template <GeluPass kPass> static bool gelu_matmul([[maybe_unused]] const GeluPro
 //     forward      out (N,OC) = inp weight^T         input grad   dinp (N,C) = dout (weight^T)^T
 //     weight grad  dweight (OC,C) (+)= dout^T (inp^T)^T
 // A block of fp8_cast takes a tile of 128 rows and columns. A thread converts a vector of each of four rows,
-// turns every 4 x 4 bytes round in registers and puts them into shared memory: a word holds four rows of a
-// column. A warp then stores a column, 128 bytes. GELU and the sums of columns for a bias's gradient ride
-// along: a tile's sums are a row of partials, as in partial_sums_kernel.
-constexpr int kCastTile = 128, kCastThreads = 256;
+// turns every 4 x 4 bytes round in registers and puts them into shared memory: a word holds a quad, four rows
+// of a column. A warp then stores a column, 128 bytes. GELU and the sums of columns for a bias's gradient
+// ride along: a tile's sums are a row of partials, as in partial_sums_kernel.
+constexpr int kCastTile = 128, kCastThreads = 256, kCastQuads = kCastTile / 4;
+typedef uint32_t CastTile[kCastTile][kCastQuads];           // (column, quad)
+// Where a column has a quad. A warp stores eight vectors of kVector columns, side by side, of four quads. The
+// columns of each vector have another order, which puts these 32 words into different banks.
+template <int kVector> __device__ __forceinline__ int quad_place(int column, int quad) {
+    return quad ^ column / kVector % 8 * 4;
+}
+
+// Stores a vector of each of a quad's rows.
+template <int kWords>
+__device__ __forceinline__ void store_turned(CastTile& tile, int column, int quad,
+                                             const uint32_t (&words)[4][kWords]) {
+    uint32_t* to = &tile[column][quad_place<4 * kWords>(column, quad)];
+#pragma unroll
+    for (int w = 0; w < kWords; w++, to += 4 * kCastQuads) {
+        const uint32_t ab = __byte_perm(words[0][w], words[1][w], 0x5140);
+        const uint32_t ab2 = __byte_perm(words[0][w], words[1][w], 0x7362);
+        const uint32_t cd = __byte_perm(words[2][w], words[3][w], 0x5140);
+        const uint32_t cd2 = __byte_perm(words[2][w], words[3][w], 0x7362);
+        to[0] = __byte_perm(ab, cd, 0x5410);
+        to[kCastQuads] = __byte_perm(ab, cd, 0x7632);
+        to[2 * kCastQuads] = __byte_perm(ab2, cd2, 0x5410);
+        to[3 * kCastQuads] = __byte_perm(ab2, cd2, 0x7632);
+    }
+}
+
+// Stores the block's tile into out (C,N).
+template <int kVector>
+__device__ __forceinline__ void store_columns(uint8_t* out, const CastTile& tile, int N, int C) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int row = blockIdx.y * kCastTile + 4 * lane, column_0 = blockIdx.x * kCastTile;
+#pragma unroll 8
+    for (int c = warp; c < kCastTile; c += kCastThreads / kWarp) {
+        if (column_0 + c < C && row < N) {
+            *(uint32_t*)(out + (size_t)(column_0 + c) * N + row) = tile[c][quad_place<kVector>(c, lane)];
+        }
+    }
+}
 
 // kSource: Plain stands for Weight, too.
 template <Fp8Source kSource>
 __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, float> a) {
     constexpr int kGroups = kCastTile / kWidth, kWarps = kCastThreads / kWarp, kWords = kWidth / 4;
-    __shared__ uint32_t tile[kCastTile][kCastTile / 4 + 1];             // (column, quad of rows)
-    __shared__ float sums[4][kCastTile];                                // of 32 rows each
+    __shared__ CastTile tile;
+    __shared__ float sums[8][kCastTile];                                // of 16 rows each
     __shared__ uint2 stats[kWarps];                                     // of each warp: amax, saturated
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int row_0 = blockIdx.y * kCastTile, column_0 = blockIdx.x * kCastTile;
     const bool first = blockIdx.x + blockIdx.y + threadIdx.x == 0;
     const bool sets_scale = a.source == Fp8Source::Weight && a.out;
-    const bool e5m2 = kSource == Fp8Source::Plain && a.format == Fp8Format::E5m2;
     const float scale = sets_scale ? fp8_scale(__uint_as_float(a.stats->amax), 0) : a.tensor->scale;
-    float amax = 0.0f;
-    bool nan = false;
-    uint32_t saturated = 0;
+    Fp8Counts counts;
 #pragma unroll
-    for (int part = warp; part < kGroups; part += kWarps) {             // of 8 quads of rows and 4 vectors
-        const int quad = part / (kGroups / 4) * 8 + lane / 4, group = part % (kGroups / 4) * 4 + lane % 4;
+    for (int part = warp; part < kGroups; part += kWarps) {             // of 4 quads of rows and 8 vectors
+        const int quad = part / (kGroups / 8) * 4 + lane / 8, group = part % (kGroups / 8) * 8 + lane % 8;
         const int row = row_0 + 4 * quad, c = column_0 + group * kWidth, end = row < a.N ? a.C : 0;
         const size_t at = row < a.N ? (size_t)row * a.C : 0;
         uint32_t words[4][kWords];
@@ -1557,70 +1601,42 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
                 if (kSource == Fp8Source::Gelu) { f.at[k] = gelu(f.at[k]); }
                 if (kSource == Fp8Source::GeluGrad) { f.at[k] *= gelu_grad(slope.at[k]); }
                 sum.at[k] += f.at[k];
-                amax = fmaxf(amax, fabsf(f.at[k]));
-                nan |= f.at[k] != f.at[k];
-                f.at[k] *= scale;
-                saturated += fabsf(f.at[k]) > kFp8Max;
-                if (e5m2) { f.at[k] *= 1.0f / kFp8E5m2Unit; }
             }
-#pragma unroll
-            for (int w = 0; w < kWords; w++) {
-                words[r][w] = e5m2 ? to_e5m2(f.at + 4 * w) : to_e4m3(f.at + 4 * w);
-            }
-            typedef std::conditional_t<kWords == 2, uint2, uint32_t> Word;
-            Word word;
-            memcpy(&word, words[r], sizeof(word));
-            if (a.out && c < end) { *(Word*)(a.out + at + (size_t)r * a.C + c) = word; }
+            const Pack<uint8_t> bytes = counts.round(f, scale);
+            memcpy(words[r], &bytes, sizeof(bytes));
+            store(a.out + at + (size_t)r * a.C, c, a.out ? end : 0, bytes);
         }
         if (!a.out) { continue; }
-        if (a.dbias.data) {                         // lanes of one group have 8 quads, one below the other
+        if (a.dbias.data) {                         // lanes of one group have 4 quads, one below the other
             for (int k = 0; k < kWidth; k++) {
-                for (int distance = 4; distance < kWarp; distance *= 2) {
+                for (int distance = 8; distance < kWarp; distance *= 2) {
                     sum.at[k] += __shfl_xor_sync(~0u, sum.at[k], distance);
                 }
-                if (lane < 4) { sums[quad / 8][group * kWidth + k] = sum.at[k]; }
+                if (lane < 8) { sums[quad / 4][group * kWidth + k] = sum.at[k]; }
             }
         }
-#pragma unroll
-        for (int w = 0; w < kWords; w++) {
-            uint32_t* columns = &tile[group * kWidth + 4 * w][quad];
-            const uint32_t ab = __byte_perm(words[0][w], words[1][w], 0x5140);
-            const uint32_t ab2 = __byte_perm(words[0][w], words[1][w], 0x7362);
-            const uint32_t cd = __byte_perm(words[2][w], words[3][w], 0x5140);
-            const uint32_t cd2 = __byte_perm(words[2][w], words[3][w], 0x7362);
-            constexpr int kColumn = kCastTile / 4 + 1;
-            columns[0] = __byte_perm(ab, cd, 0x5410);
-            columns[kColumn] = __byte_perm(ab, cd, 0x7632);
-            columns[2 * kColumn] = __byte_perm(ab2, cd2, 0x5410);
-            columns[3 * kColumn] = __byte_perm(ab2, cd2, 0x7632);
-        }
+        store_turned(tile, group * kWidth, quad, words);
     }
 
-    const uint32_t warp_amax = __reduce_max_sync(~0u, nan ? 0x7FFFFFFFu : __float_as_uint(amax));
-    saturated = __reduce_add_sync(~0u, saturated);
-    if (lane == 0) { stats[warp] = make_uint2(warp_amax, a.out ? saturated : 0); }
+    const uint2 of_warp = counts.of_warp();
+    if (lane == 0) { stats[warp] = of_warp; }
     __syncthreads();
     if (threadIdx.x < kWarps) {
         constexpr unsigned kLanes = (1u << kWarps) - 1;
         const uint32_t most = __reduce_max_sync(kLanes, stats[lane].x);
         const uint32_t count = __reduce_add_sync(kLanes, stats[lane].y);
-        if (lane == 0 && most > *(volatile uint32_t*)&a.stats->amax) { atomicMax(&a.stats->amax, most); }
-        if (lane == 0 && count > 0) { atomicAdd((unsigned long long*)&a.stats->saturated, count); }
+        if (lane == 0) { fp8_count(a.stats, most, a.out ? count : 0); }
     }
     if (first) { a.stats->elements += (size_t)a.N * a.C; }
     if (first && sets_scale) { fp8_set_scale(a.tensor, scale); }
     if (!a.out) { return; }
-    const int row = row_0 + 4 * lane, column = column_0 + threadIdx.x;
+    const int column = column_0 + threadIdx.x;
     if (a.dbias.data && threadIdx.x < kCastTile && column < a.C) {
-        a.scratch[(size_t)blockIdx.y * a.C + column] =
-            sums[0][threadIdx.x] + sums[1][threadIdx.x] + sums[2][threadIdx.x] + sums[3][threadIdx.x];
+        float sum = 0.0f;
+        for (int i = 0; i < 8; i++) { sum += sums[i][threadIdx.x]; }
+        a.scratch[(size_t)blockIdx.y * a.C + column] = sum;
     }
-#pragma unroll 8
-    for (int c = warp; c < kCastTile; c += kWarps) {
-        if (column_0 + c < a.C && row < a.N) {
-            *(uint32_t*)(a.out_t + (size_t)(column_0 + c) * a.N + row) = tile[c][lane];
-        }
-    }
+    store_columns<kWidth>(a.out_t, tile, a.N, a.C);
 }
 
 static size_t fp8_cast_scratch_bytes(int N, int C) {
@@ -1638,7 +1654,6 @@ static std::string fp8_error() {
 
 static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    assert(a.source == Fp8Source::Plain || a.format == Fp8Format::E4m3);
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
     auto kernel = a.source == Fp8Source::Gelu       ? fp8_cast_kernel<Fp8Source::Gelu>
@@ -1648,12 +1663,37 @@ static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
+// Bytes that are there in rows alone: the same tiles. A thread takes 16 columns of four rows.
+__global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpose<floatX, float> a) {
+    constexpr int kVector = 16;
+    __shared__ CastTile tile;
+    const int column = threadIdx.x % 8 * kVector, quad = threadIdx.x / 8;
+    const int c = blockIdx.x * kCastTile + column;
+    uint32_t words[4][kVector / 4] = {};
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const size_t row = blockIdx.y * kCastTile + 4 * quad + r;
+        if (row >= a.N || c >= a.C) { continue; }
+        const uint4 bytes = *(const uint4*)(a.inp + row * a.C + c);
+        memcpy(words[r], &bytes, sizeof(bytes));
+    }
+    store_turned(tile, column, quad, words);
+    __syncthreads();
+    store_columns<kVector>(a.out, tile, a.N, a.C);
+}
+
+static void fp8_transpose(const Fp8Transpose<floatX, float>& a, Stream stream) {
+    OpScope scope(a, stream);
+    if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_transpose: %d x %d is not a multiple of 16", a.N, a.C); }
+    const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
+    fp8_transpose_kernel<<<grid, kCastThreads, 0, stream>>>(a);
+}
+
 static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
-    const bool e5m2 = a.a_format == Fp8Format::E5m2;
     Gemm g = {.d = a.out, .a = a.b, .b = a.a, .c = a.residual, .bias = a.bias, .m = a.N, .n = a.M, .k = a.K,
               .trans_a = true, .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
-              .inp_type = CUDA_R_8F_E4M3, .b_is_e5m2 = e5m2, .alpha = e5m2 ? kFp8E5m2Unit : 1.0f,
+              .inp_type = CUDA_R_8F_E4M3, .b_is_e5m2 = a.a_format == Fp8Format::E5m2,
               .a_scale = &a.b_tensor->inverse, .b_scale = &a.a_tensor->inverse, .fast = a.fast};
     if (a.out) { gemm(g, stream); }
     else { gemm_to_grad(g, a.grad, a.scratch, stream); }
@@ -1690,7 +1730,9 @@ static void fp8_scales(const Fp8Scales<floatX, float>& a, Stream stream) {
 //     LossAndGrad: x = (softmax(x) - onehot(target)) * dloss * loss_scale, and zeros into columns V and up
 // 124M, B=64: 6.6 GB of logits. The streaming kernel reads each row once and keeps it in registers, up to
 // kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows, reads it twice.
-// LossOnly does not write.
+// LossOnly does not write. With fp8_grad the gradient goes there as e5m2 bytes, times kFp8Dlogits: a fixed
+// scale, because |softmax - onehot| is at most 1.
+typedef Classifier<floatX, float> ClassifierX;
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 // Where a maximum starts. Not -inf, and far enough above it to be multiplied by log2(e): a thread whose
 // columns are all padding has no other maximum, and inf - inf would make NaN of the whole row.
@@ -1732,9 +1774,17 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
     sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
 }
 
+// What softmax(x) - onehot(target) is multiplied by. With FP8 the product with dlogits takes the rest.
+__device__ __forceinline__ float dlogits_scale(const ClassifierX& a, bool fp8) {
+    const float scale = a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f);
+    if (!fp8) { return scale; }
+    if (blockIdx.x + threadIdx.x == 0) { a.fp8_tensor->inverse = scale / kFp8Dlogits; }
+    return kFp8Dlogits;
+}
+
 // The gradient of one vector of logits, columns [c, c + kWidth): scale * (softmax(x) - onehot(target)).
-__device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float scale_over_sum, int c,
-                                             int target, float scale) {
+__device__ __forceinline__ Floats softmax_grad(const x128& x, float top, float scale_over_sum, int c,
+                                               int target, float scale) {
     Floats d;
     for (int k = 0; k < kWidth; k++) {
         d.at[k] = exp2_fast(fmaf((float)x.data[k], kLog2e, -top * kLog2e)) * scale_over_sum;
@@ -1744,7 +1794,7 @@ __device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float sca
             if (c + k == target) { d.at[k] -= scale; }
         }
     }
-    return to_pack<floatX>(d);
+    return d;
 }
 
 // Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while
@@ -1753,17 +1803,15 @@ __device__ __forceinline__ x128 softmax_grad(const x128& x, float top, float sca
 //
 //     copies       | row i+1 into slot 1                                     | row i+2 into slot 0
 //     this thread  | row i: slot 0 -> registers -> max, sum -> barrier -> d  | row i+1: slot 1 -> ...
-template <bool kGrad>
-__global__ void __launch_bounds__(kClassifierThreads, 1)
-    classifier_stream_kernel(floatX* logits, float* losses, const int* targets, float dloss,
-                             const float* loss_scale, int N, int V, int Vp) {
+template <bool kGrad, bool kFp8>
+__global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kernel(ClassifierX a) {
     extern __shared__ x128 staged[];                    // (2, Vp/kWidth)
     __shared__ float2 parts[2][kWarp];
     __shared__ float target_logit[2];
-    const int vectors = Vp / kWidth, first = threadIdx.x;
-    const float scale = kGrad ? dloss * (loss_scale ? *loss_scale : 1.0f) : 0.0f;
+    const int N = a.N, V = a.V, Vp = a.Vp, vectors = Vp / kWidth, first = threadIdx.x;
+    const float scale = kGrad ? dlogits_scale(a, kFp8) : 0.0f;
     // Where this thread's first vector of a row is; its others are kClassifierThreads vectors apart.
-    auto row_at = [&](int row) { return logits + (size_t)row * Vp + first * kWidth; };
+    auto row_at = [&](int row) { return a.logits + (size_t)row * Vp + first * kWidth; };
     auto stage = [&](int row, int slot) {
         if (row < N) {
             const floatX* x_row = row_at(row);
@@ -1780,7 +1828,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
     int slot = 0;
     for (int row = blockIdx.x; row < N; row += gridDim.x, slot ^= 1) {
         // Into registers, padding masked, and this thread's maximum.
-        const int target = targets[row];
+        const int target = a.targets[row];
         x128* slot_at = staged + slot * vectors + first;
         cp_async_wait<1>();
         uint4 row_x[kClassifierVectors];                // as words, see as_pack
@@ -1803,9 +1851,9 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
         }
         softmax_combine(top, sum, parts[slot]);
         stage(row + 2 * gridDim.x, slot);               // every read of this slot was before that barrier
-        if (first == 0) { losses[row] = logf(sum) + top - target_logit[slot]; }
+        if (first == 0) { a.losses[row] = logf(sum) + top - target_logit[slot]; }
 
-        // The gradient, over the logits.
+        // The gradient, over the logits or as bytes.
         if (kGrad) {
             floatX* d_row = row_at(row);
             const float scale_over_sum = scale / sum;
@@ -1813,22 +1861,23 @@ __global__ void __launch_bounds__(kClassifierThreads, 1)
             for (int j = 0; j < kClassifierVectors; j++) {
                 const int v = j * kClassifierThreads, c = (first + v) * kWidth;
                 if (first + v >= vectors) { continue; }
-                store<Cache::Streaming>(
-                    d_row, v * kWidth, Vp,
-                    softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale));
+                const Floats d = softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale);
+                if (kFp8) {
+                    store<Cache::Streaming>(a.fp8_grad + (size_t)row * Vp, c, Vp, to_fp8<Fp8Format::E5m2>(d));
+                } else {
+                    store<Cache::Streaming>(d_row, v * kWidth, Vp, to_pack<floatX>(d));
+                }
             }
         }
     }
 }
 
 // Any number of columns: one block a row, read twice (the second time from cache).
-template <bool kGrad>
-__global__ void classifier_kernel(floatX* logits, float* losses, const int* targets, float dloss,
-                                  const float* loss_scale, int V, int Vp) {
+template <bool kGrad> __global__ void classifier_kernel(ClassifierX a) {
     __shared__ float2 parts[kWarp];
-    const int row = blockIdx.x, target = targets[row], first = threadIdx.x * kWidth,
-              step = blockDim.x * kWidth;
-    floatX* x_row = logits + (size_t)row * Vp;
+    const int V = a.V, Vp = a.Vp, row = blockIdx.x, target = a.targets[row];
+    const int first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
+    floatX* x_row = a.logits + (size_t)row * Vp;
     // Read before the barrier in softmax_combine, after which the row is written.
     float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
     float top = kLowest, sum = 0.0f;
@@ -1840,13 +1889,15 @@ __global__ void classifier_kernel(floatX* logits, float* losses, const int* targ
         top = higher;
     }
     softmax_combine(top, sum, parts);
-    if (threadIdx.x == 0) { losses[row] = logf(sum) + top - target_logit; }
+    if (threadIdx.x == 0) { a.losses[row] = logf(sum) + top - target_logit; }
     if (kGrad) {
-        const float scale = dloss * (loss_scale ? *loss_scale : 1.0f), scale_over_sum = scale / sum;
+        const float scale = dlogits_scale(a, a.fp8_grad), scale_over_sum = scale / sum;
         for (int c = first; c < Vp; c += step) {
             x128 x = load(x_row, c, Vp);
             mask_padding(&x, c, V);
-            store(x_row, c, Vp, softmax_grad(x, top, scale_over_sum, c, target, scale));
+            const Floats d = softmax_grad(x, top, scale_over_sum, c, target, scale);
+            if (a.fp8_grad) { store(a.fp8_grad + (size_t)row * Vp, c, Vp, to_fp8<Fp8Format::E5m2>(d)); }
+            else { store(x_row, c, Vp, to_pack<floatX>(d)); }
         }
     }
 }
@@ -1864,15 +1915,16 @@ static void classifier(const Classifier<floatX, float>& a, Stream stream) {
     check_width(a, a.Vp);
     const bool grad = a.mode == ClassifierMode::LossAndGrad;
     if (classifier_streams(a.Vp)) {
-        auto kernel = grad ? classifier_stream_kernel<true> : classifier_stream_kernel<false>;
+        auto kernel = !grad        ? classifier_stream_kernel<false, false>
+                      : a.fp8_grad ? classifier_stream_kernel<true, true>
+                                   : classifier_stream_kernel<true, false>;
         const int shared = 2 * a.Vp * (int)sizeof(floatX);
         allow_shared_memory(kernel, shared);
-        kernel<<<std::min(a.N, device_sm_count), kClassifierThreads, shared, stream>>>(
-            a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.N, a.V, a.Vp);
+        kernel<<<std::min(a.N, device_sm_count), kClassifierThreads, shared, stream>>>(a);
     } else {
         auto kernel = grad ? classifier_kernel<true> : classifier_kernel<false>;
         const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
-        kernel<<<a.N, threads, 0, stream>>>(a.logits, a.losses, a.targets, a.dloss, a.loss_scale, a.V, a.Vp);
+        kernel<<<a.N, threads, 0, stream>>>(a);
     }
 }
 
@@ -4514,19 +4566,20 @@ struct Pass {
 // A layer has the norm ln1; a parallel block has ln1 and ln2, which read the same x. Forward, backward and
 // section 9 go from point to point, so what meets at a point is said once, in the two functions below.
 enum class Branch { Attention, Mlp };
+enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
 struct ResidualPoint {
     void* sum;                          // (B,T,C) floatX, or fp32
     int branches, added_layer;          // branches just added, 0 for the embedding, and their layer
     Branch branch[2];
     int norms, layer;                   // norms that read the sum, and their layer
-    struct { ParamId weight, bias; floatX* out; } norm[2];      // (C) (C) (B,T,C)
+    struct { ParamId weight, bias; floatX* out; Linear reader; } norm[2];       // (C) (C) (B,T,C)
     float *mean, *rstd;                 // (B,T) of the sum's rows, for both norms
 };
 static ResidualPoint point_after_attention(const Pass& pass, int l) {      // sequential blocks
     const Acts a = pass.acts(l);
     ResidualPoint x = {};
     x.sum = a.residual2, x.branches = 1, x.branch[0] = Branch::Attention, x.added_layer = l;
-    x.norms = 1, x.norm[0] = {PARAM_ln2w, PARAM_ln2b, a.ln2}, x.layer = l;
+    x.norms = 1, x.norm[0] = {PARAM_ln2w, PARAM_ln2b, a.ln2, Linear::Fc}, x.layer = l;
     x.mean = a.ln2_mean, x.rstd = a.ln2_rstd;
     return x;
 }
@@ -4542,12 +4595,12 @@ static ResidualPoint point_after_layer(const Pass& pass, int l) {          // -1
     if (l + 1 < c.L) {
         const Acts next = pass.acts(l + 1);
         x.norms = c.block == Block::Parallel ? 2 : 1, x.layer = l + 1;
-        x.norm[0] = {PARAM_ln1w, PARAM_ln1b, next.ln1};
-        x.norm[1] = {PARAM_ln2w, PARAM_ln2b, next.ln2};
+        x.norm[0] = {PARAM_ln1w, PARAM_ln1b, next.ln1, Linear::Qkv};
+        x.norm[1] = {PARAM_ln2w, PARAM_ln2b, next.ln2, Linear::Fc};
         x.mean = next.ln1_mean, x.rstd = next.ln1_rstd;
     } else {
         const Acts a = pass.acts(0);
-        x.norms = 1, x.norm[0] = {PARAM_lnfw, PARAM_lnfb, a.lnf};
+        x.norms = 1, x.norm[0] = {PARAM_lnfw, PARAM_lnfb, a.lnf, Linear::Head};
         x.mean = a.lnf_mean, x.rstd = a.lnf_rstd;
     }
     return x;
@@ -4601,11 +4654,13 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
 // below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
 // The first and the last layer stay in 16 bits: in FP8 they cost most of the loss (NOTES.md).
-enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
-constexpr struct { ParamId weight, bias; ActId inp8; } kLinears[] = {
-    {PARAM_qkvw, PARAM_qkvb, ACT_qkv_inp8}, {PARAM_attprojw, PARAM_attprojb, ACT_attproj_inp8},
-    {PARAM_fcw, PARAM_fcb, ACT_fc_inp8}, {PARAM_fcprojw, PARAM_fcprojb, ACT_fcproj_inp8},
-    {PARAM_wte, NUM_PARAMS, ACT_head_inp8}};            // no bias
+// A norm writes the rows of what follows it in FP8 itself, in the place of its output (rows8 below).
+constexpr struct { ParamId weight, bias; ActId rows8, inp8; } kLinears[] = {
+    {PARAM_qkvw, PARAM_qkvb, ACT_ln1, ACT_qkv_inp8},
+    {PARAM_attprojw, PARAM_attprojb, ACT_rows8, ACT_attproj_inp8},
+    {PARAM_fcw, PARAM_fcb, ACT_ln2, ACT_fc_inp8},
+    {PARAM_fcprojw, PARAM_fcprojb, ACT_rows8, ACT_fcproj_inp8},
+    {PARAM_wte, NUM_PARAMS, ACT_lnf, ACT_head_inp8}};   // no bias
 enum class Fp8Mode { Off, Measure, On };
 static Fp8Mode fp8_mode(const Pass& pass, int l, Linear which) {
     const Options& o = pass.model->options;
@@ -4637,19 +4692,27 @@ static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     const size_t layer = model->layout.buckets[1].elems;
     uint8_t* weight = model->fp8.weights + 2 * (head ? L * layer : l * layer + s.offset);
     Fp8Tensor* tensors = model->fp8.tensors;
-    p.inp8 = {tensors + 2 * i, acts.rows8, ((uint8_t* const*)&acts)[names.inp8]};
-    p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8, head ? Fp8Format::E5m2 : Fp8Format::E4m3};
+    auto act = [&](ActId id) { return ((uint8_t* const*)&acts)[id]; };
+    p.inp8 = {tensors + 2 * i, act(names.rows8), act(names.inp8)};
+    if (which == Linear::Fc && model->config.block == Block::ParallelTied) {
+        p.inp8 = linear_layer(pass, l, Linear::Qkv).inp8;               // both branches read ln1
+    }
+    p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8};
+    if (head) { p.dout8.transposed = (uint8_t*)acts.logits, p.dout8.format = Fp8Format::E5m2; }
     p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
     return p;
 }
 
+// What the step's casts of a tensor have seen.
+static Fp8Stats* fp8_stats(const GPT2* model, const Fp8Tensor* tensor) {
+    return (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) + (tensor - model->fp8.tensors);
+}
+
 // Casts a.inp to the operand's bytes. Measure: only takes its largest element.
 static void cast_operand(const Pass& pass, const Fp8Operand& to, Fp8Mode mode, Fp8Cast<floatX, float> a) {
-    const GPT2* model = pass.model;
-    Fp8Stats* stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at);
     if (mode == Fp8Mode::On) { a.out = to.bytes, a.out_t = to.transposed; }
-    a.tensor = to.tensor, a.stats = stats + (to.tensor - model->fp8.tensors);
-    a.scratch = pass.scratch, a.format = to.format;
+    a.tensor = to.tensor, a.stats = fp8_stats(pass.model, to.tensor);
+    a.scratch = pass.scratch;
     fp8_cast(a, pass.stream());
 }
 
@@ -4660,7 +4723,9 @@ static void linear_forward(const Pass& pass, int l, Linear which, floatX* out, c
     const LinearLayer p = linear_layer(pass, l, which);
     const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && which == Linear::FcProj;
     floatX* fch = pass.acts(l).fch;
-    if (p.fp8 != Fp8Mode::Off) {
+    if (is_fp8 && kLinears[(int)which].rows8 != ACT_rows8) {            // a norm has written the rows
+        fp8_transpose({p.inp8.transposed, p.inp8.bytes, p.N, p.C}, pass.stream());
+    } else if (p.fp8 != Fp8Mode::Off) {
         cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? fch : inp,
                      .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
@@ -4723,11 +4788,18 @@ static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX*
     linear_forward(f, l, Linear::FcProj, out, a.fch_gelu, before);                              // (B,T,C)
 }
 
-// The norms that read point x. Where no GEMM has added x's branches, the kernel first adds them to the sum of
-// `before`, the point before x; null: x is the embedding.
+// The norms that read point x; bytes where FP8 products read them. Where no GEMM has added x's branches, the
+// kernel first adds them to the sum of `before`, the point before x; null: x is the embedding.
 static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const ResidualPoint* before) {
     const int N = f.B * f.T;
     NormForward<floatX, float> norm = point_norms(f.model, x, N);
+    for (int k = 0; k < x.norms; k++) {
+        const LinearLayer reader = linear_layer(f, x.layer, x.norm[k].reader);
+        if (reader.fp8 != Fp8Mode::On) { continue; }
+        norm.y[k].out = nullptr;
+        norm.y[k].fp8 = reader.inp8.bytes, norm.y[k].tensor = reader.inp8.tensor;
+        norm.y[k].stats = fp8_stats(f.model, reader.inp8.tensor);
+    }
     if (!f.adds_in_gemm) {
         norm.residual = (floatX*)x.sum;
         norm.inp = before ? (floatX*)before->sum : nullptr;
@@ -4803,17 +4875,20 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
 }
 
 // Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad puts
-// the gradient of the mean in place of the logits.
+// the gradient of the mean in place of the logits, or writes its bytes for FP8 products.
 static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
                       Accumulate acc) {
     const Config& c = model->config;
     const int N = B * T;
     const Acts a = gpt2_acts(model, 0);
-    const float* loss_scale = &model->state->update.loss_scale;
+    const bool trains = mode == ClassifierMode::LossAndGrad;
+    const LinearLayer head = linear_layer({model, model->acts.specs, B, T, trains}, 0, Linear::Head);
     gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, a.lnf, N, mode == ClassifierMode::LossAndGrad);
-    classifier({a.logits, a.losses, model->feed.inputs.targets, weight, loss_scale, N, c.V, c.Vp, mode},
-               model->stream);
+    gpt2_logits(model, a.lnf, N, trains);
+    Classifier<floatX, float> loss = {a.logits, a.losses, model->feed.inputs.targets, weight,
+                                      &model->state->update.loss_scale, N, c.V, c.Vp, mode};
+    if (head.fp8 == Fp8Mode::On) { loss.fp8_grad = head.dout8.bytes, loss.fp8_tensor = head.dout8.tensor; }
+    classifier(loss, model->stream);
     loss_sum({mean, a.losses, weight, acc, N}, model->stream);
 }
 
@@ -4830,9 +4905,13 @@ struct Backward : Pass {
 // A linear layer's backward is these three, in this order. dout: the gradient of its output. From fcproj to
 // fc the gradient passes GELU's slope: in the product of fcproj's linear_dinp, or with FP8 in the cast of
 // fc's linear_dout. There its columns are summed, too, for fc's bias. linear_dout sums qkv's, and the norms'
-// backward the others'.
+// backward the others'. The LM head's gradient may be bytes already, which the classifier has written.
 static void linear_dout(const Backward& b, int l, Linear which, const floatX* dout) {
     const LinearLayer p = linear_layer(b, l, which);
+    if (which == Linear::Head) {
+        if (p.fp8 != Fp8Mode::On) { return; }
+        return fp8_transpose({p.dout8.transposed, p.dout8.bytes, p.N, p.OC}, b.stream());
+    }
     const bool before_gelu = which == Linear::Fc;
     Grad dbias = {};
     if (which == Linear::Qkv || before_gelu) { dbias = b.grad(kLinears[(int)which].bias, l); }

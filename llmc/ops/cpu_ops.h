@@ -198,11 +198,31 @@ static inline void norm_row(const NormOutput<Real, Real>& y, Real* out, const Re
     }
 }
 
+// out[i] = byte of x[i] * scale, or null. stats: the largest |x|, and how many were counted and saturated.
+template <class Real>
+static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const std::vector<Real>& x, float scale) {
+    uint32_t amax = stats->amax;
+    uint64_t saturated = 0;
+    #pragma omp parallel for reduction(max : amax) reduction(+ : saturated)
+    for (size_t i = 0; i < x.size(); i++) {
+        const uint32_t size = fp8_bits((float)x[i]) & 0x7FFFFFFFu;
+        amax = size > amax ? size : amax;
+        if (!out) { continue; }
+        out[i] = fp8_encode((float)x[i] * scale);
+        saturated += fp8_float(size) * scale > kFp8Max;
+    }
+    stats->amax = amax;
+    stats->elements += x.size();
+    stats->saturated += saturated;
+}
+
 // residual = inp + both branches after their dropouts, rounded once; then y[i] = norm(residual as stored).
 // Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. residual may
-// be the buffer of inp or of a branch: each element is read before it is written.
+// be the buffer of inp or of a branch: each element is read before it is written. y[i].fp8: its bytes.
 template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a) {
     const int N = a.N, C = a.C;
+    std::vector<Real> unrounded[2];
+    for (int i = 0; i < 2; i++) { unrounded[i].resize(a.y[i].fp8 ? (size_t)N * C : 0); }
     #pragma omp parallel
     {
         std::vector<double> sum(C);
@@ -220,10 +240,14 @@ template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a) {
             Real mean;
             norm_statistics(&mean, a.rstd + n, x, a.kind, C);
             if (a.kind == NormKind::Layer) { a.mean[n] = mean; }
-            for (const NormOutput<Real, Real>& y : a.y) {
-                if (y.out) { norm_row(y, y.out + row, x, mean, a.rstd[n], C); }
+            for (int i = 0; i < 2 && a.y[i].weight; i++) {
+                Real* out = a.y[i].fp8 ? unrounded[i].data() : a.y[i].out;
+                norm_row(a.y[i], out + row, x, mean, a.rstd[n], C);
             }
         }
+    }
+    for (int i = 0; i < 2; i++) {
+        if (a.y[i].fp8) { fp8_rows(a.y[i].fp8, a.y[i].stats, unrounded[i], a.y[i].tensor->scale); }
     }
 }
 
@@ -472,6 +496,14 @@ template <class Real> void grad_accumulate_cpu(const GradAccumulate<Real, Real>&
     for (size_t i = 0; i < a.n; i++) { a.grad.data[i] = add ? a.grad.data[i] + a.values[i] : a.values[i]; }
 }
 
+// out[c,n] = inp[n,c]
+template <class Real> void fp8_transpose_cpu(const Fp8Transpose<Real, Real>& a) {
+    #pragma omp parallel for
+    for (int c = 0; c < a.C; c++) {
+        for (int n = 0; n < a.N; n++) { a.out[(size_t)c * a.N + n] = a.inp[(size_t)n * a.C + c]; }
+    }
+}
+
 // out[n,c] and out_t[c,n] = byte of x[n,c] * scale; dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
 // |x|, and how many were counted and how many saturated.
 template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
@@ -479,27 +511,15 @@ template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
     if (a.source == Fp8Source::Weight && a.out) {
         fp8_set_scale(a.tensor, fp8_scale(fp8_float(a.stats->amax), 0));
     }
-    const float scale = a.tensor->scale;
-    uint32_t amax = a.stats->amax;
-    uint64_t saturated = 0;
     std::vector<Real> x(a.inp, a.inp + (size_t)N * C);
-    #pragma omp parallel for reduction(max : amax) reduction(+ : saturated)
-    for (int n = 0; n < N; n++) {
-        for (int c = 0; c < C; c++) {
-            const size_t i = (size_t)n * C + c;
-            if (a.source == Fp8Source::Gelu) { x[i] = gelu(x[i]); }
-            if (a.source == Fp8Source::GeluGrad) { x[i] *= gelu_derivative(a.pre_gelu[i]); }
-            const uint32_t size = fp8_bits((float)x[i]) & 0x7FFFFFFFu;
-            amax = size > amax ? size : amax;
-            if (!a.out) { continue; }
-            a.out[i] = a.out_t[(size_t)c * N + n] = fp8_encode((float)x[i] * scale, a.format);
-            saturated += fp8_float(size) * scale > kFp8Max;
-        }
+    #pragma omp parallel for
+    for (size_t i = 0; i < x.size(); i++) {
+        if (a.source == Fp8Source::Gelu) { x[i] = gelu(x[i]); }
+        if (a.source == Fp8Source::GeluGrad) { x[i] *= gelu_derivative(a.pre_gelu[i]); }
     }
+    fp8_rows(a.out, a.stats, x, a.tensor->scale);
+    if (a.out) { fp8_transpose_cpu<Real>({a.out_t, a.out, N, C}); }
     column_sums(a.dbias, x.data(), N, C);
-    a.stats->amax = amax;
-    a.stats->elements += (uint64_t)N * C;
-    a.stats->saturated += saturated;
 }
 
 template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* bytes, size_t n,
@@ -710,9 +730,12 @@ template <class Real> static inline double sum_exp(const Real* x, Real max, int 
 // LossAndGrad: logits[n,v] = (softmax(logits[n,0:V])[v] - (v == targets[n])) * dloss * loss_scale, and 0 for
 // the padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
 // dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
+// fp8_grad: not the logits, but these bytes hold the gradient, with kFp8Dlogits for dloss * loss_scale.
 template <class Real> void classifier_cpu(const Classifier<Real, Real>& a) {
     const int V = a.V, Vp = a.Vp;
-    const Real gradient_scale = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
+    const Real dlogits = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
+    const Real gradient_scale = a.fp8_grad ? (Real)kFp8Dlogits : dlogits;
+    if (a.fp8_grad) { a.fp8_tensor->inverse = (float)dlogits / kFp8Dlogits; }
     #pragma omp parallel for
     for (int n = 0; n < a.N; n++) {
         Real* logits = a.logits + (size_t)n * Vp;
@@ -724,10 +747,15 @@ template <class Real> void classifier_cpu(const Classifier<Real, Real>& a) {
         a.losses[n] = (Real)(log(sum) - (logits[target] - max));
         if (a.mode == ClassifierMode::LossOnly) { continue; }
         const Real factor = (Real)(gradient_scale / sum);
+        std::vector<Real> own(a.fp8_grad ? Vp : 0);
+        Real* grad = a.fp8_grad ? own.data() : logits;
         #pragma omp simd
-        for (int v = 0; v < V; v++) { logits[v] = exp_cpu(logits[v] - max) * factor; }
-        logits[target] -= gradient_scale;
-        for (int v = V; v < Vp; v++) { logits[v] = 0; }
+        for (int v = 0; v < V; v++) { grad[v] = exp_cpu(logits[v] - max) * factor; }
+        grad[target] -= gradient_scale;
+        for (int v = V; v < Vp; v++) { grad[v] = 0; }
+        for (int v = 0; v < (int)own.size(); v++) {
+            a.fp8_grad[(size_t)n * Vp + v] = fp8_encode((float)grad[v], Fp8Format::E5m2);
+        }
     }
 }
 

@@ -16,8 +16,9 @@ function per instruction of the tensor cores and copy engines. No kernel. The in
 #include <stdint.h>             // gives: uint32_t
 #include <string.h>             // gives: memcpy
 
-#include <type_traits>          // gives: std::is_same
+#include <type_traits>          // gives: std::is_same, std::conditional_t
 
+#include "fp8.h"                // gives: Fp8Format, Fp8Stats
 #include "op_types.h"           // gives: Accumulate, Grad
 #include "../rand.h"            // gives: RoundKey, round_block, bf16_encode_dithered
 
@@ -68,16 +69,12 @@ __device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
 
 template <Cache kCache = Cache::Default, class T, class Index>
 __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pack) {
-    if constexpr (sizeof(pack) == 8) {
-        uint2 word;
-        memcpy(&word, &pack, sizeof(pack));
-        if (i < n) { store_word<kCache>((uint2*)(p + i), word); }
-    } else {
-        for (int w = 0; w < (int)sizeof(pack) / 16; w++) {
-            uint4 word;
-            memcpy(&word, (const char*)&pack + 16 * w, 16);
-            if (i < n) { store_word<kCache>((uint4*)(p + i) + w, word); }
-        }
+    typedef std::conditional_t<sizeof(pack) == 4, uint32_t,
+                               std::conditional_t<sizeof(pack) == 8, uint2, uint4>> Word;
+    for (int w = 0; w < (int)(sizeof(pack) / sizeof(Word)); w++) {
+        Word word;
+        memcpy(&word, (const char*)&pack + sizeof(Word) * w, sizeof(Word));
+        if (i < n) { store_word<kCache>((Word*)(p + i) + w, word); }
     }
 }
 
@@ -430,27 +427,51 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t pair) {
     }
 }
 
-// Rounds four values to e4m3 or e5m2 (PTX cvt, sm_89 and later), x[0] into the lowest byte.
+// Rounds to FP8 (PTX cvt, sm_89 and later): as fp8_encode.
+template <Fp8Format kFormat> __device__ __forceinline__ Pack<uint8_t> to_fp8(const Floats& f) {
+    Pack<uint8_t> pack;
+    uint32_t quads[kWidth / 4] = {};
+#if __CUDA_ARCH__ >= 890
 #define FP8_QUAD(format)                                                                                  \
     asm("{.reg .b16 low, high;\n"                                                                         \
         "cvt.rn.satfinite." format "x2.f32 low, %2, %1;\n"                                                \
         "cvt.rn.satfinite." format "x2.f32 high, %4, %3;\n"                                               \
-        "mov.b32 %0, {low, high};}" : "=r"(quad) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]))
-__device__ __forceinline__ uint32_t to_e4m3(const float* x) {
-    uint32_t quad = 0;
-#if __CUDA_ARCH__ >= 890
-    FP8_QUAD("e4m3");
-#endif
-    return quad;
-}
-__device__ __forceinline__ uint32_t to_e5m2(const float* x) {
-    uint32_t quad = 0;
-#if __CUDA_ARCH__ >= 890
-    FP8_QUAD("e5m2");
-#endif
-    return quad;
-}
+        "mov.b32 %0, {low, high};}" : "=r"(quads[q]) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]))
+    for (int q = 0; q < kWidth / 4; q++) {
+        const float* x = f.at + 4 * q;
+        if (kFormat == Fp8Format::E4m3) { FP8_QUAD("e4m3"); }
+        else { FP8_QUAD("e5m2"); }
+    }
 #undef FP8_QUAD
+#endif
+    memcpy(&pack, quads, sizeof(pack));
+    return pack;
+}
+
+// Rounds a tensor to e4m3 and counts for its Fp8Stats: each thread its own elements, then a warp for all.
+struct Fp8Counts {
+    float amax = 0.0f;
+    bool nan = false;
+    uint32_t saturated = 0;
+    __device__ __forceinline__ Pack<uint8_t> round(Floats x, float scale) {
+        for (int k = 0; k < kWidth; k++) {
+            amax = fmaxf(amax, fabsf(x.at[k]));
+            nan |= x.at[k] != x.at[k];
+            x.at[k] *= scale;
+            saturated += fabsf(x.at[k]) > kFp8Max;
+        }
+        return to_fp8<Fp8Format::E4m3>(x);
+    }
+    __device__ __forceinline__ uint2 of_warp() const {          // bits of the largest |x|, saturated
+        return make_uint2(__reduce_max_sync(~0u, nan ? 0x7FFFFFFFu : __float_as_uint(amax)),
+                          __reduce_add_sync(~0u, saturated));
+    }
+};
+// By one thread. Few have a larger amax than those before: to look first spares the others an atomic.
+__device__ __forceinline__ void fp8_count(Fp8Stats* stats, uint32_t amax, uint32_t saturated) {
+    if (amax > *(volatile uint32_t*)&stats->amax) { atomicMax(&stats->amax, amax); }
+    if (saturated > 0) { atomicAdd((unsigned long long*)&stats->saturated, saturated); }
+}
 
 __device__ __forceinline__ void prefetch_l2(const void* p) {            // a line of 128 bytes
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));

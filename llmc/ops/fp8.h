@@ -9,7 +9,6 @@ Both builds use it; the CUDA kernels convert with the GPU's own instructions, to
 The formats are those of Micikevicius et al., "FP8 formats for deep learning", 2022:
     e4m3  a sign, 4 bits of exponent and 3 of mantissa: 0, then 2^-9 to 448. S.1111.111 is NaN.
     e5m2  a sign, 5 bits of exponent and 2 of mantissa: 0, then 2^-16 to 57,344. S.11111.01 to .11 are NaN.
-An e5m2 byte stands here for 2^-7 of that, 0, then 2^-23 to 448, so that both formats have one largest number.
 */
 #ifndef LLMC_OPS_FP8_H
 #define LLMC_OPS_FP8_H
@@ -20,7 +19,8 @@ An e5m2 byte stands here for 2^-7 of that, 0, then 2^-23 to 448, so that both fo
 #include "../rand.h"    // gives: LLMC_HD
 
 enum class Fp8Format { E4m3, E5m2 };
-constexpr float kFp8Max = 448.0f, kFp8E5m2Unit = 0x1p-7f;
+constexpr float kFp8Max = 448.0f;       // of e4m3
+constexpr float kFp8Dlogits = 0x1p15f;  // what dloss * loss_scale, the most that dlogits can be, is in e5m2
 constexpr int kFp8Window = 14;          // steps whose largest elements decide about the next step's scale
 constexpr int kFp8Headroom = 1;         // a tensor may grow by 2^this against them before it saturates
 constexpr float kFp8MaxSaturated = 1e-3f;       // of a tensor's elements: more of them skip the update
@@ -36,19 +36,20 @@ LLMC_HD static inline uint32_t fp8_bits(float x) {
     return bits;
 }
 
-// What byte 1 stands for, the bits of mantissa, and the byte of 448.
-struct Fp8Grid { float step; int mantissa; uint8_t max; };
+// What byte 1 stands for, the bits of mantissa, the largest number and its byte.
+struct Fp8Grid { float step; int mantissa; float largest; uint8_t max; };
 static inline Fp8Grid fp8_grid(Fp8Format format) {
-    return format == Fp8Format::E4m3 ? Fp8Grid{0x1p-9f, 3, 0x7E} : Fp8Grid{0x1p-23f, 2, 0x7B};
+    return format == Fp8Format::E4m3 ? Fp8Grid{0x1p-9f, 3, kFp8Max, 0x7E}
+                                     : Fp8Grid{0x1p-16f, 2, 57344.0f, 0x7B};
 }
 
-// To nearest, ties to even. What is larger than 448, or infinite, becomes 448: it saturates. NaN stays NaN.
+// To nearest, ties to even. What is larger than the largest number becomes that: it saturates. NaN stays NaN.
 static inline uint8_t fp8_encode(float x, Fp8Format format = Fp8Format::E4m3) {
     const Fp8Grid grid = fp8_grid(format);
     const uint32_t bits = fp8_bits(x), magnitude = bits & 0x7FFFFFFFu;
     const uint8_t sign = (uint8_t)(bits >> 31 << 7);
     if (magnitude > 0x7F800000u) { return 0x7F; }
-    if (magnitude >= fp8_bits(kFp8Max)) { return sign | grid.max; }
+    if (magnitude >= fp8_bits(grid.largest)) { return sign | grid.max; }
     const float normal = grid.step * (float)(1 << grid.mantissa);       // the smallest
     if (magnitude < fp8_bits(normal)) {         // below: next to 2^23 steps a float has only whole steps
         const float base = grid.step * 0x1p23f;

@@ -38,8 +38,12 @@ template <class X, class S> struct EncoderBackward {    // dwte is only added to
 // normalised rows are X. The stream and its gradient may be S (--residual-dtype fp32): small additions are
 // then not rounded away, and each branch has a gradient of its own, in X.
 template <class X, class S> struct NormOutput {
-    X* out;                             // (N,C); null in the second: there is one norm
-    const S *weight, *bias;             // (C); bias: null in an RMSNorm
+    X* out;                             // (N,C)
+    const S *weight, *bias;             // (C). weight: null in the second: there is one norm. bias: null in
+                                        // an RMSNorm
+    uint8_t* fp8 = nullptr;             // (N,C) or null; else the bytes of y * scale in e4m3, and no `out`
+    const Fp8Tensor* tensor = nullptr;  // with fp8: read
+    Fp8Stats* stats = nullptr;          // with fp8: added to
 };
 template <class X, class S> struct NormForward {
     NormOutput<X, S> y[2];
@@ -116,7 +120,8 @@ template <class X, class S> struct GradAccumulate {     // grad (+)= values, rou
 
 // Matrix products of FP8 bytes (--matmul-dtype fp8). A tensor is multiplied by a power of two and rounded; a
 // product divides by its operands' powers again. The tensor of a weight gets its scale from its own largest
-// element, which a call without outputs has found; others keep theirs for a step. What is cast:
+// element, which a call without outputs has found; others keep theirs for a step. The logits' gradient has a
+// bound, and so a fixed scale: classifier writes it. What is cast, to e4m3:
 //     Plain     x = inp          Gelu      x = gelu(inp)
 //     Weight    x = inp          GeluGrad  x = inp * gelu'(pre_gelu)
 enum class Fp8Source { Plain, Weight, Gelu, GeluGrad };
@@ -130,7 +135,11 @@ template <class X, class S> struct Fp8Cast {
     const X* pre_gelu = nullptr;        // (N,C), or null if not GeluGrad
     Fp8Source source = Fp8Source::Plain;
     int N, C;                           // multiples of 16
-    Fp8Format format = Fp8Format::E4m3; // E5m2: of Plain alone
+};
+template <class X, class S> struct Fp8Transpose {
+    uint8_t* out;                       // (C,N)
+    const uint8_t* inp;                 // (N,C)
+    int N, C;                           // multiples of 16
 };
 template <class X, class S> struct Fp8Matmul {          // a b^T, divided by both scales
     X* out = nullptr;                   // (M,N) = the product + bias + residual; null: grad is wanted
@@ -190,13 +199,16 @@ template <class X, class S> struct AttentionDropout {   // the bits of an Attent
 };
 
 template <class X, class S> struct Classifier {         // softmax and cross-entropy over the first V columns
-    X* logits;                          // (N,Vp); LossAndGrad: then their gradient times dloss * loss_scale
+    X* logits;                          // (N,Vp); LossAndGrad: then their gradient times dloss * loss_scale,
+                                        // if it does not go to fp8_grad
     S* losses;                          // (N)
     const int* targets;                 // (N)
     float dloss;
     const float* loss_scale;            // device scalar; null: 1
     int N, V, Vp;
     ClassifierMode mode;
+    uint8_t* fp8_grad = nullptr;        // (N,Vp) or null; the gradient times kFp8Dlogits, in e5m2
+    Fp8Tensor* fp8_tensor = nullptr;    // with it: `inverse` is set to what its bytes are multiplied by
 };
 template <class X, class S> struct GatherRows {         // out[n,:] = inp[rows[n],:], to the bit
     X* out;                             // (N,C)
@@ -354,6 +366,8 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
     X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
     X(norm_forward, NormForward, out("y0", a.y[0].out, a.N, a.C), out("y1", a.y[1].out, a.N, a.C),     \
+      out("fp8_y0", a.y[0].fp8, a.N, a.C), out("fp8_y1", a.y[1].fp8, a.N, a.C),                        \
+      out("fp8_amax0", a.y[0].stats ? &a.y[0].stats->amax : nullptr, 1),                               \
       out("mean", a.kind == NormKind::Layer ? a.mean : nullptr, a.N), out("rstd", a.rstd, a.N),        \
       out("residual", ResidualOf<Weight>{a.residual, a.residual_fp32}, a.N, a.C))                      \
     X(norm_backward, NormBackward,                                                                     \
@@ -371,6 +385,7 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(grad_accumulate, GradAccumulate, out("grad", a.grad, a.n))                                       \
     X(fp8_cast, Fp8Cast, out("out", a.out, a.N, a.C), out("out_t", a.out_t, a.C, a.N),                 \
       out("amax", a.stats ? &a.stats->amax : nullptr, 1), out("dbias", a.dbias, a.C))                  \
+    X(fp8_transpose, Fp8Transpose, out("out", a.out, a.C, a.N))                                        \
     X(fp8_matmul, Fp8Matmul, out("out", a.out, a.M, a.N), out("grad", a.grad, a.M, a.N))               \
     X(fp8_scales, Fp8Scales, out("scale", a.tensors ? &a.tensors->scale : nullptr, 1),                 \
       out("saturated", a.saturated, 1))                                                                \
@@ -381,7 +396,10 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
       out("lse", a.lse, a.B, a.NH, a.T))                                                               \
     X(attention_backward, AttentionBackward, out("dqkv", a.dqkv, a.B, a.T, 3, a.NH, a.HS))             \
     X(classifier, Classifier, out("losses", a.losses, a.N),                                            \
-      out("dlogits", a.mode == ClassifierMode::LossAndGrad ? a.logits : nullptr, a.N, a.Vp))           \
+      out("dlogits", a.mode == ClassifierMode::LossAndGrad && !a.fp8_grad ? a.logits : nullptr, a.N,   \
+          a.Vp),                                                                                       \
+      out("fp8_dlogits", a.fp8_grad, a.N, a.Vp),                                                       \
+      out("fp8_inverse", a.fp8_tensor ? &a.fp8_tensor->inverse : nullptr, 1))                          \
     X(gather_rows, GatherRows, out("out", a.out, a.N, a.C))                                            \
     X(loss_sum, LossSum, out("mean", a.mean, 1))                                                       \
     X(lane_sum, LaneSum, out("out", a.out, a.n))                                                       \
