@@ -16,6 +16,7 @@
 #include <string>       // gives: std::string
 
 #include "../model/model_config.h"      // gives: Config
+#include "../ops/fp8.h"         // gives: fp8_layer
 
 // From NVIDIA's data sheets: dense BF16 and FP16 FLOP/s with sums in fp32, bytes/s, and memory as the driver
 // reports it.
