@@ -4051,6 +4051,7 @@ struct Exchange {
 
 // --matmul-dtype fp8. A linear layer's tensors are its input and its output's gradient; the weights' come
 // behind those of all layers, because only the first are saved: the weights' scales follow from the weights.
+// The logits' gradient has a fixed scale, whose inverse the classifier sets in each micro-step.
 struct Fp8 {
     Fp8Tensor* tensors;         // (fp8_tensors)
     uint8_t* weights;           // each matrix in e4m3, and behind it its transpose
@@ -4654,7 +4655,7 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
 // below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
 // The first and the last layer stay in 16 bits: in FP8 they cost most of the loss (NOTES.md).
-// A norm writes the rows of what follows it in FP8 itself, in the place of its output (rows8 below).
+// rows8: where the rows of its input's bytes are. A norm writes them itself, in the place of its output.
 constexpr struct { ParamId weight, bias; ActId rows8, inp8; } kLinears[] = {
     {PARAM_qkvw, PARAM_qkvb, ACT_ln1, ACT_qkv_inp8},
     {PARAM_attprojw, PARAM_attprojb, ACT_rows8, ACT_attproj_inp8},
