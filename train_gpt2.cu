@@ -1518,6 +1518,7 @@ template <GeluPass kPass> static bool gelu_matmul([[maybe_unused]] const GeluPro
     return false;
 }
 
+// ---- FP8: casts, products, scales ----
 // Products of FP8 bytes (llmc/ops/fp8.h). Hopper's FP8 units read both operands along K alone. So each
 // product is a b^T of row-major matrices, and a cast also writes the transpose:
 //     forward      out (N,OC) = inp weight^T         input grad   dinp (N,C) = dout (weight^T)^T
@@ -1663,7 +1664,8 @@ static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
-// Bytes that are there in rows alone: the same tiles. A thread takes 16 columns of four rows.
+// Writes the transpose of bytes that norms or the classifier have stored: the same tiles. A thread takes 16
+// columns of four rows.
 __global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpose<floatX, float> a) {
     constexpr int kVector = 16;
     __shared__ CastTile tile;
@@ -1774,7 +1776,8 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
     sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
 }
 
-// What softmax(x) - onehot(target) is multiplied by. With FP8 the product with dlogits takes the rest.
+// What softmax(x) - onehot(target) is multiplied by. With FP8 it is kFp8Dlogits, of which the products make
+// dloss * loss_scale by the tensor's inverse.
 __device__ __forceinline__ float dlogits_scale(const ClassifierX& a, bool fp8) {
     const float scale = a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f);
     if (!fp8) { return scale; }
@@ -4573,7 +4576,7 @@ struct ResidualPoint {
     int branches, added_layer;          // branches just added, 0 for the embedding, and their layer
     Branch branch[2];
     int norms, layer;                   // norms that read the sum, and their layer
-    struct { ParamId weight, bias; floatX* out; Linear reader; } norm[2];       // (C) (C) (B,T,C)
+    struct { ParamId weight, bias; floatX* out; Linear reader; } norm[2];       // (C) (C) (B,T,C); reads out
     float *mean, *rstd;                 // (B,T) of the sum's rows, for both norms
 };
 static ResidualPoint point_after_attention(const Pass& pass, int l) {      // sequential blocks
@@ -4654,8 +4657,8 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // first step is not finite, scales stay 1 until later steps have found largest elements.
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
 // below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
-// The first and the last layer stay in 16 bits: in FP8 they cost most of the loss (NOTES.md).
-// rows8: where the rows of its input's bytes are. A norm writes them itself, in the place of its output.
+// The first and the last layer stay in 16 bits: most of FP8's gap in the loss is theirs (NOTES.md).
+// A norm stores what an FP8 product reads as bytes, in the place of its output: rows8 says where rows are.
 constexpr struct { ParamId weight, bias; ActId rows8, inp8; } kLinears[] = {
     {PARAM_qkvw, PARAM_qkvb, ACT_ln1, ACT_qkv_inp8},
     {PARAM_attprojw, PARAM_attprojb, ACT_rows8, ACT_attproj_inp8},
