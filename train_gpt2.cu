@@ -618,6 +618,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
     for (int i = 0; i < 2 && a.y[i].weight; i++) {
         const NormOutput<floatX, float>& to = a.y[i];
         const float scale = to.fp8 ? to.tensor->scale : 0.0f;
+        const uint32_t so_far = to.fp8 ? fp8_amax_so_far(to.stats) : 0;
         Fp8Counts counts;
         keep_packed(x);
 #pragma unroll
@@ -639,7 +640,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
         }
         if (!to.fp8) { continue; }
         const uint2 of_warp = counts.of_warp();
-        if (threadIdx.x % kWarp == 0) { fp8_count(to.stats, of_warp.x, of_warp.y); }
+        if (threadIdx.x % kWarp == 0) { fp8_count(to.stats, so_far, of_warp.x, of_warp.y); }
         if (blockIdx.x + threadIdx.x == 0) { to.stats->elements += (size_t)a.N * C; }
     }
 }
@@ -1578,6 +1579,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
     const bool first = blockIdx.x + blockIdx.y + threadIdx.x == 0;
     const bool sets_scale = a.source == Fp8Source::Weight && a.out;
     const float scale = sets_scale ? fp8_scale(__uint_as_float(a.stats->amax), 0) : a.tensor->scale;
+    const uint32_t so_far = fp8_amax_so_far(a.stats);
     Fp8Counts counts;
 #pragma unroll
     for (int part = warp; part < kGroups; part += kWarps) {             // of 4 quads of rows and 8 vectors
@@ -1626,7 +1628,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
         constexpr unsigned kLanes = (1u << kWarps) - 1;
         const uint32_t most = __reduce_max_sync(kLanes, stats[lane].x);
         const uint32_t count = __reduce_add_sync(kLanes, stats[lane].y);
-        if (lane == 0) { fp8_count(a.stats, most, a.out ? count : 0); }
+        if (lane == 0) { fp8_count(a.stats, so_far, most, a.out ? count : 0); }
     }
     if (first) { a.stats->elements += (size_t)a.N * a.C; }
     if (first && sets_scale) { fp8_set_scale(a.tensor, scale); }

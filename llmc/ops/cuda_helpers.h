@@ -237,6 +237,12 @@ __device__ __forceinline__ float exp2_fast(float x) {       // 2 ulp (PTX ex2.ap
     return y;
 }
 
+__device__ __forceinline__ float max_nan(float x, float y) {    // NaN if either is (PTX max.NaN)
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+    return most;
+}
+
 __device__ inline double power(double x, long long n) {     // x^n by squaring: the same bits on every GPU
     double result = 1.0;
     for (; n > 0; n /= 2, x *= x) {
@@ -450,26 +456,32 @@ template <Fp8Format kFormat> __device__ __forceinline__ Pack<uint8_t> to_fp8(con
 
 // Rounds a tensor to e4m3 and counts for its Fp8Stats: each thread its own elements, then a warp for all.
 struct Fp8Counts {
-    float amax = 0.0f;
-    bool nan = false;
+    float amax = 0.0f;                  // NaN if there was one, which is larger than all else
     uint32_t saturated = 0;
     __device__ __forceinline__ Pack<uint8_t> round(Floats x, float scale) {
+        float most = 0.0f;
         for (int k = 0; k < kWidth; k++) {
-            amax = fmaxf(amax, fabsf(x.at[k]));
-            nan |= x.at[k] != x.at[k];
+            most = max_nan(most, fabsf(x.at[k]));
             x.at[k] *= scale;
-            saturated += fabsf(x.at[k]) > kFp8Max;
+        }
+        amax = max_nan(amax, most);
+        if (!(most * scale <= kFp8Max)) {                       // rare
+            for (int k = 0; k < kWidth; k++) { saturated += fabsf(x.at[k]) > kFp8Max; }
         }
         return to_fp8<Fp8Format::E4m3>(x);
     }
     __device__ __forceinline__ uint2 of_warp() const {          // bits of the largest |x|, saturated
-        return make_uint2(__reduce_max_sync(~0u, nan ? 0x7FFFFFFFu : __float_as_uint(amax)),
-                          __reduce_add_sync(~0u, saturated));
+        return make_uint2(__reduce_max_sync(~0u, __float_as_uint(amax)), __reduce_add_sync(~0u, saturated));
     }
 };
-// By one thread. Few have a larger amax than those before: to look first spares the others an atomic.
-__device__ __forceinline__ void fp8_count(Fp8Stats* stats, uint32_t amax, uint32_t saturated) {
-    if (amax > *(volatile uint32_t*)&stats->amax) { atomicMax(&stats->amax, amax); }
+// Few threads have a larger amax than those before. To look first spares the others an atomic; whoever looks
+// early does not wait for the answer.
+__device__ __forceinline__ uint32_t fp8_amax_so_far(const Fp8Stats* stats) {
+    return *(const volatile uint32_t*)&stats->amax;
+}
+__device__ __forceinline__ void fp8_count(Fp8Stats* stats, uint32_t so_far, uint32_t amax,
+                                          uint32_t saturated) {
+    if (amax > so_far) { atomicMax(&stats->amax, amax); }
     if (saturated > 0) { atomicAdd((unsigned long long*)&stats->saturated, saturated); }
 }
 
