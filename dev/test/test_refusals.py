@@ -178,8 +178,9 @@ def test_descriptor(text):
     refused({"-e": text}, f"-e '{text}'", "hint: -e takes")
 
 
-def test_help_of_h():
+def test_flag_without_value():
     refused({}, "-h", "--help", extra=["-h"])
+    refused({}, "-ge: there is", "hint: leave -ge out", extra=["-ge"])
 
 
 # ---- models ----
