@@ -111,7 +111,7 @@ def measure(command, seconds):
     return {"ms": statistics.median(times), "steps": len(times), "gib": round(gib, 2), "mfu": mfu}
 
 
-def contestants(size, who, llmc, flags, shard=SHARD):
+def contestants(size, who, llmc, flags, shard):
     """{name: command}, ours first."""
     model, B = size.split(":")
     # -x: with more digits a line in a file has no room for the MFU
