@@ -6331,6 +6331,7 @@ int main(int argc, char** argv) {
     const std::vector<const char*> words = words_in_full(argc, argv);
     gelu_flag_check(words);
     flags_parse(kFlags, kNumFlags, (int)words.size(), words.data(), kFlagGroups);
+    muon_rate_default();
     if (run.plan[0] != '\0') {
         print_plan();
         stdout_check();

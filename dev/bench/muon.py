@@ -80,8 +80,8 @@ def pytorch(args):
     length = int(length[1]) if length else 1024
     steps, shards = args.steps[0] if args.steps else 100, shlex.quote(f"{args.data}_train_*.bin")
     flags = (f"-i {shards} -z {args.total} -x {steps} -u {args.warmup} -q 0.1 -c {args.decay} "
-             f"--seed {args.seed} -t {length} -v 0 --optimizer muon -l {args.others_lr} "
-             f"--muon-lr {args.muon_lr}")
+             f"--seed {args.seed} -t {length} -v 0 --optimizer muon --muon-warmup 0 "
+             f"-l {args.others_lr} --muon-lr {args.muon_lr}")
     out = trainer(args, flags)
     # as many rows at once as divide --total, at most half
     rows = next((b for b in range(args.batch // 2, 0, -1) if args.total % (b * length) == 0), args.batch)

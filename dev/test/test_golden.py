@@ -25,7 +25,8 @@ GOLDEN = os.path.join(ROOT, "dev/test/golden.json")
 USUAL = flags_of("-e L2,NH1,C64,T96,V256 -i train.bin -j train.bin -b 2 -z 384 -u 5 -x 50 -v 0 -s 0 -n 0")
 MODELS = {      # two micro-steps a step; heads of 64, which Hopper's attention takes
     "gpt2": "-c 0.1 -l 3e-3 -r 2",
-    "others": "--block parallel-tied --norm rmsnorm --dropout 0.1 --optimizer muon -c 0.1 -l 3e-3"}
+    "others": "--block parallel-tied --norm rmsnorm --dropout 0.1 --optimizer muon --muon-warmup 0 -c 0.1 "
+              "-l 3e-3"}
 
 
 @functools.cache

@@ -640,6 +640,23 @@ static void test_run() {
             CHECK_HOLDS(facts_update(forged, &update), "update.norms_count");
         }
     }
+    TEST("run: Muon's own defaults") {
+        const struct { std::vector<std::string> words; double lr; } rates[] = {
+            {{}, 3e-4}, {{"--optimizer", "muon"}, 3.6e-3}, {{"--optimizer", "muon", "-l", "3e-4"}, 3e-4}};
+        for (const auto& r : rates) {
+            parse_run(r.words);
+            muon_rate_default();
+            CHECK(run.lr == r.lr, "-l %g, not %g", run.lr, r.lr);
+        }
+        check_lives("a run of a program without --muon-warmup", [&] {
+            parse_run({"--optimizer", "muon"});
+            muon_rate_default();
+            settings_resume({{"T", "8"}, {"total_batch", "8"}, {"lanes", "1"}, {"precision", "BF16"},
+                             {"flag.optimizer", "muon"}, {"flag.learning-rate", "0.0003"}},
+                            descriptor_config("d12"), cuda);
+            if (run.muon_warmup != 0 || run.lr != 3e-4) { die("%lld, %g", (long long)run.muon_warmup, run.lr); }
+        });
+    }
     check_lives("flags of old programs", [] {
         Facts facts = {{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},
                        {"flag.chat", "0"}, {"flag.muon-steps", "5"}, {"flag.gelu-fusion", "0"}};

@@ -3,6 +3,7 @@ A run's configuration: the table of all flags, checks over several flags, and th
 keeps. Host only.
 
     flags_parse(kFlags, kNumFlags, argc, argv);             // fills in `run`
+    muon_rate_default();
     if (checkpoint) { settings_resume(checkpoint->facts, config, build); } else { settings_keep(); }
     config_check(&config, is_descriptor, build);            // also settles what the flags leave open
     if (run_task() == Task::Train) { ... }
@@ -123,7 +124,7 @@ static const Flag kFlags[] = {
         "optimizer steps, or `epoch`: once through the data; 0: validate, or what -h 1 or --prompt ask for; "
         "a run's folder (-e) with that run's data, -b, -t and number of validation batches, unless given"},
     {"l,-lr", "learning-rate",  FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
-        "peak learning rate", FLAG_FIXED},
+        "peak learning rate; with Muon that of the other tensors, by default 3.6e-3", FLAG_FIXED},
     {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,
         "learning rate schedule", FLAG_FIXED},
     {"u,-warmup-steps", "warmup", FLAG_INT64, &run.warmup,        "0",       0, 1e15, nullptr,
@@ -146,7 +147,7 @@ static const Flag kFlags[] = {
         "Muon: peak learning rate; -k, -u and -q are those of -l", FLAG_FIXED},
     {"",    "muon-momentum",   FLAG_FLOAT,  &run.muon_momentum,  "0.95",    0, 0.9999999, nullptr,
         "Muon: Nesterov's", FLAG_FIXED},
-    {"",    "muon-warmup",     FLAG_INT64,  &run.muon_warmup,    "0",       0, 1e15, nullptr,
+    {"",    "muon-warmup",     FLAG_INT64,  &run.muon_warmup,    "300",     0, 1e15, nullptr,
         "Muon: steps in which its momentum rises from 0.85", FLAG_FIXED},
     {"",    "muon-decay",      FLAG_FLOAT,  &run.muon_decay,     "0.01",    0, 10, nullptr,
         "Muon: weight decay of its matrices, for which -c then does not count", FLAG_FIXED},
@@ -311,6 +312,11 @@ static inline void gelu_flag_check(const std::vector<const char*>& words) {
     }
 }
 
+// What is left to AdamW beside Muon wants a higher rate (dev/bench/NOTES.md).
+static inline void muon_rate_default() {
+    if (run.optimizer == OptimizerKind::Muon && !run_given("learning-rate")) { run.lr = 3.6e-3; }
+}
+
 // Prints text that is no result; --verbose -1 suppresses it.
 __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ...) {
     if (run.verbose < 0) { return; }
@@ -446,8 +452,8 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
         if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
         const std::string* text = facts_find(facts, "flag." + name);
         const Flag* flag = flags_find(kFlags, kNumFlags, "--" + name);
-        // the default of a flag that the run's program lacked is what that program did
-        if (!text && flag->resume == FLAG_FIXED) { return flag->def; }
+        // a flag that the run's program lacked: what that program did, today's default but for one
+        if (!text && flag->resume == FLAG_FIXED) { return name == "muon-warmup" ? "0" : flag->def; }
         const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
                             : name == "lanes" ? "lanes" : "";
         const std::string* number = facts_find(facts, settled);
