@@ -4952,7 +4952,7 @@ static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, co
     }
     fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
                 .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC,
-                .a_format = p.dout8.format}, b.stream());
+                .fast = which != Linear::Head, .a_format = p.dout8.format}, b.stream());
 }
 
 // The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
