@@ -4780,9 +4780,8 @@ static void linear_forward(const Pass& pass, int l, Linear which, floatX* out, c
     const LinearLayer p = linear_layer(pass, l, which);
     const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && which == Linear::FcProj;
     floatX* fch = pass.acts(l).fch;
-    if (is_fp8 && kLinears[(int)which].rows8 != ACT_rows8) {            // a norm has written the rows
-        fp8_transpose({p.inp8.transposed, p.inp8.bytes, p.N, p.C}, pass.stream());
-    } else if (p.fp8 != Fp8Mode::Off) {
+    const bool by_norm = is_fp8 && kLinears[(int)which].rows8 != ACT_rows8;     // the bytes are there
+    if (p.fp8 != Fp8Mode::Off && !by_norm) {
         cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? fch : inp,
                      .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
@@ -4845,8 +4844,9 @@ static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX*
     linear_forward(f, l, Linear::FcProj, out, a.fch_gelu, before);                              // (B,T,C)
 }
 
-// The norms that read point x; bytes where FP8 products read them. Where no GEMM has added x's branches, the
-// kernel first adds them to the sum of `before`, the point before x; null: x is the embedding.
+// The norms that read point x; for FP8 products as bytes, which are also transposed, once for all that read
+// them. Where no GEMM has added x's branches, the kernel first adds them to the sum of `before`, the point
+// before x; null: x is the embedding.
 static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const ResidualPoint* before) {
     const int N = f.B * f.T;
     NormForward<floatX, float> norm = point_norms(f.model, x, N);
@@ -4868,6 +4868,11 @@ static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const Re
         if (!before && !norm.residual_fp32) { norm.branch[0] = norm.residual; }
     }
     norm_forward(norm, f.model->stream);
+    for (int k = 0; k < x.norms; k++) {
+        const LinearLayer reader = linear_layer(f, x.layer, x.norm[k].reader);
+        const Fp8Operand& to = reader.inp8;
+        if (reader.fp8 == Fp8Mode::On) { fp8_transpose({to.transposed, to.bytes, N, reader.C}, f.stream()); }
+    }
 }
 
 // All activations up to lnf, from the inputs on the device. LossAndGrad: with dropout.
