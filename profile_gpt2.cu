@@ -65,7 +65,9 @@ WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
 WORK(GeluBackward) { return {3 * kX * a.N * a.OC, 0}; }
 WORK(AttentionDropout) { return {kS * a.B * a.NH * (double)keep_words(a.T), 0}; }
 WORK(AttentionForward) { return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, 4, 2); }
-WORK(AttentionBackward) { return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, 8, 5); }
+WORK(AttentionBackward) {
+    return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, a.fp8 ? 5 + 3 / kX : 8, 5);
+}
 WORK(Classifier) {
     const double grad = a.mode == ClassifierMode::LossOnly ? 0 : a.fp8_grad ? 1 : kX;
     return {(kX + grad) * a.N * a.Vp, 0};

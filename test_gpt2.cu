@@ -1774,6 +1774,9 @@ static void test_fp8_cast(int N, int C, float scale) {
                          at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), x, nullptr,
                          Fp8Source::Plain, N, C});
         op<Fp8Transpose>(at, {at.exact_out("turned", bytes), out, N, C});
+        op<Fp8Transpose>(at, {at.exact_out("turned too", bytes), out, N, C,
+                              at.grad("sums of bytes", In(C, sqrt(N)), Accumulate::Yes, false),
+                              at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), t});
         op<Fp8Cast>(at, {nullptr, nullptr, own, own_t, {}, nullptr, weight, nullptr, Fp8Source::Weight, N,
                          C});
         op<Fp8Cast>(at, {at.exact_out("own out", bytes), at.exact_out("own out_t", bytes), own, own_t, {},
@@ -2049,6 +2052,92 @@ static void test_attention(int B, int T, int NH, int HS, const char* form = null
     repeat(k, [&](auto at) { both(at, true); });
     CHECK(k["out"].values() == kept[0] && k["lse"].values() == kept[1] && k["dqkv"].values() == kept[2],
           "%s: a dropout that keeps all gives other bits", k.title.c_str());
+}
+
+// Bytes of the gradient: next to what the same form stores as floatX, which is rounded from the same fp32.
+static void test_fp8_attention(int B, int T, int NH, int HS, double p) {
+    Case k(format("attention_backward, FP8 B=%d T=%d NH=%d HS=%d dropout=%g %s", B, T, NH, HS, p,
+                  attention_form(HS)));
+    const Dropout dropout = dropout_of(p, {1337, 4, 11}, 0);
+    std::vector<uint32_t> bits(B * NH * keep_words(T));
+    if (p > 0.0) { bits = test_attention_dropout(dropout, B, T, NH); }
+    std::vector<Fp8Tensor> tensor(1);
+    fp8_set_scale(&tensor[0], 256.0f);                  // 448/256 = 1.75: some saturate
+    const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
+    compute(k, [&](auto at) {
+        const AttentionKeep keep = {p > 0.0 ? at.exact("keep", bits) : nullptr, dropout.scale};
+        auto *qkv = at.x("qkv", In(3 * n)), *out = at.x("out", Out(n)), *dout = at.x("dout", In(n));
+        auto* lse = at.s("lse", Out(rows));
+        auto* dqkv = at.x("dqkv", Out(3 * n));
+        auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4));
+        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS, keep});
+        op<AttentionBackward>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, keep});
+        op<AttentionBackward>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS, keep,
+                                   at.exact_out("bytes", std::vector<uint8_t>(3 * n)),
+                                   at.exact("tensor", tensor), at.exact("stats", std::vector<Fp8Stats>(1))});
+    });
+    const std::vector<uint8_t> got = k["bytes"].read<uint8_t>();
+    const Fp8Stats stats = k["stats"].read<Fp8Stats>()[0];
+    const double gap = 0x1p-8;                          // floatX's own rounding, and as much again
+    double most = 0.0;
+    uint64_t least = 0, at_most = 0, i = 0, wrong = 0;
+    for (double x : k["dqkv"].values()) {
+        const double size = fabs(x) * 256.0, want = copysign(std::min(size, 448.0), x);
+        wrong += !(fabs(fp8_decode(got[i++]) - want) <= std::max(size / 16, 0x1p-10) + size * gap);
+        most = std::max(most, fabs(x));
+        least += size * (1.0 - gap) > 448.0, at_most += size * (1.0 + gap) > 448.0;
+    }
+    CHECK(wrong == 0, "%s: %lld bytes are wrong", k.title.c_str(), (long long)wrong);
+    CHECK(fabs(fp8_float(stats.amax) - most) <= gap * most && stats.elements == 3 * n &&
+              stats.saturated >= least && stats.saturated <= at_most,
+          "%s: amax %g, not %g; %lld of %lld saturated, not %lld to %lld", k.title.c_str(),
+          fp8_float(stats.amax), most, (long long)stats.saturated, (long long)stats.elements,
+          (long long)least, (long long)at_most);
+}
+
+static void test_fp8_attention_forms() {
+    for (bool portable : {false, true}) {
+        select_kernels(portable, false);
+        for (double p : {0.0, 0.1}) {
+            for (int T : {1, 65, 130}) { test_fp8_attention(2, T, 2, 64, p); }
+            for (int HS : {16, 40, 96, 128, 20}) { test_fp8_attention(1, 70, 2, HS, p); }
+            if (!small_shapes) { test_fp8_attention(1, 1024, 3, 64, p); }
+        }
+    }
+    select_kernels(false, false);
+}
+
+// A NaN anywhere is the largest element of what is rounded to FP8.
+static void test_fp8_nan() {
+    const int N = 32, C = 64;
+    for (int i : {0, 13, 5 * C + 7, N * C - 1}) {
+        Case k(format("FP8, element %d is NaN", i));
+        Doubles inp = k.random(N * C);
+        inp[i] = NAN;
+        const std::vector<uint8_t> bytes(3 * N * C);
+        const std::vector<Fp8Stats> zero(1);
+        compute(k, [&](auto at) {
+            auto *x = at.x("inp", Of(inp)), *out = at.x("out", In(N * C));
+            auto* t = at.exact("tensor", std::vector<Fp8Tensor>(1));
+            op<Fp8Cast>(at, {at.exact("cast bytes", bytes), at.exact("out_t", bytes), at.exact("cast", zero),
+                             t, {}, nullptr, x, nullptr, Fp8Source::Plain, N, C});
+            auto norm = args<NormForward>(at);
+            norm.y[0].weight = at.s("weight", In(C)), norm.y[0].fp8 = at.exact("norm bytes", bytes);
+            norm.y[0].tensor = t, norm.y[0].stats = at.exact("norm", zero);
+            norm.rstd = at.s("rstd", Scratch(N)), norm.inp = x, norm.kind = NormKind::Rms;
+            norm.N = N, norm.C = C;
+            call(norm);
+            auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(1, N, 1) / 4));
+            op<AttentionBackward>(at, {nullptr, scratch, x, out, at.x("qkv", In(3 * N * C)),
+                                       at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, C, {},
+                                       at.exact("attention bytes", bytes), t, at.exact("attention", zero)});
+        });
+        for (const char* name : {"cast", "norm", "attention"}) {
+            const bool on_device = !fp8_is_finite(k[name].read<Fp8Stats>()[0].amax);
+            CHECK(on_device && !fp8_is_finite(((const Fp8Stats*)k[name].twin.data())->amax),
+                  "%s: not seen in %s", k.title.c_str(), name);
+        }
+    }
 }
 
 // Every form at the head sizes that it serves, by all that chooses one: head size, --kernels, -f, and how
@@ -2585,6 +2674,8 @@ static void test_kernels() {
         test_fp8_classifier(7, 509, 512);
         test_fp8_classifier(2, 8100, 8192);
         test_fp8_norm(7, 48);
+        test_fp8_attention_forms();
+        test_fp8_nan();
         test_fp8_matmul(144, 400, 272, Fp8Format::E5m2);
         if (!small_shapes) {
             test_fp8_cast(1024, 3072, 128.0f);

@@ -1666,8 +1666,8 @@ static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
-// Writes the transpose of bytes that norms or the classifier have stored: the same tiles. A thread takes 16
-// columns of four rows.
+// Writes the transpose of bytes that norms, attention or the classifier have stored: the same tiles. A thread
+// takes 16 columns of four rows. The sums of columns are of these bytes, a warp's of 16 columns.
 __global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpose<floatX, float> a) {
     constexpr int kVector = 16;
     __shared__ CastTile tile;
@@ -1684,6 +1684,16 @@ __global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpos
     store_turned(tile, column, quad, words);
     __syncthreads();
     store_columns<kVector>(a.out, tile, a.N, a.C);
+    if (!a.dbias.data) { return; }
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    float sums[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        sums[i] = e4m3_sum(tile[warp * 16 + i][quad_place<kVector>(warp * 16 + i, lane)]);
+    }
+    const float sum = warp_sums(sums) * a.tensor->inverse;
+    const int of = blockIdx.x * kCastTile + warp * 16 + lane / 2;
+    if (lane % 2 == 0 && of < a.C) { a.scratch[(size_t)blockIdx.y * a.C + of] = sum; }
 }
 
 static void fp8_transpose(const Fp8Transpose<floatX, float>& a, Stream stream) {
@@ -1691,6 +1701,7 @@ static void fp8_transpose(const Fp8Transpose<floatX, float>& a, Stream stream) {
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_transpose: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
     fp8_transpose_kernel<<<grid, kCastThreads, 0, stream>>>(a);
+    if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
 static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
@@ -2410,7 +2421,6 @@ template <class X> struct HeadRows {
     int T, HS;
 };
 typedef HeadRows<const floatX> InputRows;
-typedef HeadRows<floatX> OutputRows;
 
 // What one side brings: {Q, dO} or {K, V}.
 template <class Rows> struct Pair { Rows a, b; };
@@ -2502,6 +2512,30 @@ static void attention_launch(void (*kernel)(Args, float, Maps...), const Args& a
         a, 1.0f / sqrtf(a.HS), maps...);
 }
 
+// What rounds an output: to floatX, or to FP8.
+struct ToFloatX {
+    __device__ __forceinline__ x128 operator()(const Floats& x) const { return to_pack<floatX>(x); }
+};
+struct ToFp8 {
+    float scale;
+    Fp8Counts counts = {};
+    __device__ __forceinline__ Pack<uint8_t> operator()(const Floats& x) { return counts.round(x, scale); }
+};
+
+// The backward's end, of a whole warp: store(dqkv, round), where dqkv is of floatX or bytes.
+template <class Block, class Store>
+__device__ __forceinline__ void store_gradients(const Block& block, const AttentionBackwardX& a,
+                                                Store store) {
+    if (!a.fp8) { return store(a.dqkv, ToFloatX()); }
+    const uint32_t so_far = fp8_amax_so_far(a.stats);
+    ToFp8 round = {a.tensor->scale};
+    store(a.fp8, round);
+    const uint2 of_warp = round.counts.of_warp();
+    if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
+    if (blockIdx.x + threadIdx.x > 0) { return; }
+    a.stats->elements += (block.kQueries ? 1 : 2) * a.B * a.T * block.C;
+}
+
 // ---- dropout: which probabilities are kept ----
 // F is a bit matrix (AttentionKeep in op_types.h), drawn by a separate kernel. All forms and both passes read
 // it, so they drop the same probabilities with any tiles. A word has 32 keys of one query, and the next word
@@ -2551,9 +2585,12 @@ typedef float PlainRow[kPlainMaxHeadSize];
 __device__ __forceinline__ void plain_load(PlainRow& row, const InputRows& from, int at, int lane) {
     for (int d = lane; d < from.HS; d += kWarp) { row[d] = (float)from.data[at * from.stride + d]; }
 }
-__device__ __forceinline__ void plain_store(const OutputRows& to, int at, const PlainRow& row, float scale,
-                                            int lane) {
-    for (int d = lane; d < to.HS; d += kWarp) { to.data[at * to.stride + d] = (floatX)(row[d] * scale); }
+template <class X, class Round = ToFloatX>
+__device__ __forceinline__ void plain_store(const HeadRows<X>& to, int at, const PlainRow& row, float scale,
+                                            int lane, Round&& round = {}) {
+    for (int d = lane; d < to.HS; d += kWarp) {
+        to.data[at * to.stride + d] = round(Floats{row[d] * scale}).data[0];
+    }
 }
 __device__ __forceinline__ void plain_clear(PlainRow& row, int HS, int lane) {
     for (int d = lane; d < HS; d += kWarp) { row[d] = 0.0f; }
@@ -2674,8 +2711,10 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
         }
         plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
     }
-    plain_store(kQueries ? block.q(a.dqkv) : block.k(a.dqkv), row, grad_a[warp], scale, lane);
-    if (!kQueries) { plain_store(block.v(a.dqkv), row, grad_b[warp], a.keep.scale, lane); }
+    store_gradients(block, a, [&](auto* dqkv, auto&& round) {
+        plain_store(kQueries ? block.q(dqkv) : block.k(dqkv), row, grad_a[warp], scale, lane, round);
+        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], a.keep.scale, lane, round); }
+    });
 }
 
 // ---- tile functions: what a warp does with its part of S, P, dP and dS, for mma.sync and sm90 alike ----
@@ -2951,21 +2990,28 @@ struct Swizzled {
     }
 };
 
-// Stores the warp's tile times `factor` to rows row0.. of a head. It goes through rows of shared memory that
-// nobody else uses (`staging`), so that global stores are 16 bytes wide and whole rows.
-template <class Layout, int kGroups, int kN>
-__device__ __forceinline__ void store_tile(const OutputRows& to, int row0, floatX* staging,
-                                           const Tile<kGroups, kN>& acc, float factor, int lane) {
+// Stores the warp's tile times `factor` to rows row0.. of a head, as `round` rounds it. It goes through rows
+// of shared memory that nobody else uses (`staging`), so that global stores are vectors of whole rows.
+template <class Layout, class X, int kGroups, int kN, class Round = ToFloatX>
+__device__ __forceinline__ void store_tile(const HeadRows<X>& to, int row0, floatX* staging,
+                                           const Tile<kGroups, kN>& acc, float factor, int lane,
+                                           Round&& round = {}) {
+    typedef std::conditional_t<sizeof(X) == 1, uint16_t,
+                               std::conditional_t<sizeof(X) == 2, uint32_t, float2>> Two;
+    X* rows = (X*)staging;
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
 #pragma unroll
-        for (int n = 0; n < kN; n++) {
-            for (int i = 0; i < 4; i += 2) {
-                floatX* pair = staging + Layout::at(tile_row(m, i, lane), tile_column(n, i, lane));
-                const float x = acc[m][n][i] * factor, y = acc[m][n][i + 1] * factor;
-                if constexpr (sizeof(floatX) == 2) { *(uint32_t*)pair = pack_pair(x, y); }
-                else { *(float2*)pair = make_float2(x, y); }
+        for (int n = 0; n < kN; n += kWidth / 4) {
+            Floats x;
+            for (int k = 0; k < kWidth; k++) { x.at[k] = acc[m][n + k / 4][k % 4] * factor; }
+            const Pack<X> rounded = round(x);
+            Two twos[kWidth / 2];
+            memcpy(twos, &rounded, sizeof(rounded));
+            for (int k = 0; k < kWidth; k += 2) {
+                *(Two*)(rows + Layout::at(tile_row(m, k % 4, lane), tile_column(n + k / 4, 0, lane))) =
+                    twos[k / 2];
             }
         }
     }
@@ -2975,8 +3021,8 @@ __device__ __forceinline__ void store_tile(const OutputRows& to, int row0, float
     for (int i = lane; i < 16 * kGroups * kChunks; i += kWarp) {
         const int row = i / kChunks, column = i % kChunks * kWidth;
         if (row0 + row < to.T && column < to.HS) {
-            *(uint4*)(to.data + (row0 + row) * to.stride + column) =
-                *(const uint4*)(staging + Layout::at(row, column));
+            *(PackWord<X>*)(to.data + (row0 + row) * to.stride + column) =
+                *(const PackWord<X>*)(rows + Layout::at(row, column));
         }
     }
 }
@@ -3257,10 +3303,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         to_fragments(frag, dp);
         mma_times_columns<kHS>(grad_a, frag, shared.a[stage], lane);
     }
-    store_tile<Padded<kHS>>(kQueries ? block.q(a.dqkv) : block.k(a.dqkv), row0, a_rows, grad_a, scale, lane);
-    if constexpr (!kQueries) {
-        store_tile<Padded<kHS>>(block.v(a.dqkv), row0, b_rows, grad_b, kept.scale, lane);
-    }
+    store_gradients(block, a, [&](auto* dqkv, auto&& round) {
+        store_tile<Padded<kHS>>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, a_rows, grad_a, scale, lane,
+                                round);
+        if constexpr (!kQueries) {
+            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, kept.scale, lane, round);
+        }
+    });
 }
 
 // ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA), head size 64 ----
@@ -3496,12 +3545,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         else { wgmma_end<0>(grad_b, grad_a, p_frag, ds_frag); }
         shared.release(block, it, other, all_stats);
     }
-    store_tile<Swizzled>(kQueries ? block.q(args.dqkv) : block.k(args.dqkv), row0,
-                         shared.own[0] + warp_row * 64, grad_a, scale, lane);
-    if constexpr (!kQueries) {
-        store_tile<Swizzled>(block.v(args.dqkv), row0, shared.own[1] + warp_row * 64, grad_b, kept.scale,
-                             lane);
-    }
+    store_gradients(block, args, [&](auto* dqkv, auto&& round) {
+        store_tile<Swizzled>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0] + warp_row * 64,
+                             grad_a, scale, lane, round);
+        if constexpr (!kQueries) {
+            store_tile<Swizzled>(block.v(dqkv), row0, shared.own[1] + warp_row * 64, grad_b, kept.scale, lane,
+                                 round);
+        }
+    });
 #else
     __trap();
 #endif
@@ -4729,9 +4780,8 @@ static void linear_forward(const Pass& pass, int l, Linear which, floatX* out, c
     const LinearLayer p = linear_layer(pass, l, which);
     const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && which == Linear::FcProj;
     floatX* fch = pass.acts(l).fch;
-    if (is_fp8 && kLinears[(int)which].rows8 != ACT_rows8) {            // a norm has written the rows
-        fp8_transpose({p.inp8.transposed, p.inp8.bytes, p.N, p.C}, pass.stream());
-    } else if (p.fp8 != Fp8Mode::Off) {
+    const bool by_norm = is_fp8 && kLinears[(int)which].rows8 != ACT_rows8;     // the bytes are there
+    if (p.fp8 != Fp8Mode::Off && !by_norm) {
         cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? fch : inp,
                      .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
     }
@@ -4794,8 +4844,9 @@ static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX*
     linear_forward(f, l, Linear::FcProj, out, a.fch_gelu, before);                              // (B,T,C)
 }
 
-// The norms that read point x; bytes where FP8 products read them. Where no GEMM has added x's branches, the
-// kernel first adds them to the sum of `before`, the point before x; null: x is the embedding.
+// The norms that read point x; for FP8 products as bytes, which are also transposed, once for all that read
+// them. Where no GEMM has added x's branches, the kernel first adds them to the sum of `before`, the point
+// before x; null: x is the embedding.
 static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const ResidualPoint* before) {
     const int N = f.B * f.T;
     NormForward<floatX, float> norm = point_norms(f.model, x, N);
@@ -4817,6 +4868,11 @@ static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const Re
         if (!before && !norm.residual_fp32) { norm.branch[0] = norm.residual; }
     }
     norm_forward(norm, f.model->stream);
+    for (int k = 0; k < x.norms; k++) {
+        const LinearLayer reader = linear_layer(f, x.layer, x.norm[k].reader);
+        const Fp8Operand& to = reader.inp8;
+        if (reader.fp8 == Fp8Mode::On) { fp8_transpose({to.transposed, to.bytes, N, reader.C}, f.stream()); }
+    }
 }
 
 // All activations up to lnf, from the inputs on the device. LossAndGrad: with dropout.
@@ -4911,16 +4967,18 @@ struct Backward : Pass {
 // A linear layer's backward is these three, in this order. dout: the gradient of its output. From fcproj to
 // fc the gradient passes GELU's slope: in the product of fcproj's linear_dinp, or with FP8 in the cast of
 // fc's linear_dout. There its columns are summed, too, for fc's bias. linear_dout sums qkv's, and the norms'
-// backward the others'. The LM head's gradient may be bytes already, which the classifier has written.
+// backward the others'. With FP8 the classifier has written the LM head's gradient as bytes, and attention
+// qkv's.
 static void linear_dout(const Backward& b, int l, Linear which, const floatX* dout) {
     const LinearLayer p = linear_layer(b, l, which);
-    if (which == Linear::Head) {
-        if (p.fp8 != Fp8Mode::On) { return; }
-        return fp8_transpose({p.dout8.transposed, p.dout8.bytes, p.N, p.OC}, b.stream());
-    }
     const bool before_gelu = which == Linear::Fc;
     Grad dbias = {};
     if (which == Linear::Qkv || before_gelu) { dbias = b.grad(kLinears[(int)which].bias, l); }
+    if (p.fp8 == Fp8Mode::On && (which == Linear::Qkv || which == Linear::Head)) {
+        return fp8_transpose({p.dout8.transposed, p.dout8.bytes, p.N, p.OC, dbias, b.scratch,
+                              p.dout8.tensor}, b.stream());
+    }
+    if (which == Linear::Head) { return; }
     if (p.fp8 == Fp8Mode::On) {
         return cast_operand(b, p.dout8, p.fp8, {.dbias = dbias, .inp = dout,
                             .pre_gelu = before_gelu ? b.acts(l).fch : nullptr,
@@ -4952,7 +5010,7 @@ static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, co
     }
     fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
                 .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC,
-                .a_format = p.dout8.format}, b.stream());
+                .fast = which != Linear::Head, .a_format = p.dout8.format}, b.stream());
 }
 
 // The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
@@ -4976,8 +5034,13 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
     if (model->options.dropout > 0.0) {
         keep = gpt2_attention_keep(b, l, model->options.recompute == 0);
     }
-    attention_backward({a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B, b.T, NH, C / NH, keep},
-                       b.stream());                                                             // (B,T,3C)
+    AttentionBackward<floatX, float> att = {a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B,
+                                            b.T, NH, C / NH, keep};
+    const LinearLayer qkv = linear_layer(b, l, Linear::Qkv);
+    if (qkv.fp8 == Fp8Mode::On) {
+        att.fp8 = qkv.dout8.bytes, att.tensor = qkv.dout8.tensor, att.stats = fp8_stats(model, att.tensor);
+    }
+    attention_backward(att, b.stream());                                                        // (B,T,3C)
     linear_dout(b, l, Linear::Qkv, a.dwide);
     if (l > 0) { gpt2_layer_complete(b, l, inp); }
     linear_dinp(b, l, Linear::Qkv, dinp, a.dwide, dinp_mlp);                                    // (B,T,C)

@@ -351,8 +351,13 @@ static void test_fp8_cast(int N, int C) {
           "fp8_cast %d x %d: amax %g, not %g; %lld saturated, not %lld", N, C, fp8_float(stats.amax), amax,
           (long long)stats.saturated, (long long)saturated);
     std::vector<uint8_t> turned(n);
-    fp8_transpose_cpu<double>({turned.data(), out.data(), N, C}, 0);
-    CHECK(turned == out_t, "fp8_transpose %d x %d is not the cast's", N, C);
+    const std::string shape = format("fp8_cast, fp8_transpose %d x %d", N, C);
+    const Doubles values = doubles(n, [&](size_t i) { return fp8_direct(out[i]) / 256.0; });
+    const Doubles dbias = gradient_of(shape, C, [&](GradOf<double> grad) {
+        fp8_transpose_cpu<double>({turned.data(), out.data(), N, C, grad, nullptr, &tensor}, 0);
+    });
+    CHECK(turned == out_t, "%s: not the cast's", shape.c_str());
+    CHECK_SAME(dbias, column_sums_of(values, N, C), kExact);
 
     // a weight: a call for its amax, then one with the scale for it
     stats = {};
@@ -367,7 +372,6 @@ static void test_fp8_cast(int N, int C) {
     CHECK(wrong == 0, "%zu weights are wrong", wrong);
 
     // GELU and its slope, and the sums of columns
-    const std::string shape = format("fp8_cast %d x %d", N, C);
     fp8_set_scale(&tensor, 64.0f);
     for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad}) {
         const Doubles x = doubles(n, [&](size_t i) {
@@ -503,6 +507,17 @@ static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0)
 
     Doubles dout = random_tensor(n), dqkv(3 * n), scratch(rows);
     attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, keep}, 0);
+
+    // as bytes: these numbers, rounded
+    std::vector<uint8_t> bytes(3 * n);
+    Fp8Tensor tensor = {};
+    Fp8Stats stats = {};
+    fp8_set_scale(&tensor, 64.0f);
+    attention_backward_cpu<double>({nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS, keep, bytes.data(),
+                                    &tensor, &stats}, 0);
+    for (size_t i = 0; i < 3 * n; i++) { wrong += bytes[i] != fp8_encode((float)dqkv[i] * 64.0f); }
+    CHECK(wrong == 0 && stats.elements == 3 * n, "%s: %zu bytes of %lld are wrong", shape.c_str(), wrong,
+          (long long)stats.elements);
     auto loss = [&] { forward(); return dot(out, dout, n); };
     CHECK_GRADIENT(qkv, dqkv, loss);
 }

@@ -496,12 +496,24 @@ template <class Real> void grad_accumulate_cpu(const GradAccumulate<Real, Real>&
     for (size_t i = 0; i < a.n; i++) { a.grad.data[i] = add ? a.grad.data[i] + a.values[i] : a.values[i]; }
 }
 
-// out[c,n] = inp[n,c]
+template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* bytes, size_t n,
+                                                                 const Fp8Tensor& tensor, Fp8Format format) {
+    Real value_of[256];
+    for (int i = 0; i < 256; i++) { value_of[i] = fp8_decode((uint8_t)i, format) * tensor.inverse; }
+    std::vector<Real> values(n);
+    for (size_t i = 0; i < n; i++) { values[i] = value_of[bytes[i]]; }
+    return values;
+}
+
+// out[c,n] = inp[n,c]; dbias[c] (=, +=) sum over n of inp[n,c], divided by the tensor's scale
 template <class Real> void fp8_transpose_cpu(const Fp8Transpose<Real, Real>& a) {
     #pragma omp parallel for
     for (int c = 0; c < a.C; c++) {
         for (int n = 0; n < a.N; n++) { a.out[(size_t)c * a.N + n] = a.inp[(size_t)n * a.C + c]; }
     }
+    if (!a.dbias.data) { return; }
+    column_sums(a.dbias, fp8_values<Real>(a.inp, (size_t)a.N * a.C, *a.tensor, Fp8Format::E4m3).data(), a.N,
+                a.C);
 }
 
 // out[n,c] and out_t[c,n] = byte of x[n,c] * scale; dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
@@ -520,15 +532,6 @@ template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
     fp8_rows(a.out, a.stats, x, a.tensor->scale);
     if (a.out) { fp8_transpose_cpu<Real>({a.out_t, a.out, N, C}); }
     column_sums(a.dbias, x.data(), N, C);
-}
-
-template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* bytes, size_t n,
-                                                                 const Fp8Tensor& tensor, Fp8Format format) {
-    Real value_of[256];
-    for (int i = 0; i < 256; i++) { value_of[i] = fp8_decode((uint8_t)i, format) * tensor.inverse; }
-    std::vector<Real> values(n);
-    for (size_t i = 0; i < n; i++) { values[i] = value_of[bytes[i]]; }
-    return values;
 }
 
 // x[m,n] = sum over k of a[m,k]*b[n,k], each byte divided by its tensor's scale
@@ -658,16 +661,19 @@ template <class Real> void attention_forward_cpu(const AttentionForward<Real, Re
 // dp[t,u] = f[t,u] * dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
 // dq[t] = sum over u <= t of ds[t,u]*k[u]
 // dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of f[t,u]*p[t,u]*dout[t]
+// fp8: the bytes of these.
 template <class Real> void attention_backward_cpu(const AttentionBackward<Real, Real>& a) {
     const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
     const size_t C = (size_t)NH * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
+    std::vector<Real> unrounded(a.fp8 ? B * T * 3 * C : 0);
+    Real* dqkv = a.fp8 ? unrounded.data() : a.dqkv;
     #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++) {
         for (int h = 0; h < NH; h++) {
             const size_t head = (size_t)b * T * 3 * C + (size_t)h * HS;
             const Real *q = a.qkv + head, *k = q + C, *v = k + C;
-            Real *dq = a.dqkv + head, *dk = dq + C, *dv = dk + C;
+            Real *dq = dqkv + head, *dk = dq + C, *dv = dk + C;
 
             // Every query adds to its own dq, and to dk and dv of all rows up to it: they start at zero.
             for (int t = 0; t < T; t++) {
@@ -708,6 +714,7 @@ template <class Real> void attention_backward_cpu(const AttentionBackward<Real, 
             }
         }
     }
+    if (a.fp8) { fp8_rows(a.fp8, a.stats, unrounded, a.tensor->scale); }
 }
 
 // ---- classifier: softmax, cross-entropy and its gradient, in place ----

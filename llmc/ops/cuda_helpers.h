@@ -67,10 +67,12 @@ __device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
     return pack;
 }
 
+// What a store writes at once of a Pack.
+template <class T> using PackWord = std::conditional_t<
+    sizeof(Pack<T>) == 4, uint32_t, std::conditional_t<sizeof(Pack<T>) == 8, uint2, uint4>>;
 template <Cache kCache = Cache::Default, class T, class Index>
 __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pack) {
-    typedef std::conditional_t<sizeof(pack) == 4, uint32_t,
-                               std::conditional_t<sizeof(pack) == 8, uint2, uint4>> Word;
+    typedef PackWord<T> Word;
     for (int w = 0; w < (int)(sizeof(pack) / sizeof(Word)); w++) {
         Word word;
         memcpy(&word, (const char*)&pack + sizeof(Word) * w, sizeof(Word));
@@ -452,6 +454,21 @@ template <Fp8Format kFormat> __device__ __forceinline__ Pack<uint8_t> to_fp8(con
 #endif
     memcpy(&pack, quads, sizeof(pack));
     return pack;
+}
+
+// The sum of four bytes of e4m3.
+__device__ __forceinline__ float e4m3_sum(uint32_t quad) {
+    uint32_t low = 0, high = 0;         // two halves each, which hold every number of e4m3
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;}" : "=r"(low), "=r"(high) : "r"(quad));
+#endif
+    half2 two[2];
+    memcpy(&two[0], &low, 4), memcpy(&two[1], &high, 4);
+    const float2 ab = __half22float2(two[0]), cd = __half22float2(two[1]);
+    return (ab.x + ab.y) + (cd.x + cd.y);
 }
 
 // Rounds a tensor to e4m3 and counts for its Fp8Stats: each thread its own elements, then a warp for all.

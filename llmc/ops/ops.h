@@ -140,6 +140,9 @@ template <class X, class S> struct Fp8Transpose {
     uint8_t* out;                       // (C,N)
     const uint8_t* inp;                 // (N,C)
     int N, C;                           // multiples of 16
+    GradOf<S> dbias = {};               // (C) or null: column sums of what inp stands for; inp is e4m3 then
+    S* scratch = nullptr;               // where dbias is wanted
+    const Fp8Tensor* tensor = nullptr;  // likewise: inp's
 };
 template <class X, class S> struct Fp8Matmul {          // a b^T, divided by both scales
     X* out = nullptr;                   // (M,N) = the product + bias + residual; null: grad is wanted
@@ -185,12 +188,15 @@ template <class X, class S> struct AttentionForward {   // causal self-attention
     AttentionKeep keep = {};            // of the softmax's results
 };
 template <class X, class S> struct AttentionBackward {
-    X* dqkv;                            // (B,T,3,NH,HS)
+    X* dqkv;                            // (B,T,3,NH,HS) not written with fp8
     S* scratch;
     const X *dout, *out, *qkv;          // (B,T,C) (B,T,C) (B,T,3,NH,HS)
     const S* lse;                       // (B,NH,T)
     int B, T, NH, HS;
     AttentionKeep keep = {};            // the forward's
+    uint8_t* fp8 = nullptr;             // (B,T,3,NH,HS) or null; else the bytes of dqkv * scale in e4m3
+    const Fp8Tensor* tensor = nullptr;  // with fp8: read
+    Fp8Stats* stats = nullptr;          // with fp8: added to
 };
 template <class X, class S> struct AttentionDropout {   // the bits of an AttentionKeep
     uint32_t* keep;                     // (B,NH,padded_T/32,padded_T)
@@ -385,7 +391,7 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(grad_accumulate, GradAccumulate, out("grad", a.grad, a.n))                                       \
     X(fp8_cast, Fp8Cast, out("out", a.out, a.N, a.C), out("out_t", a.out_t, a.C, a.N),                 \
       out("amax", a.stats ? &a.stats->amax : nullptr, 1), out("dbias", a.dbias, a.C))                  \
-    X(fp8_transpose, Fp8Transpose, out("out", a.out, a.C, a.N))                                        \
+    X(fp8_transpose, Fp8Transpose, out("out", a.out, a.C, a.N), out("dbias", a.dbias, a.C))            \
     X(fp8_matmul, Fp8Matmul, out("out", a.out, a.M, a.N), out("grad", a.grad, a.M, a.N))               \
     X(fp8_scales, Fp8Scales, out("scale", a.tensors ? &a.tensors->scale : nullptr, 1),                 \
       out("saturated", a.saturated, 1))                                                                \
@@ -394,7 +400,10 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(attention_dropout, AttentionDropout, out("keep", a.keep, a.B, a.NH, keep_words(a.T)))            \
     X(attention_forward, AttentionForward, out("out", a.out, a.B, a.T, a.NH, a.HS),                    \
       out("lse", a.lse, a.B, a.NH, a.T))                                                               \
-    X(attention_backward, AttentionBackward, out("dqkv", a.dqkv, a.B, a.T, 3, a.NH, a.HS))             \
+    X(attention_backward, AttentionBackward,                                                           \
+      out("dqkv", a.fp8 ? nullptr : a.dqkv, a.B, a.T, 3, a.NH, a.HS),                                  \
+      out("fp8_dqkv", a.fp8, a.B, a.T, 3, a.NH, a.HS),                                                 \
+      out("fp8_amax", a.stats ? &a.stats->amax : nullptr, 1))                                          \
     X(classifier, Classifier, out("losses", a.losses, a.N),                                            \
       out("dlogits", a.mode == ClassifierMode::LossAndGrad && !a.fp8_grad ? a.logits : nullptr, a.N,   \
           a.Vp),                                                                                       \

@@ -62,7 +62,8 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double kGemm = 0.665, kAttention = 0.35, kMemory = 0.875, kUpdate = 0.79;
     const double kMoves = 48;           // (B,T,C) 16-bit values that a layer's other kernels read or write
     const double kLaunch = 3e-6, kExposed = 0.03;   // seconds; part of the exchange that is not hidden
-    const double kFp8 = 1.7, kFp8Head = 1.9;        // times faster than 16 bits; a layer's casts move 10 more
+    const double kFp8 = 1.7, kFp8Head = 1.9;        // times faster than 16 bits
+    const double kFp8Moves = 5.5;                   // what a layer's casts and transposes move beside kMoves
     const double flops = gpu.tflops * 1e12, bytes = gpu.gb_per_s * 1e9;
     const double L = c.L, C = c.C, B = batch.B, T = batch.T, N = B * T;
     double fp8_layers = 0;
@@ -71,7 +72,7 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double gemm = 6 * N * (12 * (L - fp8_layers + fp8_layers / kFp8) * C * C +
                                  (double)c.Vp * C / (batch.fp8_head ? kFp8Head : 1)) / (kGemm * flops);
     const double attention = 7 * B * T * T * C * L / (kAttention * flops);      // causal: half of 14
-    const double values = C * (L * (kMoves + 8 * batch.recompute) + 10 * fp8_layers) +
+    const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) +
                           (2 + 0.5 * batch.fp8_head) * (double)c.Vp;
     const double moved = 2 * N * values / (kMemory * bytes);
     const double exposed = batch.world > 1 ? kExposed : 0;
