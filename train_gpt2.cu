@@ -1099,8 +1099,8 @@ __device__ __forceinline__ float gelu_sigmoid(float x) {
 __device__ __forceinline__ float gelu(float x) { return x * gelu_sigmoid(x); }
 __device__ __forceinline__ float gelu_grad(float x) {
     float s = gelu_sigmoid(x);
-    float du = kGeluScale * fmaf(3.0f * kGeluCubic * x, x, 1.0f);
-    return fmaf(2.0f * x * du, s * (1.0f - s), s);
+    float two_du = 2.0f * kGeluScale * fmaf(3.0f * kGeluCubic * x, x, 1.0f);
+    return fmaf(x * two_du, s * (1.0f - s), s);
 }
 
 __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
@@ -1203,8 +1203,8 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 // Two warpgroups each own 64 rows of a tile of 128 x 256, whose sums fill 128 registers of a thread. Of the
 // third, one thread starts all copies, up to four stages of 64 k ahead. A cluster of two blocks takes two
 // tiles of the same columns; each block fetches half of the weights' part of a stage, for both. A tile's sums
-// are rounded into 64 registers, and are finished under the products of the next tile, in 8 slices of 32
-// columns: GELU, staging in shared memory, and after every second slice a store by the copy engine.
+// are rounded into 64 registers, and are finished in slices, which are spread over the stages of the next
+// tile: GELU, staging in shared memory, and after each 64 columns a store by the copy engine.
 //
 //     copies            | 0 | 1 | 2 | ...              124M: 12 stages a tile
 //     wgmma                 | 0 | 1 | 2 | ... | 11 |       | 0 | 1 | ... of the next tile
@@ -1216,7 +1216,7 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 // What GELU reads is rounded first, and what is summed is what was stored. So the bits are those of a product
 // by cuBLASLt and the ops above, where cuBLASLt adds k = 0, 1, 2, ... one after the other. Only dbias
 // differs: its sums go by 64 rows.
-constexpr int kGeluRows = 128, kGeluColumns = 256, kGeluK = 64, kGeluStages = 4, kGeluSlices = 8;
+constexpr int kGeluRows = 128, kGeluColumns = 256, kGeluK = 64, kGeluStages = 4;
 constexpr int kGeluCluster = 2, kGeluThreads = 3 * 4 * kWarp;
 
 struct GeluShared {
@@ -1284,24 +1284,27 @@ __device__ __forceinline__ void gelu_produce(GeluShared& shared, const GeluMaps&
 // A warpgroup of those that multiply.
 template <GeluPass kPass> struct GeluWorker {
     static constexpr bool kForward = kPass == GeluPass::Forward;
+    // A slice has 16 columns; in the backward, which waits longer (ldmatrix, shuffles), 32 hide more of it.
+    static constexpr int kSlices = kForward ? 16 : 8, kSlicesOfBlock = kSlices / 4, kPairs = 16 / kSlices;
+    static_assert(kForward || kPairs == 2, "a lane sums up 8 columns");
     GeluShared& shared;
     const GeluMaps& maps;
     const GeluProduct& p;
     const int tiles = gelu_tiles(p), stride = gridDim.x / kGeluCluster;         // stride: from tile to tile
     const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / kWarp, lane = threadIdx.x % kWarp;
     const bool leads = threadIdx.x % 128 == 0;          // starts the warpgroup's copies
-    uint32_t packed[32][2];             // a tile's sums, rounded: 8 columns each, rows lane / 4 and 8 below
-    int blocks = 0;                     // of 64 columns that have been begun
+    uint32_t packed[16][4];             // a tile's sums, rounded: 16 columns each, as stmatrix takes them
 
     // Starts d (64,256) = or += the products of a stage.
-    template <bool kFirst> __device__ __forceinline__ void multiply(float (&d)[32][4], int stage) {
+    __device__ __forceinline__ void multiply(float (&d)[32][4], int stage, bool adds) {
         constexpr int kStep = kForward ? 2 : 128;       // 16 k: 32 bytes of a row, or 16 rows of 128
         const uint64_t a = wgmma_descriptor(shared.a[stage] + group * 64 * kGeluK);
         const uint64_t b = wgmma_descriptor(shared.b[stage], kForward ? 16 : 64 * 64 * (int)sizeof(floatX));
         wgmma_fence();
-        wgmma_shared_256<!kFirst, !kForward>(d, a, b);
 #pragma unroll
-        for (int kk = 1; kk < 4; kk++) { wgmma_shared_256<true, !kForward>(d, a + 2 * kk, b + kStep * kk); }
+        for (int kk = 0; kk < 4; kk++) {
+            wgmma_shared_256<!kForward>(d, a + 2 * kk, b + kStep * kk, adds || kk > 0);
+        }
         wgmma_commit();
     }
 
@@ -1310,29 +1313,25 @@ template <GeluPass kPass> struct GeluWorker {
         if (lane < kGeluCluster) { mbarrier_arrive_at(&shared.empty[stage], lane); }
     }
 
-    // One thread: starts the copy of block i (64 columns) of tile t's pre_gelu.
-    __device__ __forceinline__ void load_pre_gelu(int t, int i) {
-        if (t >= tiles) { return; }
-        const GeluTile tile(p, t);
+    // One thread: starts the copy of block i (64 columns) of a tile's pre_gelu.
+    __device__ __forceinline__ void load_pre_gelu(const GeluTile& tile, int i) {
         mbarrier_expect(&shared.pre_full[group][i % 2], sizeof(shared.staging[0][0]));
         tma_load_4d(shared.staging[group][i % 2], &maps.pre_gelu, &shared.pre_full[group][i % 2], 0,
                     tile.row + group * 64, tile.column / 64 + i, 0);
     }
 
-    // Finishes slice s of tile t: 32 columns, half of block s / 2.
-    __device__ __forceinline__ void finish(int t, int s) {
-        const GeluTile tile(p, t);
-        const int i = s / 2, row = tile.row + group * 64, column = tile.column + 64 * i;
+    // Finishes slice s of a tile, a part of its block i.
+    __device__ __forceinline__ void finish(const GeluTile& tile, int s) {
+        const int i = s / kSlicesOfBlock, row = tile.row + group * 64, column = tile.column + 64 * i;
         auto& staging = shared.staging[group];
         auto& sums = shared.own[group].sums;
 
         // The store before this block has read staging, and all have read the sums.
-        if (s % 2 == 0) {
+        if (s % kSlicesOfBlock == 0) {
             if (leads) { tma_store_wait<0>(); }
-            if (!kForward && leads) { load_pre_gelu(i < 3 ? t : t + stride, (i + 1) % 4); }
+            if (!kForward && leads && i < 3) { load_pre_gelu(tile, i + 1); }
             named_barrier(1 + group, 128);
-            if (!kForward) { mbarrier_wait(&shared.pre_full[group][i % 2], blocks / 2 % 2); }
-            blocks++;
+            if (!kForward) { mbarrier_wait(&shared.pre_full[group][i % 2], i / 2); }
         }
 
         // ldmatrix and stmatrix move 8 x 8 values four times: the upper and the lower half of the warp's 16
@@ -1340,49 +1339,41 @@ template <GeluPass kPass> struct GeluWorker {
         const int row8 = lane % 8, half = lane / 8 % 2, beside = lane / 16;
         const uint32_t staged = smem_address(staging[kForward ? 0 : i % 2]);
         const uint32_t first = staged + (warp * 16 + half * 8 + row8) * 128;
-        float sum[8];                                   // of two rows: columns 0 and 1 of each 8
+        uint32_t place[kPairs], y[kPairs][4];
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            const int n = 4 * s + 2 * pair;
-            const uint32_t place = first + ((s % 2 * 4 + 2 * pair + beside) ^ row8) * 16;
-            const uint32_t x[4] = {packed[n][0], packed[n][1], packed[n + 1][0], packed[n + 1][1]};
-            uint32_t y[4];
-            if (kForward) { stmatrix_x4(place, x); }
-            else { ldmatrix_x4(y, place); }
+        for (int pair = 0; pair < kPairs; pair++) {
+            const int n = s * kPairs + pair;            // which 16 columns
+            place[pair] = first + ((n % 4 * 2 + beside) ^ row8) * 16;
+            if (kForward) { stmatrix_x4(place[pair], packed[n]); }
+            else { ldmatrix_x4(y[pair], place[pair]); }
+        }
+        float sum[4 * kPairs];                          // of two rows: columns 0 and 1 of each 8
+#pragma unroll
+        for (int pair = 0; pair < kPairs; pair++) {
 #pragma unroll
             for (int m = 0; m < 4; m++) {
-                const float2 value = unpack_pair(x[m]);
+                const float2 value = unpack_pair(packed[s * kPairs + pair][m]);
                 if (kForward) {
-                    y[m] = pack_pair(gelu(value.x), gelu(value.y));
+                    y[pair][m] = pack_pair(gelu(value.x), gelu(value.y));
                 } else {
-                    const float2 pre = unpack_pair(y[m]);
-                    y[m] = pack_pair(value.x * gelu_grad(pre.x), value.y * gelu_grad(pre.y));
+                    const float2 pre = unpack_pair(y[pair][m]);
+                    y[pair][m] = pack_pair(value.x * gelu_grad(pre.x), value.y * gelu_grad(pre.y));
                 }
             }
-            stmatrix_x4(kForward ? place + (uint32_t)sizeof(staging[0]) : place, y);
+            stmatrix_x4(kForward ? place[pair] + (uint32_t)sizeof(staging[0]) : place[pair], y[pair]);
             for (int j = 0; j < 2; j++) {
-                const float2 upper = unpack_pair(y[2 * j]), lower = unpack_pair(y[2 * j + 1]);
+                const float2 upper = unpack_pair(y[pair][2 * j]), lower = unpack_pair(y[pair][2 * j + 1]);
                 sum[4 * pair + 2 * j] = upper.x + lower.x, sum[4 * pair + 2 * j + 1] = upper.y + lower.y;
             }
         }
 
-        // The sums of the warp's rows: each step halves the values of a lane. It ends with number lane / 4.
+        // The sums of the warp's rows. Every fourth lane has the same 8 columns.
         if (!kForward) {
-#pragma unroll
-            for (int count = 4, mask = 16; count > 0; count /= 2, mask /= 2) {
-#pragma unroll
-                for (int c = 0; c < count; c++) {
-                    const bool upper = (lane & mask) != 0;
-                    const float mine = upper ? sum[c + count] : sum[c];
-                    const float other = upper ? sum[c] : sum[c + count];
-                    sum[c] = mine + __shfl_xor_sync(0xFFFFFFFFu, other, mask);
-                }
-            }
-            sums[warp][s % 2 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = sum[0];
+            sums[warp][s % 2 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = warp_sums<4>(sum);
         }
 
         // The block is complete: it is stored, and the warps' sums meet.
-        if (s % 2 == 0) { return; }
+        if ((s + 1) % kSlicesOfBlock > 0) { return; }
         tma_store_fence();
         named_barrier(1 + group, 128);
         if (leads) {
@@ -1398,38 +1389,42 @@ template <GeluPass kPass> struct GeluWorker {
     }
 
     __device__ __forceinline__ void run() {
-        const int begin = blockIdx.x / kGeluCluster;
+        const int begin = blockIdx.x / kGeluCluster, steps = p.K / kGeluK;
+        uint32_t* own_bias = (uint32_t*)shared.own[group].bias;         // in pairs
+        GeluTile before(p, begin);
         GeluStage stage;
-        if (!kForward && leads) { load_pre_gelu(begin, 0); }
         for (int t = begin; t < tiles; t += stride) {
-            const uint32_t* bias = p.bias ? (const uint32_t*)(p.bias + GeluTile(p, t).column) : nullptr;
-            const uint32_t bias_pair = kForward && bias ? bias[threadIdx.x % 128] : 0;
+            const GeluTile tile(p, t);
+            const uint32_t* bias = (const uint32_t*)(p.bias + tile.column);
+            const uint32_t bias_pair = kForward && p.bias ? bias[threadIdx.x % 128] : 0;
             float d[32][4];
-            int last = 0;
+            int k = 0, last = 0;
 
-            // A stage is released when the products of the next one have begun
-            auto step = [&](auto is_first) {
+            // A stage is released when the products of the next one have begun.
+            auto step = [&] {
                 mbarrier_wait(&shared.full[stage.at], stage.parity);
-                multiply<is_first.value>(d, stage.at);
-                if (!is_first.value) {
+                multiply(d, stage.at, k > 0);
+                if (k > 0) {
                     wgmma_wait<1>();
                     release(last);
                 }
                 last = stage.at;
                 stage.next();
             };
+            // Slice s of the tile before has its turn when its share of the steps has begun.
 #pragma unroll
-            for (int s = 0; s < kGeluSlices; s++) {
-                if (s == 0) { step(std::true_type()); }
-                else { step(std::false_type()); }
-                if (t > begin) { finish(t - stride, s); }
+            for (int s = 0; s < kSlices; s++) {
+#pragma unroll 1
+                for (; k * kSlices <= s * steps; k++) { step(); }
+                if (t > begin) { finish(before, s); }
             }
+            if (!kForward && leads) { load_pre_gelu(tile, 0); }
+#pragma unroll 1
+            for (; k < steps; k++) { step(); }
             if (kForward) {
-                ((uint32_t*)shared.own[group].bias)[threadIdx.x % 128] = bias_pair;
+                own_bias[threadIdx.x % 128] = bias_pair;
                 named_barrier(1 + group, 128);
             }
-#pragma unroll 1
-            for (int k = kGeluSlices; k < p.K / kGeluK; k++) { step(std::false_type()); }
             wgmma_wait<0>();
             pin_registers(d);
             release(last);
@@ -1437,15 +1432,14 @@ template <GeluPass kPass> struct GeluWorker {
             // Pack
 #pragma unroll
             for (int n = 0; n < 32; n++) {
-                const uint32_t* own_bias = (const uint32_t*)shared.own[group].bias;
                 const float2 b = kForward ? unpack_pair(own_bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
-                packed[n][0] = pack_pair(d[n][0] + b.x, d[n][1] + b.y);
-                packed[n][1] = pack_pair(d[n][2] + b.x, d[n][3] + b.y);
+                packed[n / 2][n % 2 * 2] = pack_pair(d[n][0] + b.x, d[n][1] + b.y);
+                packed[n / 2][n % 2 * 2 + 1] = pack_pair(d[n][2] + b.x, d[n][3] + b.y);
             }
-            if (t + stride < tiles) { continue; }
-#pragma unroll
-            for (int s = 0; s < kGeluSlices; s++) { finish(t, s); }
+            before = tile;
         }
+#pragma unroll
+        for (int s = 0; s < kSlices; s++) { finish(before, s); }
         if (leads) { tma_store_wait<0>(); }             // shared memory goes with the block
     }
 };
@@ -1487,9 +1481,9 @@ static size_t gelu_backward_scratch_bytes(int N, int OC) {
     return std::max(bias_backward_scratch_bytes(N, OC), (size_t)ceil_div(N, 64) * OC * sizeof(float));
 }
 
-// Whether these kernels serve a product.
+// Whether these kernels serve a product. Sums of fewer than 512 terms were not timed in a step.
 static bool gelu_uses_sm90(int K, int columns) {
-    const bool whole = K % kGeluK == 0 && K >= kGeluSlices * kGeluK && columns % kGeluColumns == 0;
+    const bool whole = K % kGeluK == 0 && K >= 512 && columns % kGeluColumns == 0;
     return kLowPrecision && whole && sm90_kernels_run();
 }
 // Where a model of C channels computes GELU, for the printed line. Both passes have products of this shape.
@@ -2533,7 +2527,7 @@ __device__ __forceinline__ void store_gradients(const Block& block, const Attent
     const uint2 of_warp = round.counts.of_warp();
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
     if (blockIdx.x + threadIdx.x > 0) { return; }
-    a.stats->elements += (block.kQueries ? 1 : 2) * a.B * a.T * block.C;
+    a.stats->elements += (block.kQueries ? 1 : 2) * (size_t)a.B * a.T * block.C;
 }
 
 // ---- dropout: which probabilities are kept ----

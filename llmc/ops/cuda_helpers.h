@@ -187,9 +187,10 @@ template <class T> __device__ __forceinline__ T warp_max(T x) {
 }
 
 // kCount sums at once: each step halves the values a lane carries, so 8 sums take 9 shuffles instead of 40.
-// The lane returns the sum of value number lane / (32 / kCount).
-template <int kCount> __device__ __forceinline__ float warp_sums(float (&x)[kCount]) {
-    static_assert(kCount >= 1 && kCount <= kWarp && (kCount & (kCount - 1)) == 0,
+// The lane returns the sum of value number lane / (32 / kCount). kApart neighbouring lanes have sums of their
+// own, each of every kApart-th lane.
+template <int kApart = 1, int kCount> __device__ __forceinline__ float warp_sums(float (&x)[kCount]) {
+    static_assert(kCount >= 1 && kCount * kApart <= kWarp && (kCount & (kCount - 1)) == 0,
                   "halved until one value is left");
     const int lane = threadIdx.x % kWarp;
     int mask = kWarp / 2;
@@ -204,7 +205,7 @@ template <int kCount> __device__ __forceinline__ float warp_sums(float (&x)[kCou
         }
     }
 #pragma unroll
-    for (; mask > 0; mask /= 2) { x[0] += __shfl_xor_sync(0xFFFFFFFFu, x[0], mask); }
+    for (; mask >= kApart; mask /= 2) { x[0] += __shfl_xor_sync(0xFFFFFFFFu, x[0], mask); }
     return x[0];
 }
 
@@ -686,6 +687,8 @@ template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][
 }
 
 // d (64,256) = or += A (64,16) B (16,256), both in shared memory. kTransB: B lies with k as the slower index.
+// adds: +=. It has to be a constant where d holds nothing yet, as when nvcc peels off a loop's first step: then
+// no registers are set (C7515 above).
 #define WGMMA_REGS_256                                                                             \
     WGMMA_REGS ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "      \
     "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, "    \
@@ -695,16 +698,13 @@ template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][
     "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_OPS_256(IO, d) \
     WGMMA_OPS(IO, d, 0), WGMMA_OPS(IO, d, 8), WGMMA_OPS(IO, d, 16), WGMMA_OPS(IO, d, 24)
-template <bool kAdd, bool kTransB>
-__device__ __forceinline__ void wgmma_shared_256(float (&d)[32][4], uint64_t a, uint64_t b) {
-#define WGMMA(IO, ADD)                                                                                     \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS_256 \
-                 "}, %128, %129, " ADD ", 1, 1, 0, %130;"                                                 \
-                 : WGMMA_OPS_256(IO, d)                                                                   \
-                 : "l"(a), "l"(b), "n"((int)kTransB))
-    if constexpr (kAdd) { WGMMA("+f", "1"); }
-    else { WGMMA("=f", "0"); }
-#undef WGMMA
+template <bool kTransB>
+__device__ __forceinline__ void wgmma_shared_256(float (&d)[32][4], uint64_t a, uint64_t b, bool adds) {
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %130, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS_256
+                 "}, %128, %129, adds, 1, 1, 0, %131;}"
+                 : WGMMA_OPS_256("+f", d)
+                 : "l"(a), "l"(b), "r"((int)adds), "n"((int)kTransB));
 }
 
 // d (64,64) += A (64,16) B (16,64), A in registers, B in shared memory.
