@@ -654,7 +654,8 @@ static void test_run() {
             settings_resume({{"T", "8"}, {"total_batch", "8"}, {"lanes", "1"}, {"precision", "BF16"},
                              {"flag.optimizer", "muon"}, {"flag.learning-rate", "0.0003"}},
                             descriptor_config("d12"), cuda);
-            if (run.muon_warmup != 0 || run.lr != 3e-4) { die("%lld, %g", (long long)run.muon_warmup, run.lr); }
+            if (run.muon_warmup != 0) { die("--muon-warmup %lld", (long long)run.muon_warmup); }
+            if (run.lr != 3e-4) { die("-l %g", run.lr); }
         });
     }
     check_lives("flags of old programs", [] {
