@@ -687,8 +687,8 @@ template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][
 }
 
 // d (64,256) = or += A (64,16) B (16,256), both in shared memory. kTransB: B lies with k as the slower index.
-// adds: +=. It has to be a constant where d holds nothing yet, as when nvcc peels off a loop's first step: then
-// no registers are set (C7515 above).
+// adds: +=. It has to be a constant where d holds nothing yet, as when nvcc peels off a loop's first step.
+// Then no registers are set (C7515 above).
 #define WGMMA_REGS_256                                                                             \
     WGMMA_REGS ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "      \
     "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, "    \
