@@ -132,6 +132,8 @@ def test_rates_of_updates(optimizer):
     run_ok({**flags, **half, "-o": "half_" + optimizer})
     warm = read(f"warm_{optimizer}/model_00000001.bin")
     assert warm == read(model_path("half_" + optimizer)) != read(flags["-e"])
+    by_default = run_ok({"-e": flags["-e"], "--optimizer": optimizer, "-x": 1}).out
+    assert {"adamw": "| lr 3.00e-04 |", "muon": "| lr 3.60e-03 |"}[optimizer] in by_default
 
 
 @pytest.mark.parametrize("model, seed", [(MODEL, 1337), ("L3,NH1,C24,T20,V300", 12345678901)])
