@@ -7,7 +7,8 @@ PRECISION_NAME.
     gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k}, stream);
     gemm_free();
 
-A plan takes the library's first suggestion. No timing takes part, so equal runs take equal algorithms.
+gemm_preferred says which of the library's suggestions a plan takes. No timing takes part, so equal runs take
+equal algorithms.
 */
 #ifndef LLMC_OPS_CUBLASLT_H
 #define LLMC_OPS_CUBLASLT_H
@@ -21,7 +22,7 @@ A plan takes the library's first suggestion. No timing takes part, so equal runs
 #include <vector>               // gives: std::vector
 
 #include "../check.h"           // gives: die
-#include "cuda_device.h"        // gives: cublasCheck, Stream
+#include "cuda_device.h"        // gives: cublasCheck, Stream, device_is_hopper
 
 // For the partial sums of split-K. The library's manual advises 32 MiB for Hopper, 4 for earlier GPUs. The
 // choice of algorithms, and so the bits, may depend on it.
@@ -116,7 +117,34 @@ static inline void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, g.b_scale);
 }
 
-// Sets the plan's algorithm, the one that the library's model takes for the fastest. Dies if there is none.
+// Which of the library's suggestions a plan takes. The library puts that first which it computes to be the
+// fastest. But a training step runs at the GPU's power limit. There its usual firsts, tiles of 192 x 192 and
+// 128 x 256, lose up to 15 % to others (dev/bench/NOTES.md). Small products do not reach that limit. Measured
+// on Hopper; other GPUs take the first.
+static inline int gemm_preferred(const Gemm& g, const cublasLtMatmulHeuristicResult_t* suggestions,
+                                 int count) {
+    const bool is_large = (double)g.m * g.n * g.k >= 0x1p34, is_fp8 = g.inp_type == CUDA_R_8F_E4M3;
+    if (!is_large || g.inp_type == CUDA_R_32F || !device_is_hopper) { return 0; }
+    auto config = [&](int i, cublasLtMatmulAlgoConfigAttributes_t which) {
+        int32_t value = 0;
+        cublasCheck(cublasLtMatmulAlgoConfigGetAttribute(&suggestions[i].algo, which, &value, sizeof(value),
+                                                         nullptr));
+        return value;
+    };
+    const int first = config(0, CUBLASLT_ALGO_CONFIG_TILE_ID), wide = CUBLASLT_MATMUL_TILE_256x128;
+    if (first != CUBLASLT_MATMUL_TILE_192x192 && first != CUBLASLT_MATMUL_TILE_128x256) { return 0; }
+    const bool is_bare = g.trans_a && !g.bias && !g.c;      // FP8's input gradients; the LM head's forward
+    const int best = !is_bare ? wide : is_fp8 ? CUBLASLT_MATMUL_TILE_128x160 : CUBLASLT_MATMUL_TILE_176x128;
+    for (int tile : {best, wide}) {
+        for (int i = 1; i < count; i++) {
+            if (config(i, CUBLASLT_ALGO_CONFIG_TILE_ID) == tile &&
+                config(i, CUBLASLT_ALGO_CONFIG_SPLITK_NUM) <= 1) { return i; }
+        }
+    }
+    return 0;
+}
+
+// Sets the plan's algorithm. Dies if the library has none.
 static inline void gemm_choose(GemmPlan* plan, const Gemm& g) {
     cublasLtMatmulPreference_t pref;
     cublasCheck(cublasLtMatmulPreferenceCreate(&pref));
@@ -139,9 +167,9 @@ static inline void gemm_choose(GemmPlan* plan, const Gemm& g) {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)(g.c ? at.c : at.d));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)at.d);
     int count = 0;
-    cublasLtMatmulHeuristicResult_t result = {};
+    cublasLtMatmulHeuristicResult_t suggestions[8] = {};        // it makes no more
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemm_state.handle, plan->desc, plan->a, plan->b,
-                                                           plan->c, plan->d, pref, 1, &result, &count);
+                                                           plan->c, plan->d, pref, 8, suggestions, &count);
     cublasCheck(cublasLtMatmulPreferenceDestroy(pref));
     if (status != CUBLAS_STATUS_NOT_SUPPORTED) { cublasCheck(status); }
     if (count == 0) {
@@ -149,7 +177,7 @@ static inline void gemm_choose(GemmPlan* plan, const Gemm& g) {
             "hint: channel counts that are multiples of 8 always have one",
             g.m, g.n, g.k, PRECISION_NAME);
     }
-    plan->algo = result.algo;
+    plan->algo = suggestions[gemm_preferred(g, suggestions, count)].algo;
 }
 
 // Sets how many products the plan's layouts describe.

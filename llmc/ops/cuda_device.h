@@ -89,6 +89,7 @@ struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::str
 // Only norm_backward sums in another order for another number of blocks: its bits depend on the kind of GPU.
 static int device_sm_count = 0;
 static int device_index = 0;        // which of this machine's GPUs it is
+static bool device_is_hopper = false;       // compute capability 9.0
 
 static inline void device_prepare(char**) {}    // the CPU build starts itself again here
 
@@ -121,6 +122,7 @@ static inline DeviceInfo device_init(int index = 0) {
             prop.major, prop.minor);
     }
     device_sm_count = prop.multiProcessorCount;
+    device_is_hopper = prop.major == 9;
     DeviceInfo info;
     info.name = format("%s (sm_%d%d, %d SMs)", prop.name, prop.major, prop.minor, prop.multiProcessorCount);
     cudaCheck(cudaMemGetInfo(&info.memory_free, &info.memory_total));
