@@ -197,9 +197,8 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */     \
     X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) FP8 inputs of linear layers, */    \
-    X(attproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * C)    /* transposed: for the weights' gradients */  \
-    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * second * N * C)                                           \
-    X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)                                               \
+    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * second * N * C)     /* transposed: for the weights' */    \
+    X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)         /* gradients */                       \
     X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
     X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* FP8 input or output's gradient of the */  \
     X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C) /* layer at hand; this one transposed, the */ \
@@ -4704,11 +4703,13 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // first step is not finite, scales stay 1 until later steps have found largest elements.
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
 // below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
-// The first and the last layer stay in 16 bits: most of FP8's gap in the loss is theirs (NOTES.md).
+// The first and the last layer stay in 16 bits: most of FP8's gap in the loss is theirs. So does attproj: it
+// has a twelfth of a layer's products, but in FP8 a quarter of the squared error, and its casts would take
+// about the time that FP8 saves (NOTES.md).
 // A norm stores what an FP8 product reads as bytes, in the place of its output: rows8 says where rows are.
 constexpr struct { ParamId weight, bias; ActId rows8, inp8; } kLinears[] = {
     {PARAM_qkvw, PARAM_qkvb, ACT_ln1, ACT_qkv_inp8},
-    {PARAM_attprojw, PARAM_attprojb, ACT_rows8, ACT_attproj_inp8},
+    {PARAM_attprojw, PARAM_attprojb, NUM_ACTS, NUM_ACTS},       // never in FP8
     {PARAM_fcw, PARAM_fcb, ACT_ln2, ACT_fc_inp8},
     {PARAM_fcprojw, PARAM_fcprojb, ACT_rows8, ACT_fcproj_inp8},
     {PARAM_wte, NUM_PARAMS, ACT_lnf, ACT_head_inp8}};   // no bias
@@ -4716,7 +4717,7 @@ enum class Fp8Mode { Off, Measure, On };
 static Fp8Mode fp8_mode(const Pass& pass, int l, Linear which) {
     const Options& o = pass.model->options;
     const bool wanted = which == Linear::Head ? o.fp8_head : o.fp8 && fp8_layer(l, pass.model->config.L);
-    if (!pass.trains || !wanted) { return Fp8Mode::Off; }
+    if (!pass.trains || !wanted || which == Linear::AttProj) { return Fp8Mode::Off; }
     return pass.model->step == 0 ? Fp8Mode::Measure : Fp8Mode::On;
 }
 
