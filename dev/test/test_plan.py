@@ -8,11 +8,13 @@ from trainer import refused, run_ok
 
 pytestmark = pytest.mark.cpu_only
 
-# ms a step, measured on H200s before GELU was in a product, which plan.h does not know (NOTES.md has both)
+# ms a step, measured on H100s on 2026-11-24; the shares in plan.h are an H200's (NOTES.md)
 FP8 = {"matmul-dtype": "fp8-head"}
-MEASURED = [("d12", 64, 1, {}, 103.8), ("d12", 4, 1, {}, 8.5), ("d24", 48, 1, {}, 208.6),
-            ("d36", 32, 1, {}, 301.3), ("d48", 16, 1, {}, 309.3), ("d12", 64, 2, {}, 110.5),
-            ("d48", 16, 2, {}, 313.8), ("d12", 64, 1, FP8, 76.6), ("d48", 16, 1, FP8, 227)]
+MEASURED = [("d12", 64, 1, {}, 103.5), ("d12", 4, 1, {}, 9.0), ("d24", 48, 1, {}, 208.2),
+            ("d36", 32, 1, {}, 300.2), ("d48", 16, 1, {}, 300.4), ("d12", 64, 2, {}, 109.0),
+            ("d48", 16, 2, {}, 307.7), ("d12", 64, 1, FP8, 85.3), ("d24", 48, 1, FP8, 165.9),
+            ("d36", 32, 1, FP8, 222.0), ("d48", 16, 1, FP8, 223.9)]
+
 
 def plan(model, batch, gpu="H200", **flags):
     names = {"-" + name if len(name) < 3 else "--" + name: value for name, value in flags.items()}
@@ -21,20 +23,21 @@ def plan(model, batch, gpu="H200", **flags):
 
 @pytest.mark.parametrize("model, batch, gpus, flags, measured", MEASURED, ids=str)
 def test_time(model, batch, gpus, flags, measured):
-    out = plan(model, batch, gpus=gpus, zs=1 if gpus > 1 else 0, **flags)
+    out = plan(model, batch, gpu="H100", gpus=gpus, zs=1 if gpus > 1 else 0, **flags)
     planned = float(re.search(r"^speed: about ([\d.]+) ms a step", out, re.M)[1])
-    assert abs(planned / measured - 1) < 0.05
+    assert abs(planned / measured - 1) < 0.07
 
 
 def test_memory_and_cost():
-    """The CUDA program in BF16 takes 27.095 GiB for 124M; 10B tokens take 4.5 hours."""
-    out = plan("d12", 64, x=19073, z=524288, price=2)
+    """The CUDA program in BF16 takes 27.095 GiB for 124M; 10B tokens take an H100 4.4 hours, at 103.5 ms for
+    65,536."""
+    out = plan("d12", 64, gpu="H100", x=19073, z=524288, price=2)
     assert " 124439808 parameters\n" in out, "as published"
     memory = float(re.search(r"^memory: ([\d.]+) GiB", out, re.M)[1])
     one_lane = float(re.search(r"^memory: ([\d.]+) GiB", plan("d12", 64), re.M)[1])
     assert abs(one_lane / 27.095 - 1) < 0.01 and memory > one_lane
     hours, cost = re.search(r"^time: about (\S+) hours for 10B tokens, \$([\d.]+) at", out, re.M).groups()
-    assert abs(2 * float(hours) - float(cost)) < 0.02 and abs(float(hours) / 4.5 - 1) < 0.05
+    assert abs(2 * float(hours) - float(cost)) < 0.02 and abs(float(hours) / 4.4 - 1) < 0.05
     assert "fits; the largest that fits is -b 16\na step: 524288 tokens, micro-steps: 32, lanes: 1\n" in plan(
         "d36", 16, z=524288, gpu="a100-sxm4-40gb"), "as a run, it takes fewer lanes where memory is short"
     small = plan("d12", 64, gpu="4090")
