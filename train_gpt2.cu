@@ -196,9 +196,9 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual through a branch's */    \
     X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */     \
-    X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) FP8 inputs of linear layers, */    \
-    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * second * N * C)     /* transposed: for the weights' */    \
-    X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)         /* gradients */                       \
+    X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) FP8 inputs, transposed: for the */ \
+    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * second * N * C)     /* weights' gradients */              \
+    X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)         /* (4C,B,T) */                        \
     X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
     X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* FP8 input or output's gradient of the */  \
     X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C) /* layer at hand; this one transposed, the */ \
@@ -4103,7 +4103,7 @@ struct Exchange {
 // The logits' gradient has a fixed scale, whose inverse the classifier sets in each micro-step.
 struct Fp8 {
     Fp8Tensor* tensors;         // (fp8_tensors)
-    uint8_t* weights;           // each matrix in e4m3, and behind it its transpose
+    uint8_t* weights;           // room for each matrix in e4m3 and its transpose
     bool casts_weights;         // this micro-step does: a step's first
 };
 static int fp8_linears(const Config& c) { return 4 * c.L + 1; }         // the layers', then the LM head
@@ -4703,10 +4703,10 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // first step is not finite, scales stay 1 until later steps have found largest elements.
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
 // below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
-// The first and the last layer stay in 16 bits: most of FP8's gap in the loss is theirs. So does attproj: it
-// has a twelfth of a layer's products, but in FP8 a quarter of the squared error, and its casts would take
-// about the time that FP8 saves (NOTES.md).
-// A norm stores what an FP8 product reads as bytes, in the place of its output: rows8 says where rows are.
+// The first and the last layer stay in 16 bits: half of FP8's gap in the loss is theirs (NOTES.md, Equal
+// loss). attproj stays in 16 bits, too: its casts would take about the time that FP8 saves, and in a small
+// trained model it caused a quarter of the squared error.
+// rows8: where the rows of an input's bytes lie. A norm writes them in the place of its output.
 constexpr struct { ParamId weight, bias; ActId rows8, inp8; } kLinears[] = {
     {PARAM_qkvw, PARAM_qkvb, ACT_ln1, ACT_qkv_inp8},
     {PARAM_attprojw, PARAM_attprojb, NUM_ACTS, NUM_ACTS},       // never in FP8

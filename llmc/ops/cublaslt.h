@@ -119,8 +119,9 @@ static inline void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
 
 // Which of the library's suggestions a plan takes. The library puts that first which it computes to be the
 // fastest. But a training step runs at the GPU's power limit. There its usual firsts, tiles of 192 x 192 and
-// 128 x 256, lose up to 15 % to others (dev/bench/NOTES.md). Small products do not reach that limit. Measured
-// on Hopper; other GPUs take the first.
+// 128 x 256, take up to 21 % longer than the best (dev/bench/NOTES.md). Products below 2^34 multiplications
+// do not reach that limit and keep the first (124M: below some ten rows of 1024 tokens). So do FP32 and GPUs
+// other than Hopper's, where nothing was measured.
 static inline int gemm_preferred(const Gemm& g, const cublasLtMatmulHeuristicResult_t* suggestions,
                                  int count) {
     const bool is_large = (double)g.m * g.n * g.k >= 0x1p34, is_fp8 = g.inp_type == CUDA_R_8F_E4M3;
@@ -133,7 +134,9 @@ static inline int gemm_preferred(const Gemm& g, const cublasLtMatmulHeuristicRes
     };
     const int first = config(0, CUBLASLT_ALGO_CONFIG_TILE_ID), wide = CUBLASLT_MATMUL_TILE_256x128;
     if (first != CUBLASLT_MATMUL_TILE_192x192 && first != CUBLASLT_MATMUL_TILE_128x256) { return 0; }
-    const bool is_bare = g.trans_a && !g.bias && !g.c;      // FP8's input gradients; the LM head's forward
+    // The LM head's forward (for FP8's the library has no 128 x 160) and FP8's input gradients. Also FP8's
+    // weight gradients that are stored, not added; but from 124M to 1558M their first is neither tile.
+    const bool is_bare = g.trans_a && !g.bias && !g.c;
     const int best = !is_bare ? wide : is_fp8 ? CUBLASLT_MATMUL_TILE_128x160 : CUBLASLT_MATMUL_TILE_176x128;
     for (int tile : {best, wide}) {
         for (int i = 1; i < count; i++) {
