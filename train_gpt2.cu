@@ -4703,9 +4703,8 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
 // first step is not finite, scales stay 1 until later steps have found largest elements.
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
 // below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
-// The first and the last layer stay in 16 bits: half of FP8's gap in the loss is theirs (NOTES.md, Equal
-// loss). attproj stays in 16 bits, too: its casts would take about the time that FP8 saves, and in a small
-// trained model it caused a quarter of the squared error.
+// The first and the last layer stay in 16 bits: half of FP8's gap in the loss is theirs (NOTES.md). attproj
+// stays there, too: its casts take 124M the time that FP8 saves it.
 // rows8: where the rows of an input's bytes lie. A norm writes them in the place of its output.
 constexpr struct { ParamId weight, bias; ActId rows8, inp8; } kLinears[] = {
     {PARAM_qkvw, PARAM_qkvb, ACT_ln1, ACT_qkv_inp8},

@@ -8,9 +8,10 @@ from trainer import refused, run_ok
 
 pytestmark = pytest.mark.cpu_only
 
-# ms a step, measured on H100s on 2026-11-24; the shares in plan.h are an H200's (NOTES.md)
-FP8 = {"matmul-dtype": "fp8-head"}
-MEASURED = [("d12", 64, 1, {}, 103.5), ("d12", 4, 1, {}, 9.0), ("d24", 48, 1, {}, 208.2),
+# ms a step, measured on H100s on 2026-11-24; the shares in plan.h are an H200's (NOTES.md). FAR is 6.1 % off;
+# the others are within 5 %.
+FP8, FAR = {"matmul-dtype": "fp8-head"}, ("d24", 48, 1, {}, 208.2)
+MEASURED = [("d12", 64, 1, {}, 103.5), ("d12", 4, 1, {}, 9.0), FAR,
             ("d36", 32, 1, {}, 300.2), ("d48", 16, 1, {}, 300.4), ("d12", 64, 2, {}, 109.0),
             ("d48", 16, 2, {}, 307.7), ("d12", 64, 1, FP8, 85.3), ("d24", 48, 1, FP8, 165.9),
             ("d36", 32, 1, FP8, 222.0), ("d48", 16, 1, FP8, 223.9)]
@@ -25,7 +26,8 @@ def plan(model, batch, gpu="H200", **flags):
 def test_time(model, batch, gpus, flags, measured):
     out = plan(model, batch, gpu="H100", gpus=gpus, zs=1 if gpus > 1 else 0, **flags)
     planned = float(re.search(r"^speed: about ([\d.]+) ms a step", out, re.M)[1])
-    assert abs(planned / measured - 1) < 0.07
+    far = (model, batch, gpus, flags, measured) == FAR
+    assert abs(planned / measured - 1) < (0.065 if far else 0.05)
 
 
 def test_memory_and_cost():

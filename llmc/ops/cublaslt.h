@@ -120,8 +120,8 @@ static inline void gemm_set_pointers(cublasLtMatmulDesc_t desc, const Gemm& g) {
 // Which of the library's suggestions a plan takes. The library puts that first which it computes to be the
 // fastest. But a training step runs at the GPU's power limit. There its usual firsts, tiles of 192 x 192 and
 // 128 x 256, take up to 21 % longer than the best (dev/bench/NOTES.md). Products below 2^34 multiplications
-// do not reach that limit and keep the first (124M: below some ten rows of 1024 tokens). So do FP32 and GPUs
-// other than Hopper's, where nothing was measured.
+// keep the first, the best for most of 124M's at B=4. So do FP32 and GPUs other than Hopper's, where nothing
+// was measured.
 static inline int gemm_preferred(const Gemm& g, const cublasLtMatmulHeuristicResult_t* suggestions,
                                  int count) {
     const bool is_large = (double)g.m * g.n * g.k >= 0x1p34, is_fp8 = g.inp_type == CUDA_R_8F_E4M3;
