@@ -59,7 +59,7 @@ WORK(Fp8Matmul) {
 }
 WORK(Fp8Cast) { return {(kX * (1 + !!a.pre_gelu) + !!a.out + !!a.out_t) * a.N * a.C, 0}; }
 WORK(Fp8Transpose) { return {2.0 * a.N * a.C, 0}; }
-WORK(BiasBackward) { return {kX * a.N * a.OC, 0}; }
+WORK(BiasBackward) { return {kX * a.N * a.OC * (a.of_qkv ? 2 / 3.0 : 1), 0}; }
 WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
 WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
 WORK(GeluBackward) { return {3 * kX * a.N * a.OC, 0}; }

@@ -1749,9 +1749,12 @@ static void test_matmul(int N, int C, int OC) {
             op<MatmulBackwardWeight>(at, {at.grad("dweight", In(OC * C, sqrt(N)), is.acc, is.bf16),
                                           at.s("scratch", Scratch(OC * C)), dout, at.x("inp", In(N * C)),
                                           N, C, OC});
-            op<BiasBackward>(at, {at.grad("dbias", In(OC), is.acc, is.bf16),
-                                  at.s("sums", Scratch(bias_backward_scratch_bytes(N, OC) / 4 + 1)), dout, N,
-                                  OC});
+            for (bool of_qkv : {false, true}) {
+                if (of_qkv && OC % 24 > 0) { continue; }                // the thirds are whole vectors
+                op<BiasBackward>(at, {at.grad(of_qkv ? "qkv's dbias" : "dbias", In(OC), is.acc, is.bf16),
+                                      at.s("sums", Scratch(bias_backward_scratch_bytes(N, OC) / 4 + 1)), dout,
+                                      N, OC, of_qkv});
+            }
         });
     }
 }
@@ -1774,9 +1777,13 @@ static void test_fp8_cast(int N, int C, float scale) {
                          at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), x, nullptr,
                          Fp8Source::Plain, N, C});
         op<Fp8Transpose>(at, {at.exact_out("turned", bytes), out, N, C});
-        op<Fp8Transpose>(at, {at.exact_out("turned too", bytes), out, N, C,
-                              at.grad("sums of bytes", In(C, sqrt(N)), Accumulate::Yes, false),
-                              at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), t});
+        for (bool of_qkv : {false, true}) {
+            if (of_qkv && C % 48 > 0) { continue; }
+            op<Fp8Transpose>(at, {at.exact_out(of_qkv ? "qkv's turned" : "turned too", bytes), out, N, C,
+                                  at.grad(of_qkv ? "sums of qkv's bytes" : "sums of bytes", In(C, sqrt(N)),
+                                          Accumulate::Yes, false),
+                                  at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), t, of_qkv});
+        }
         op<Fp8Cast>(at, {nullptr, nullptr, own, own_t, {}, nullptr, weight, nullptr, Fp8Source::Weight, N,
                          C});
         op<Fp8Cast>(at, {at.exact_out("own out", bytes), at.exact_out("own out_t", bytes), own, own_t, {},
@@ -2667,7 +2674,7 @@ static void test_kernels() {
         for (int count : {3, 1000}) {
             for (float amax : {1.0f, INFINITY}) { test_fp8_scales(count, amax); }
         }
-        test_fp8_cast(16, 16, 64.0f);
+        test_fp8_cast(16, 48, 64.0f);
         test_fp8_cast(144, 400, 256.0f);
         test_fp8_matmul(16, 16, 16);
         test_fp8_matmul(144, 400, 272);

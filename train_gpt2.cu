@@ -1082,7 +1082,7 @@ static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a,
 // == 6.4 gelu and bias ==
 // gelu_forward:           out = gelu(inp), gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 // gelu_backward_inplace:  d = d*gelu'(inp), and in passing dbias (+)= column sums of the new d, as stored
-// bias_backward:          dbias (+)= column sums of dout (N,OC)
+// bias_backward:          dbias (+)= column sums of dout (N,OC); of qkv's dout the keys' third is not read
 // The two backward ops share a kernel that passes over d once. Its column sums take two stages: each block
 // adds up one chunk of rows into a row of partials, then column_sums_kernel (6.2) adds the partials.
 constexpr int kColumnBlocks = 1056;             // 8 an SM of an H200; fixed, so the bits depend on no GPU
@@ -1111,15 +1111,16 @@ __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
 
 // The first stage. A block of (32,8) threads owns 32 vectors of columns (blockIdx.x) of one chunk of rows
 // (blockIdx.y) and takes 8 rows at a time, a warp a row. kGelu: d is multiplied by GELU's slope in place,
-// each element by the thread that read it.
+// each element by the thread that read it. of_qkv: the keys' columns count as zeros.
 template <bool kGelu>
 __global__ void __launch_bounds__(kWarp * kColumnRows)
     partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
-                        const floatX* inp, int N, int OC, int chunk_rows) {
+                        const floatX* inp, int N, int OC, bool of_qkv, int chunk_rows) {
     constexpr int kUnroll = 4;                          // of a warp's rows in flight
     __shared__ Floats shared[kColumnRows][kWarp];
     const int c = (blockIdx.x * kWarp + threadIdx.x) * kWidth;
-    const int begin = blockIdx.y * chunk_rows, end = min(begin + chunk_rows, N);
+    const int begin = blockIdx.y * chunk_rows;
+    const int end = of_qkv && is_keys(c, OC) ? begin : min(begin + chunk_rows, N);
     Floats sum = {};
     for (int first = begin + threadIdx.y; first < end; first += kColumnRows * kUnroll) {
         // Ask for kUnroll rows before the first is used; what lies beyond the chunk is zero.
@@ -1169,18 +1170,19 @@ static size_t bias_backward_scratch_bytes(int N, int OC) {
 
 template <bool kGelu>
 static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const floatX* d, const floatX* inp,
-                        int N, int OC, Stream stream) {
+                        int N, int OC, bool of_qkv, Stream stream) {
     const int chunk_rows = ceil_div(N, column_chunks(N, OC)), chunks = ceil_div(N, chunk_rows);
     float* partial = dbias.data ? scratch : nullptr;
     const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
-    partial_sums_kernel<kGelu><<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, chunk_rows);
+    partial_sums_kernel<kGelu><<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, of_qkv,
+                                                           chunk_rows);
     if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
 }
 
 static void bias_backward(const BiasBackward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.OC);
-    column_pass<false>(a.dbias, a.scratch, nullptr, a.dout, nullptr, a.N, a.OC, stream);
+    column_pass<false>(a.dbias, a.scratch, nullptr, a.dout, nullptr, a.N, a.OC, a.of_qkv, stream);
 }
 
 static void gelu_forward(const GeluForward<floatX, float>& a, Stream stream) {
@@ -1193,7 +1195,7 @@ static void gelu_forward(const GeluForward<floatX, float>& a, Stream stream) {
 static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.OC);
-    column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, stream);
+    column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, false, stream);
 }
 
 // ---- sm90: products with GELU in the same kernel (wgmma, TMA) ----
@@ -1686,7 +1688,9 @@ __global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpos
     }
     const float sum = warp_sums(sums) * a.tensor->inverse;
     const int of = blockIdx.x * kCastTile + warp * 16 + lane / 2;
-    if (lane % 2 == 0 && of < a.C) { a.scratch[(size_t)blockIdx.y * a.C + of] = sum; }
+    if (lane % 2 == 0 && of < a.C) {
+        a.scratch[(size_t)blockIdx.y * a.C + of] = a.of_qkv && is_keys(of, a.C) ? 0.0f : sum;
+    }
 }
 
 static void fp8_transpose(const Fp8Transpose<floatX, float>& a, Stream stream) {
@@ -4970,7 +4974,7 @@ static void linear_dout(const Backward& b, int l, Linear which, const floatX* do
     if (which == Linear::Qkv || before_gelu) { dbias = b.grad(kLinears[(int)which].bias, l); }
     if (p.fp8 == Fp8Mode::On && (which == Linear::Qkv || which == Linear::Head)) {
         return fp8_transpose({p.dout8.transposed, p.dout8.bytes, p.N, p.OC, dbias, b.scratch,
-                              p.dout8.tensor}, b.stream());
+                              p.dout8.tensor, which == Linear::Qkv}, b.stream());
     }
     if (which == Linear::Head) { return; }
     if (p.fp8 == Fp8Mode::On) {
@@ -4979,7 +4983,7 @@ static void linear_dout(const Backward& b, int l, Linear which, const floatX* do
                             .source = before_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain,
                             .N = p.N, .C = p.OC});
     }
-    if (which == Linear::Qkv) { bias_backward({dbias, b.scratch, dout, p.N, p.OC}, b.stream()); }
+    if (which == Linear::Qkv) { bias_backward({dbias, b.scratch, dout, p.N, p.OC, true}, b.stream()); }
     if (p.fp8 == Fp8Mode::Measure) { cast_operand(b, p.dout8, p.fp8, {.inp = dout, .N = p.N, .C = p.OC}); }
 }
 static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {

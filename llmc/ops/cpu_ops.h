@@ -92,8 +92,9 @@ static inline void column_sums(GradOf<Real> dsum, int N, int C, F value) {
     }
 }
 template <class Real>
-static inline void column_sums(GradOf<Real> dsum, const Real* x /*(N,C)*/, int N, int C) {
-    column_sums(dsum, N, C, [=](int n, int c) { return x[(size_t)n * C + c]; });
+static inline void column_sums(GradOf<Real> dsum, const Real* x /*(N,C)*/, int N, int C,
+                               bool of_qkv = false) {
+    column_sums(dsum, N, C, [=](int n, int c) { return of_qkv && is_keys(c, C) ? 0 : x[(size_t)n * C + c]; });
 }
 
 // ---- encoder: token and position embedding ----
@@ -505,7 +506,8 @@ template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* 
     return values;
 }
 
-// out[c,n] = inp[n,c]; dbias[c] (=, +=) sum over n of inp[n,c], divided by the tensor's scale
+// out[c,n] = inp[n,c]; dbias[c] (=, +=) sum over n of inp[n,c], divided by the tensor's scale; of_qkv: 0 for
+// the keys
 template <class Real> void fp8_transpose_cpu(const Fp8Transpose<Real, Real>& a) {
     #pragma omp parallel for
     for (int c = 0; c < a.C; c++) {
@@ -513,7 +515,7 @@ template <class Real> void fp8_transpose_cpu(const Fp8Transpose<Real, Real>& a) 
     }
     if (!a.dbias.data) { return; }
     column_sums(a.dbias, fp8_values<Real>(a.inp, (size_t)a.N * a.C, *a.tensor, Fp8Format::E4m3).data(), a.N,
-                a.C);
+                a.C, a.of_qkv);
 }
 
 // out[n,c] and out_t[c,n] = byte of x[n,c] * scale; dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
@@ -563,9 +565,9 @@ template <class Real> void fp8_scales_cpu(const Fp8Scales<Real, Real>& a) {
     if (worst > kFp8MaxSaturated) { *(double*)a.records = INFINITY; }
 }
 
-// dbias[o] (=, +=) sum over n of dout[n,o]
+// dbias[o] (=, +=) sum over n of dout[n,o]; of_qkv: 0 for the keys
 template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a) {
-    column_sums(a.dbias, a.dout, a.N, a.OC);
+    column_sums(a.dbias, a.dout, a.N, a.OC, a.of_qkv);
 }
 
 // ---- causal self-attention ----

@@ -106,11 +106,15 @@ template <class X, class S> struct MatmulBackwardWeight {       // dweight (+)= 
     const X *dout, *inp;                // (N,OC) (N,C)
     int N, C, OC;
 };
+// A bias of the keys adds one number to all scores of a row, and softmax ignores that. So its gradient is 0,
+// and of qkv's gradient (N,3C) nobody sums the middle third of the columns.
+LLMC_HD static inline bool is_keys(int column, int columns) { return column / (columns / 3) == 1; }
 template <class X, class S> struct BiasBackward {       // dbias (+)= column sums of dout
     GradOf<S> dbias;                    // (OC)
     S* scratch;
     const X* dout;                      // (N,OC)
     int N, OC;
+    bool of_qkv = false;                // dout is qkv's: the keys' dbias is 0
 };
 template <class X, class S> struct GradAccumulate {     // grad (+)= values, rounded once
     GradOf<S> grad;                     // (n)
@@ -143,6 +147,7 @@ template <class X, class S> struct Fp8Transpose {
     GradOf<S> dbias = {};               // (C) or null: column sums of what inp stands for; inp is e4m3 then
     S* scratch = nullptr;               // where dbias is wanted
     const Fp8Tensor* tensor = nullptr;  // likewise: inp's
+    bool of_qkv = false;                // inp is qkv's gradient: the keys' dbias is 0
 };
 template <class X, class S> struct Fp8Matmul {          // a b^T, divided by both scales
     X* out = nullptr;                   // (M,N) = the product + bias + residual; null: grad is wanted
