@@ -193,12 +193,13 @@ plot: ## draw runs: RUN=dir, or RUNS="a b" [PNG=both.png]
 	$(if $(value RUN)$(value RUNS),,$(error make plot wants a run: RUN=dir, or RUNS="a b"))
 	@python3 dev/data/plot_log.py $(if $(value RUN),"$$RUN") $(RUNS) $(if $(value PNG),-o "$$PNG")
 
-# docs/testing.md. What is missing is installed first, the compiler too; a make of its own then builds.
+# docs/testing.md. What is missing is installed first, the compiler too; a make of its own then builds. A make
+# that a test starts must not see the MAKEFLAGS of `make -j test`: it would warn that it shares no jobs.
 PYTEST = $$(.venv/bin/python -c 'import xdist' 2>/dev/null && echo .venv/bin/python || echo python3) -m pytest
 define build_and_test
 @scripts/setup.sh tests
 @$(MAKE) -s -j$$(nproc) $(1) || { echo "0 passed, 1 failed, 0 skipped"; exit 1; }
-@$(PYTEST) -q --no-header -n auto $(2)
+@MAKEFLAGS= $(PYTEST) -q --no-header -n auto $(2)
 endef
 test: ## what a push has to pass: six minutes on two cores
 	$(call build_and_test,built-test,dev/test)
