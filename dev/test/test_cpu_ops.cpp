@@ -359,10 +359,12 @@ static void test_fp8_cast(int N, int C) {
     CHECK(turned == out_t, "%s: not the cast's", shape.c_str());
     const Doubles sums_of_bytes = column_sums_of(values, N, C);
     CHECK_SAME(dbias, sums_of_bytes, kExact);
-    const Doubles qkv_dbias = gradient_of(shape, C, [&](GradOf<double> grad) {
-        fp8_transpose_cpu<double>({turned.data(), out.data(), N, C, grad, nullptr, &tensor, true}, 0);
-    });
-    CHECK_EACH(qkv_dbias, kExact, (int)i / (C / 3) == 1 ? 0.0 : sums_of_bytes[i]);
+    if (C % 3 == 0) {
+        const Doubles qkv_dbias = gradient_of(shape, C, [&](GradOf<double> grad) {
+            fp8_transpose_cpu<double>({turned.data(), out.data(), N, C, grad, nullptr, &tensor, true}, 0);
+        });
+        CHECK_EACH(qkv_dbias, kExact, (int)i / (C / 3) == 1 ? 0.0 : sums_of_bytes[i]);
+    }
 
     // a weight: a call for its amax, then one with the scale for it
     stats = {};
@@ -526,7 +528,7 @@ static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0)
     auto loss = [&] { forward(); return dot(out, dout, n); };
     CHECK_GRADIENT(qkv, dqkv, loss);
 
-    // What counts as 0 is 0: the sums of the keys' columns.
+    // The keys' columns of dqkv sum to 0, so of_qkv changes no sum.
     const Doubles dbias = gradient_of(shape, 3 * C, [&](GradOf<double> grad) {
         bias_backward_cpu<double>({grad, nullptr, dqkv, (int)(B * T), (int)(3 * C), true}, 0);
     });
@@ -891,7 +893,7 @@ int main() {
             test_fp8_matmul(5, 7, 30, format);
             test_fp8_matmul(1, 33, 16, format);
         }
-        test_fp8_cast(5, 12);
+        test_fp8_cast(5, 13);
         test_fp8_cast(40, 48);
         test_fp8_scale();
         test_fp8_scales();

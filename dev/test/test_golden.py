@@ -7,7 +7,7 @@ An entry is for a precision and what else decides about the bits: the GPU and cu
 C library, whose exp and tanh a new version may round otherwise. A machine without an entry skips; the option
 adds one. A line of the file is five steps, each a loss and a norm. Equal losses after a change say that what
 was moved computes the same, in forward, backward and update; who changes an order of sums on purpose updates
-the entries of all machines in that commit.
+the entries of all machines in that commit, and removes those of machines that are not there.
 """
 import ctypes
 import functools

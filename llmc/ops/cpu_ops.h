@@ -506,8 +506,8 @@ template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* 
     return values;
 }
 
-// out[c,n] = inp[n,c]; dbias[c] (=, +=) sum over n of inp[n,c], divided by the tensor's scale; of_qkv: 0 for
-// the keys
+// out[c,n] = inp[n,c]; dbias[c] (=, +=) sum over n of inp[n,c], divided by the tensor's scale. With
+// of_qkv the keys' dbias is 0.
 template <class Real> void fp8_transpose_cpu(const Fp8Transpose<Real, Real>& a) {
     #pragma omp parallel for
     for (int c = 0; c < a.C; c++) {
@@ -565,7 +565,7 @@ template <class Real> void fp8_scales_cpu(const Fp8Scales<Real, Real>& a) {
     if (worst > kFp8MaxSaturated) { *(double*)a.records = INFINITY; }
 }
 
-// dbias[o] (=, +=) sum over n of dout[n,o]; of_qkv: 0 for the keys
+// dbias[o] (=, +=) sum over n of dout[n,o]; with of_qkv the keys' dbias is 0
 template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a) {
     column_sums(a.dbias, a.dout, a.N, a.OC, a.of_qkv);
 }

@@ -106,8 +106,8 @@ template <class X, class S> struct MatmulBackwardWeight {       // dweight (+)= 
     const X *dout, *inp;                // (N,OC) (N,C)
     int N, C, OC;
 };
-// A bias of the keys adds one number to all scores of a row, and softmax ignores that. So its gradient is 0,
-// and of qkv's gradient (N,3C) nobody sums the middle third of the columns.
+// The keys' bias adds one number to all scores of a row. Softmax ignores it, so its gradient is 0. It is
+// stored as 0, whatever the columns of qkv's gradient (N,3C), the middle third, sum to. C is a multiple of 8.
 LLMC_HD static inline bool is_keys(int column, int columns) { return column / (columns / 3) == 1; }
 template <class X, class S> struct BiasBackward {       // dbias (+)= column sums of dout
     GradOf<S> dbias;                    // (OC)

@@ -57,7 +57,7 @@ struct PlanBatch {
 struct StepTime { double micro_s, update_s; };      // of a micro-step; of what each step adds to those
 
 // Sums what GEMMs, attention, the kernels that move memory, and launches take, as shares of the data sheet's
-// figures. They fit what 124M to 1558M took on an H100 and on an H200 within 5 % (dev/test/test_plan.py).
+// figures, which were fitted to the steps in dev/test/test_plan.py.
 static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double params, const PlanBatch& batch) {
     const double kGemm = 0.71, kAttention = 0.35, kMemory = 0.875, kUpdate = 0.79;
     const double kMoves = 40;           // (B,T,C) 16-bit values that a layer's other kernels read or write
