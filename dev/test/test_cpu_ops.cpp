@@ -6,7 +6,7 @@ Muon's values and decoding.
 */
 #include <math.h>       // gives: sqrt, isfinite, isnan
 
-#include <algorithm>    // gives: std::all_of, std::is_sorted
+#include <algorithm>    // gives: std::all_of, std::count, std::is_sorted
 
 #include "child.h"                  // gives: check_dies
 #include "test.h"                   // gives: TEST, CHECK
@@ -528,12 +528,13 @@ static void test_attention(int B, int T, int NH, int HS, double p_dropped = 0.0)
     auto loss = [&] { forward(); return dot(out, dout, n); };
     CHECK_GRADIENT(qkv, dqkv, loss);
 
-    // The keys' columns of dqkv sum to 0, so of_qkv changes no sum.
+    // The keys' columns of dqkv sum to 0 but for rounding, and with of_qkv to 0.
     const Doubles dbias = gradient_of(shape, 3 * C, [&](GradOf<double> grad) {
-        bias_backward_cpu<double>({grad, nullptr, dqkv, (int)(B * T), (int)(3 * C), true}, 0);
+        bias_backward_cpu<double>({grad, nullptr, dqkv, B * T, (int)(3 * C), true}, 0);
     });
-    const Doubles sums = column_sums_of(dqkv, (int)(B * T), (int)(3 * C));
+    const Doubles sums = column_sums_of(dqkv, B * T, (int)(3 * C));
     CHECK_SAME(dbias, sums, kExact);
+    CHECK(std::count(&dbias[C], &dbias[2 * C], 0.0) == (long)C, "%s: keys' dbias", shape.c_str());
 }
 
 static bool all_finite(const Floats& x) {
