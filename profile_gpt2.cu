@@ -55,7 +55,8 @@ WORK(MatmulForward) { return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.resid
 WORK(MatmulBackwardInput) { return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + !!a.pre_gelu), kX, kX); }
 WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }
 WORK(Fp8Matmul) {
-    return product(a.M, a.K, a.N, 1, 1, a.out ? kX * (1 + !!a.residual) : width(a.grad));
+    const double out = a.out ? kX * (1 + !!a.residual) : width(a.grad), cast = a.cast.stats ? 2 : 0;
+    return product(a.M, a.K, a.N, 1, 1, out + cast);
 }
 WORK(Fp8Cast) { return {(kX * (1 + !!a.pre_gelu) + !!a.out + !!a.out_t) * a.N * a.C, 0}; }
 WORK(Fp8Transpose) { return {2.0 * a.N * a.C, 0}; }

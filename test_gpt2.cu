@@ -1853,6 +1853,56 @@ static void test_fp8_matmul(int M, int N, int K, Fp8Format as = Fp8Format::E4m3)
     }
 }
 
+// A product and the cast of its output, GELU or its slope, in one op. The product is of small whole numbers,
+// so that it is exact in 16 bits, in whatever order it is summed.
+static void test_fp8_matmul_gelu(int N, int K, int columns) {
+    const int n = N * columns;
+    auto ones = [](size_t n, uint32_t id) {
+        std::vector<uint8_t> b(n);
+        for (size_t i = 0; i < n; i++) {
+            const float draw = rand_normal(7, id, i);
+            b[i] = fp8_encode(draw > 0.5f ? 1.0f : draw < -0.5f ? -1.0f : 0.0f);
+        }
+        return b;
+    };
+    const std::vector<uint8_t> a_bytes = ones((size_t)N * K, 1), b_bytes = ones((size_t)columns * K, 2);
+    const std::vector<uint8_t> filler(n, 0xFF);
+    Doubles eighths(columns);
+    for (int c = 0; c < columns; c++) { eighths[c] = c == 5 ? 12.0 : (c % 7 - 3) / 8.0; }
+    std::vector<Fp8Tensor> tensors(3);              // 448/64 = 7: some saturate
+    fp8_set_scale(&tensors[0], 4.0f), fp8_set_scale(&tensors[1], 2.0f), fp8_set_scale(&tensors[2], 64.0f);
+    for (bool forward : {true, false}) {
+        Case k(format("fp8_matmul with GELU N=%d C=%d OC=%d forward=%d", N, K, columns, forward));
+        compute(k, [&](auto at) {
+            auto* t = at.exact("tensors", tensors);
+            auto to = args<Fp8Cast>(at);
+            to.out = at.exact("bytes", filler), to.out_t = at.exact("turned", filler);
+            to.stats = at.exact("stats", std::vector<Fp8Stats>{{7, 1, 0, 0}}), to.tensor = t + 2;
+            to.source = forward ? Fp8Source::Gelu : Fp8Source::GeluGrad, to.N = N, to.C = columns;
+            to.scratch = at.s("sums", Scratch(std::max(gelu_backward_scratch_bytes(N, columns),
+                                                       fp8_cast_scratch_bytes(N, columns)) / 4));
+            auto a = args<Fp8Matmul>(at);
+            a.a = at.exact("a", a_bytes), a.b = at.exact("b", b_bytes), a.a_tensor = t, a.b_tensor = t + 1;
+            a.M = N, a.N = columns, a.K = K, a.fast = true;
+            a.out = at.x("out", forward ? Out(n) : Scratch(n)), to.inp = a.out;
+            if (forward) { a.bias = at.x("bias", Of(eighths)); }
+            else {
+                to.pre_gelu = at.x("pre_gelu", In(n, 2.0));
+                to.dbias = at.grad("dbias", In(columns, sqrt(N)), Accumulate::Yes, false);
+            }
+            a.cast = to;
+            call(a);
+        });
+        k[forward ? "out" : "dbias"].expect();
+        expect_bytes(k, "bytes", Fp8Format::E4m3);
+        expect_stats(k, "stats");
+        const std::vector<uint8_t> got = k["bytes"].read<uint8_t>(), turned = k["turned"].read<uint8_t>();
+        size_t wrong = 0;
+        for (int i = 0; i < n; i++) { wrong += turned[i % columns * N + i / columns] != got[i]; }
+        CHECK(wrong == 0, "%s: %zu bytes of the transpose are not the rows'", k.title.c_str(), wrong);
+    }
+}
+
 static void test_fp8_scales(int count, float amax) {
     const int ranks = 3;
     const size_t stats_at = 24, bytes = stats_at + count * sizeof(Fp8Stats);
@@ -2684,7 +2734,12 @@ static void test_kernels() {
         test_fp8_attention_forms();
         test_fp8_nan();
         test_fp8_matmul(144, 400, 272, Fp8Format::E5m2);
+        test_fp8_matmul_gelu(48, 64, 80);               // a product, then the cast
+        test_fp8_matmul_gelu(64, 512, 256);             // from here on one sm90 kernel: half of a tile
+        test_fp8_matmul_gelu(192, 640, 512);            // half of the cluster's second tile
         if (!small_shapes) {
+            test_fp8_matmul_gelu(384, 1600, 768);
+            test_fp8_matmul_gelu(3136, 512, 1536);      // blocks take several tiles
             test_fp8_cast(1024, 3072, 128.0f);
             test_fp8_classifier(150, 50257, 50304);         // some blocks have a second row
             for (int C : {768, 1600, 5120, 12288}) { test_fp8_norm(131, C); }
@@ -2860,6 +2915,11 @@ int main(int argc, char** argv) {
                 Config deep = kTensorCore;
                 deep.L = 4;
                 test_fp8(deep, true, 0.07);
+                if (kDeviceIsAsync) {                         // fc's and fcproj's products with GELU (sm90)
+                    Config wide = kWide;
+                    wide.maxT = 72;                     // 576 rows: whole blocks of 64
+                    test_fp8(wide, true, 0.115);
+                }
                 test_fp8_rare_tokens();
             }
             TEST("Muon: two updates, some layers at a time") {

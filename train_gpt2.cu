@@ -190,8 +190,9 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
     X(dresidual,  void,   Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
-    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; in */     \
-                                                /* a forward: a branch to be added, an evaluation's rows */ \
+    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; FP8 */    \
+                                                /* bytes of fcproj's gradient; in a forward: a branch */  \
+                                                /* to be added, an evaluation's rows */                   \
     X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1; a branch */      \
     X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual through a branch's */    \
     X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
@@ -201,7 +202,7 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)         /* (4C,B,T) */                        \
     X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
     X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* FP8 input or output's gradient of the */  \
-    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C) /* layer at hand; this one transposed, the */ \
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C) /* next product; this one transposed, the */ \
                                                 /* logits' gradient in the logits' place */
 
 #define X(name, ...) PARAM_##name,
@@ -342,9 +343,10 @@ static size_t shared_memory_limit() {
 
 // Describes a (B,T,slots,64) tensor to the copy engine (TMA), in boxes of box_rows rows of box_slots slots,
 // by coordinates {0, t, slot, b}. Rows from T on are read as zeros. Slots are heads, 3*NH of qkv, NH of dout;
-// or blocks of 64 columns of a matrix (1,rows,columns). (FP32 builds never call it.)
+// or blocks of 64 columns of a matrix (1,rows,columns). A slot may have another `width`: 32, or more than 64,
+// of which a box takes 64. FP8 bytes count as half as many elements. (FP32 builds never call it.)
 [[maybe_unused]] static CUtensorMap tensor_map(const floatX* tensor, int B, int T, int slots,
-                                               int box_rows = 64, int box_slots = 1) {
+                                               int box_rows = 64, int box_slots = 1, int width = 64) {
     typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
     static const EncodeTiled encode = [] {
         void* entry = nullptr;
@@ -354,15 +356,18 @@ static size_t shared_memory_limit() {
         if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
         return (EncodeTiled)entry;
     }();
-    const cuuint64_t row_bytes = (cuuint64_t)slots * 64 * sizeof(floatX);      // innermost dimension first
-    const cuuint64_t dims[] = {64, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B};
-    const cuuint64_t strides[] = {row_bytes, 64 * sizeof(floatX), row_bytes * T};
-    const cuuint32_t box[] = {64, (cuuint32_t)box_rows, (cuuint32_t)box_slots, 1}, steps[] = {1, 1, 1, 1};
+    const cuuint64_t slot_bytes = width * sizeof(floatX), row_bytes = slots * slot_bytes;
+    const cuuint64_t dims[] = {(cuuint64_t)width, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B};
+    const cuuint64_t strides[] = {row_bytes, slot_bytes, row_bytes * T};        // innermost dimension first
+    const cuuint32_t steps[] = {1, 1, 1, 1};
+    const cuuint32_t box_width = std::min(width, 64);
+    const cuuint32_t box[] = {box_width, (cuuint32_t)box_rows, (cuuint32_t)box_slots, 1};
     CUtensorMap map;
     const CUresult result =
         encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
                (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               box_width == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
         die("tensor map of 64 x %d x %d x %d at %p refused (CUDA error %d)", T, slots, B, tensor,
@@ -1038,8 +1043,12 @@ struct GeluProduct {
     const floatX *pre_gelu, *out;       // (N,columns) out is written, also dinp; in the forward, pre_gelu
     float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
     int N, K, columns;
+    // FP8: rows (N,2K) and weight (columns,2K) are bytes. Of what out would be come bytes and their transpose
+    uint8_t *bytes, *transposed;        // (N,columns) (columns,N)
+    const Fp8Tensor *rows8, *weight8, *bytes8;
+    Fp8Stats* stats;                    // of bytes
 };
-template <GeluPass kPass> static bool gelu_matmul(const GeluProduct& p, Stream stream);
+template <GeluPass kPass, bool kFp8 = false> static bool gelu_matmul(const GeluProduct& p, Stream stream);
 
 static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
@@ -1089,17 +1098,17 @@ constexpr int kColumnBlocks = 1056;             // 8 an SM of an H200; fixed, so
 constexpr int kColumnRows = 8;                  // rows a block works on at a time, one a warp
 
 // With u = sqrt(2/pi) (x + 0.044715 x^3), x/2 (1 + tanh(u)) is x sigmoid(2u). Written so, nothing cancels for
-// negative x, where 1 + tanh(u) would lose all digits of a fast tanh.
-constexpr float kGeluScale = 0.7978845608028654f, kGeluCubic = 0.044715f;
-__device__ __forceinline__ float gelu_sigmoid(float x) {
-    float u = kGeluScale * x * fmaf(kGeluCubic * x, x, 1.0f);
-    return __fdividef(1.0f, 1.0f + exp2_fast(-2.0f * kLog2e * u));
+// negative x, where 1 + tanh(u) would lose all digits of a fast tanh. 2u = x (kGelu1 + kGelu3 x^2).
+constexpr float kGelu1 = 2 * 0.7978845608028654f, kGelu3 = kGelu1 * 0.044715f;
+// unit: the result is divided by it, without further rounding where it is a power of two.
+__device__ __forceinline__ float gelu_sigmoid(float x, float unit = 1.0f) {
+    const float e = exp2_fast(x * fmaf(-kLog2e * kGelu3, x * x, -kLog2e * kGelu1));
+    return reciprocal_fast(fmaf(e, unit, unit));
 }
-__device__ __forceinline__ float gelu(float x) { return x * gelu_sigmoid(x); }
+__device__ __forceinline__ float gelu(float x, float unit = 1.0f) { return x * gelu_sigmoid(x, unit); }
 __device__ __forceinline__ float gelu_grad(float x) {
-    float s = gelu_sigmoid(x);
-    float two_du = 2.0f * kGeluScale * fmaf(3.0f * kGeluCubic * x, x, 1.0f);
-    return fmaf(x * two_du, s * (1.0f - s), s);
+    const float s = gelu_sigmoid(x), two_du = fmaf(3.0f * kGelu3, x * x, kGelu1);
+    return fmaf(x * two_du, fmaf(-s, s, s), s);
 }
 
 __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
@@ -1212,27 +1221,31 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 //     ordinary cores        | slices of the tile before | pack | slices 0, 1, ...
 //
 //     full[stage]    an mbarrier that hears of the copies' bytes       empty[stage]  all 16 warps are done
-//     pre_full[...]  backward: a block of 64 columns of pre_gelu is in staging, where dinp replaces it
+//     pre_full[...]  backward: a block of 64 columns of pre_gelu is in staging
 //
 // What GELU reads is rounded first, and what is summed is what was stored. So the bits are those of a product
 // by cuBLASLt and the ops above, where cuBLASLt adds k = 0, 1, 2, ... one after the other. Only dbias
 // differs: its sums go by 64 rows.
-constexpr int kGeluRows = 128, kGeluColumns = 256, kGeluK = 64, kGeluStages = 4;
+// FP8: rows and weight are bytes, 128 k a stage, both with k as the faster index. Of out and dinp come bytes
+// and their transpose (fp8_cast below); dbias sums what is rounded to them. FP8's backward has three stages.
+constexpr int kGeluRows = 128, kGeluColumns = 256, kGeluK = 64;
 constexpr int kGeluCluster = 2, kGeluThreads = 3 * 4 * kWarp;
 
-struct GeluShared {
-    alignas(1024) floatX a[kGeluStages][kGeluRows * kGeluK];    // rows of inp or dout
-    floatX b[kGeluStages][kGeluColumns * kGeluK];               // weight, in blocks of 64 columns
-    floatX staging[2][2][64 * 64];      // of each warpgroup: pre_gelu, out; or pre_gelu, then dinp, by turns
+template <GeluPass kPass, bool kFp8> struct GeluShared {
+    static constexpr int kBuffers = kFp8 && kPass == GeluPass::Backward ? 3 : 2;
+    static constexpr int kStages = kBuffers == 3 ? 3 : 4;
+    alignas(1024) floatX a[kStages][kGeluRows * kGeluK];        // rows of inp or dout
+    floatX b[kStages][kGeluColumns * kGeluK];                   // weight, in blocks of 64 columns
+    // Of each warpgroup: pre_gelu and out; in the backward by turns pre_gelu, which dinp replaces. FP8: not
+    // out or dinp, but in the last buffer bytes, and after them their transpose.
+    floatX staging[2][kBuffers][64 * 64];
     union {
         floatX bias[kGeluColumns];      // forward
         float sums[4][64];              // backward: each warp's, of a block's columns
     } own[2];
-    uint64_t full[kGeluStages], empty[kGeluStages], pre_full[2][2];
+    uint64_t full[kStages], empty[kStages], pre_full[2][2];
 };
-static_assert(!kLowPrecision || sizeof(GeluShared) <= 227 * 1024, "what a block may have on sm_90");
-
-struct GeluMaps { CUtensorMap rows, weight, pre_gelu, out; };
+struct GeluMaps { CUtensorMap rows, weight, pre_gelu, out, out_t; };            // out_t: of FP8's bytes
 
 // How many tiles a cluster's blocks take each, all clusters together.
 LLMC_HD static inline int gelu_tiles(const GeluProduct& p) {
@@ -1252,59 +1265,68 @@ struct GeluTile {
 };
 
 // The stage whose turn it is, and the parity of its barriers' phase.
-struct GeluStage {
+template <int kStages> struct GeluStage {
     int at = 0, parity = 0;
     __device__ __forceinline__ void next() {
-        if (++at == kGeluStages) { at = 0, parity ^= 1; }
+        if (++at == kStages) { at = 0, parity ^= 1; }
     }
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The thread that starts the copies.
-template <GeluPass kPass>
-__device__ __forceinline__ void gelu_produce(GeluShared& shared, const GeluMaps& maps, const GeluProduct& p) {
+template <GeluPass kPass, bool kFp8>
+__device__ __forceinline__ void gelu_produce(GeluShared<kPass, kFp8>& shared, const GeluMaps& maps,
+                                             const GeluProduct& p) {
     constexpr int kPart = kGeluColumns / kGeluCluster;
+    constexpr bool kRowsOfWeight = kPass == GeluPass::Forward || kFp8;          // a result's column is one
     const int rank = blockIdx.x % kGeluCluster;
-    GeluStage stage;
+    GeluStage<GeluShared<kPass, kFp8>::kStages> stage;
     for (int t = blockIdx.x / kGeluCluster; t < gelu_tiles(p); t += gridDim.x / kGeluCluster) {
         const GeluTile tile(p, t);
         const int column = tile.column + rank * kPart;
-        for (int k = 0; k < p.K / kGeluK; k++, stage.next()) {
+        for (int k = 0; k < ceil_div(p.K, kGeluK); k++, stage.next()) {
             uint64_t* full = &shared.full[stage.at];
             mbarrier_wait(&shared.empty[stage.at], stage.parity ^ 1);
             mbarrier_expect(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
-            tma_load_4d(shared.a[stage.at], &maps.rows, full, 0, tile.row, k, 0);
-            const int row = kPass == GeluPass::Forward ? column : k * kGeluK;
-            const int block = kPass == GeluPass::Forward ? k : column / 64;
-            tma_load_4d_multicast(shared.b[stage.at] + rank * kPart * kGeluK, &maps.weight, full, 0, row,
+            // Bytes lie in one slot, behind whose end are zeros: K may be 1600, and a stage has 128 bytes.
+            const int x = kFp8 ? k * kGeluK : 0, slot = kFp8 ? 0 : k;
+            tma_load_4d(shared.a[stage.at], &maps.rows, full, x, tile.row, slot, 0);
+            const int row = kRowsOfWeight ? column : k * kGeluK, block = kRowsOfWeight ? slot : column / 64;
+            tma_load_4d_multicast(shared.b[stage.at] + rank * kPart * kGeluK, &maps.weight, full, x, row,
                                   block, 0, (1 << kGeluCluster) - 1);
         }
     }
 }
 
 // A warpgroup of those that multiply.
-template <GeluPass kPass> struct GeluWorker {
-    static constexpr bool kForward = kPass == GeluPass::Forward;
-    // A slice has 16 columns; in the backward, which waits longer (ldmatrix, shuffles), 32 hide more of it.
-    static constexpr int kSlices = kForward ? 16 : 8, kSlicesOfBlock = kSlices / 4, kPairs = 16 / kSlices;
+template <GeluPass kPass, bool kFp8> struct GeluWorker {
+    static constexpr bool kForward = kPass == GeluPass::Forward, kTransB = !kForward && !kFp8;
+    // A slice has 16 columns; in the backward and with FP8, which wait longer (ldmatrix, shuffles), 32 hide
+    // more of it.
+    static constexpr int kSlices = kForward && !kFp8 ? 16 : 8, kSlicesOfBlock = kSlices / 4;
+    static constexpr int kPairs = 16 / kSlices;
     static_assert(kForward || kPairs == 2, "a lane sums up 8 columns");
-    GeluShared& shared;
+    GeluShared<kPass, kFp8>& shared;
     const GeluMaps& maps;
     const GeluProduct& p;
     const int tiles = gelu_tiles(p), stride = gridDim.x / kGeluCluster;         // stride: from tile to tile
     const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / kWarp, lane = threadIdx.x % kWarp;
     const bool leads = threadIdx.x % 128 == 0;          // starts the warpgroup's copies
     uint32_t packed[16][4];             // a tile's sums, rounded: 16 columns each, as stmatrix takes them
+    // FP8: what is rounded to bytes is in their unit from the start, in the backward as soon as it is packed.
+    Fp8Counts counts;
+    const float unit8 = kFp8 ? p.bytes8->inverse : 1.0f;
 
     // Starts d (64,256) = or += the products of a stage.
     __device__ __forceinline__ void multiply(float (&d)[32][4], int stage, bool adds) {
-        constexpr int kStep = kForward ? 2 : 128;       // 16 k: 32 bytes of a row, or 16 rows of 128
+        constexpr int kStep = kTransB ? 128 : 2;        // 16 k (of bytes 32): 32 bytes of a row; or 16 rows
         const uint64_t a = wgmma_descriptor(shared.a[stage] + group * 64 * kGeluK);
-        const uint64_t b = wgmma_descriptor(shared.b[stage], kForward ? 16 : 64 * 64 * (int)sizeof(floatX));
+        const uint64_t b = wgmma_descriptor(shared.b[stage], kTransB ? 64 * 64 * (int)sizeof(floatX) : 16);
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < 4; kk++) {
-            wgmma_shared_256<!kForward>(d, a + 2 * kk, b + kStep * kk, adds || kk > 0);
+            if constexpr (kFp8) { wgmma_e4m3_256(d, a + 2 * kk, b + kStep * kk, adds || kk > 0); }
+            else { wgmma_shared_256<kTransB>(d, a + 2 * kk, b + kStep * kk, adds || kk > 0); }
         }
         wgmma_commit();
     }
@@ -1321,18 +1343,50 @@ template <GeluPass kPass> struct GeluWorker {
                     tile.row + group * 64, tile.column / 64 + i, 0);
     }
 
+    // FP8: the warp's bytes of 16 rows and 32 columns into the last staging buffer, two matrices of (64,64)
+    // in the 64-byte swizzle: rows, then columns. A lane has words[pair][j] of rows lane / 4 and 8 below it,
+    // columns 0 and 1 of 8, in this order. Rows want four columns of a row, the quad's lanes exchange halves;
+    // columns want rows 2r and 2r + 1, which other lanes of the same columns have.
+    __device__ __forceinline__ void stage_bytes(const uint32_t (&words)[2][2], int slice) {
+        uint32_t rows[4], columns[4];
+        const bool odd = lane % 2, right = lane % 4 / 2;
+        const int from = (lane / 4 * 2 % 8) * 4 + lane % 4;
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            const uint32_t keep = right ? words[pair][1] : words[pair][0];
+            const uint32_t got = __shfl_xor_sync(~0u, right ? words[pair][0] : words[pair][1], 2);
+            const uint32_t first = right ? got : keep, second = right ? keep : got;
+            const uint32_t other = __shfl_xor_sync(~0u, odd ? first : second, 1);
+            const uint32_t left_half = odd ? other : first, right_half = odd ? second : other;
+            rows[2 * pair] = __byte_perm(left_half, right_half, 0x5410);
+            rows[2 * pair + 1] = __byte_perm(left_half, right_half, 0x7632);
+            for (int j = 0; j < 2; j++) {
+                const uint32_t even = __shfl_sync(~0u, words[pair][j], from);
+                const uint32_t next = __shfl_sync(~0u, words[pair][j], from + 4);
+                columns[2 * pair + j] = __byte_perm(even, next, lane < 16 ? 0x5140 : 0x7362);
+            }
+        }
+        const uint32_t to = smem_address(shared.staging[group][shared.kBuffers - 1]);
+        const int pair = lane / 16, row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
+        const int column = slice * 32 + lane / 8 * 8 + lane % 8;
+        stmatrix_x4(to + row * 64 + ((slice * 2 + pair) ^ row / 2 % 4) * 16, rows);
+        stmatrix_x4_trans(to + 64 * 64 + column * 64 + (warp ^ column / 2 % 4) * 16, columns);
+    }
+
     // Finishes slice s of a tile, a part of its block i.
     __device__ __forceinline__ void finish(const GeluTile& tile, int s) {
         const int i = s / kSlicesOfBlock, row = tile.row + group * 64, column = tile.column + 64 * i;
+        if (kFp8 && kForward && row >= p.N) { return; }         // GELU of a bias is no element
         auto& staging = shared.staging[group];
         auto& sums = shared.own[group].sums;
 
-        // The store before this block has read staging, and all have read the sums.
-        if (s % kSlicesOfBlock == 0) {
-            if (leads) { tma_store_wait<0>(); }
-            if (!kForward && leads && i < 3) { load_pre_gelu(tile, i + 1); }
-            named_barrier(1 + group, 128);
-            if (!kForward) { mbarrier_wait(&shared.pre_full[group][i % 2], i / 2); }
+        const bool begins = s % kSlicesOfBlock == 0, ends = (s + 1) % kSlicesOfBlock == 0;
+
+        // The next block of pre_gelu comes to where dinp may have been stored from; FP8's bytes never were.
+        if (!kForward && begins) {
+            if (leads && !kFp8) { tma_store_wait<0>(); }
+            if (leads && i < 3) { load_pre_gelu(tile, i + 1); }
+            mbarrier_wait(&shared.pre_full[group][i % 2], i / 2);
         }
 
         // ldmatrix and stmatrix move 8 x 8 values four times: the upper and the lower half of the warp's 16
@@ -1345,28 +1399,52 @@ template <GeluPass kPass> struct GeluWorker {
         for (int pair = 0; pair < kPairs; pair++) {
             const int n = s * kPairs + pair;            // which 16 columns
             place[pair] = first + ((n % 4 * 2 + beside) ^ row8) * 16;
-            if (kForward) { stmatrix_x4(place[pair], packed[n]); }
-            else { ldmatrix_x4(y[pair], place[pair]); }
+            if (!kForward) { ldmatrix_x4(y[pair], place[pair]); }
         }
+        float2 f[kPairs][4];
         float sum[4 * kPairs];                          // of two rows: columns 0 and 1 of each 8
 #pragma unroll
         for (int pair = 0; pair < kPairs; pair++) {
 #pragma unroll
             for (int m = 0; m < 4; m++) {
-                const float2 value = unpack_pair(packed[s * kPairs + pair][m]);
+                float2& of = f[pair][m];
+                of = unpack_pair(packed[s * kPairs + pair][m]);
                 if (kForward) {
-                    y[pair][m] = pack_pair(gelu(value.x), gelu(value.y));
+                    of = make_float2(gelu(of.x, unit8), gelu(of.y, unit8));
                 } else {
                     const float2 pre = unpack_pair(y[pair][m]);
-                    y[pair][m] = pack_pair(value.x * gelu_grad(pre.x), value.y * gelu_grad(pre.y));
+                    of.x *= gelu_grad(pre.x), of.y *= gelu_grad(pre.y);
                 }
+                if (kFp8) { continue; }
+                y[pair][m] = pack_pair(of.x, of.y);
+                of = unpack_pair(y[pair][m]);           // what is summed is what is stored
             }
-            stmatrix_x4(kForward ? place[pair] + (uint32_t)sizeof(staging[0]) : place[pair], y[pair]);
             for (int j = 0; j < 2; j++) {
-                const float2 upper = unpack_pair(y[pair][2 * j]), lower = unpack_pair(y[pair][2 * j + 1]);
-                sum[4 * pair + 2 * j] = upper.x + lower.x, sum[4 * pair + 2 * j + 1] = upper.y + lower.y;
+                sum[4 * pair + 2 * j] = f[pair][2 * j].x + f[pair][2 * j + 1].x;
+                sum[4 * pair + 2 * j + 1] = f[pair][2 * j].y + f[pair][2 * j + 1].y;
             }
         }
+        uint32_t words[kPairs][2];                      // FP8: of 8 columns, two bytes of each row
+        if constexpr (kFp8) {
+            Floats all[kPairs];
+            Pack<uint8_t> bytes[kPairs];
+            memcpy(all, f, sizeof(all));
+            counts.round(bytes, all, 1.0f);
+            memcpy(words, bytes, sizeof(words));
+        }
+
+        // From here on staging and sums are written: the store before this block has read the one (without
+        // FP8 the backward has waited for it above), and all threads the other.
+        if (begins) {
+            if (leads && (kForward || kFp8)) { tma_store_wait<0>(); }
+            named_barrier(1 + group, 128);
+        }
+#pragma unroll
+        for (int pair = 0; pair < kPairs; pair++) {
+            if (kForward) { stmatrix_x4(place[pair], packed[s * kPairs + pair]); }
+            if (!kFp8) { stmatrix_x4(place[pair] + (kForward ? (uint32_t)sizeof(staging[0]) : 0), y[pair]); }
+        }
+        if constexpr (kFp8) { stage_bytes(words, s % kSlicesOfBlock); }
 
         // The sums of the warp's rows. Every fourth lane has the same 8 columns.
         if (!kForward) {
@@ -1374,26 +1452,35 @@ template <GeluPass kPass> struct GeluWorker {
         }
 
         // The block is complete: it is stored, and the warps' sums meet.
-        if ((s + 1) % kSlicesOfBlock > 0) { return; }
+        if (!ends) { return; }
         tma_store_fence();
         named_barrier(1 + group, 128);
         if (leads) {
             if (kForward) { tma_store_4d(&maps.pre_gelu, staging[0], 0, row, column / 64, 0); }
-            tma_store_4d(&maps.out, staging[kForward ? 1 : i % 2], 0, row, column / 64, 0);
+            if constexpr (kFp8) {
+                floatX* bytes = staging[shared.kBuffers - 1];
+                tma_store_4d(&maps.out, bytes, 0, row, column / 64, 0);
+                tma_store_4d(&maps.out_t, bytes + 64 * 32, 0, column, row / 64, 0);
+            } else {
+                tma_store_4d(&maps.out, staging[kForward ? 1 : i % 2], 0, row, column / 64, 0);
+            }
             tma_store_commit();
         }
         const int c = threadIdx.x % 128;
         if (!kForward && p.partial && c < 64 && row < p.N) {
             p.partial[(size_t)(row / 64) * p.columns + column + c] =
-                ((sums[0][c] + sums[1][c]) + sums[2][c]) + sums[3][c];
+                (((sums[0][c] + sums[1][c]) + sums[2][c]) + sums[3][c]) * unit8;
         }
     }
 
     __device__ __forceinline__ void run() {
-        const int begin = blockIdx.x / kGeluCluster, steps = p.K / kGeluK;
+        const int begin = blockIdx.x / kGeluCluster, steps = ceil_div(p.K, kGeluK);
         uint32_t* own_bias = (uint32_t*)shared.own[group].bias;         // in pairs
         GeluTile before(p, begin);
-        GeluStage stage;
+        GeluStage<GeluShared<kPass, kFp8>::kStages> stage;
+        float scale = 1.0f;                                             // of the sums
+        if (kFp8) { scale = p.rows8->inverse * p.weight8->inverse * (kForward ? 1.0f : p.bytes8->scale); }
+        const uint32_t so_far = kFp8 ? fp8_amax_so_far(p.stats) : 0;
         for (int t = begin; t < tiles; t += stride) {
             const GeluTile tile(p, t);
             const uint32_t* bias = (const uint32_t*)(p.bias + tile.column);
@@ -1434,26 +1521,32 @@ template <GeluPass kPass> struct GeluWorker {
 #pragma unroll
             for (int n = 0; n < 32; n++) {
                 const float2 b = kForward ? unpack_pair(own_bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
-                packed[n / 2][n % 2 * 2] = pack_pair(d[n][0] + b.x, d[n][1] + b.y);
-                packed[n / 2][n % 2 * 2 + 1] = pack_pair(d[n][2] + b.x, d[n][3] + b.y);
+                packed[n / 2][n % 2 * 2] = pack_pair(fmaf(d[n][0], scale, b.x), fmaf(d[n][1], scale, b.y));
+                packed[n / 2][n % 2 * 2 + 1] = pack_pair(fmaf(d[n][2], scale, b.x),
+                                                         fmaf(d[n][3], scale, b.y));
             }
             before = tile;
         }
 #pragma unroll
         for (int s = 0; s < kSlices; s++) { finish(before, s); }
         if (leads) { tma_store_wait<0>(); }             // shared memory goes with the block
+        if (!kFp8) { return; }
+        counts.amax *= unit8;
+        const uint2 of_warp = counts.of_warp();
+        if (lane == 0) { fp8_count(p.stats, so_far, of_warp.x, of_warp.y); }
+        if (blockIdx.x + threadIdx.x == 0) { p.stats->elements += (size_t)p.N * p.columns; }
     }
 };
 #endif
 
-template <GeluPass kPass>
+template <GeluPass kPass, bool kFp8>
 __global__ void __launch_bounds__(kGeluThreads, 1)
     gelu_matmul_sm90_kernel(const __grid_constant__ GeluMaps maps, const GeluProduct p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *(GeluShared*)sm90_bytes;
+    auto& shared = *(GeluShared<kPass, kFp8>*)sm90_bytes;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kGeluStages; i++) {
+        for (int i = 0; i < GeluShared<kPass, kFp8>::kStages; i++) {
             mbarrier_init(&shared.full[i], 1);
             mbarrier_init(&shared.empty[i], 8 * kGeluCluster);
         }
@@ -1465,10 +1558,10 @@ __global__ void __launch_bounds__(kGeluThreads, 1)
     // All begin with 168 registers; a worker's sums are 128 and its packed ones 64
     if (threadIdx.x / 128 == 2) {
         registers_give<40>();
-        if (threadIdx.x % 128 == 0) { gelu_produce<kPass>(shared, maps, p); }
+        if (threadIdx.x % 128 == 0) { gelu_produce<kPass, kFp8>(shared, maps, p); }
     } else {
         registers_take<232>();
-        GeluWorker<kPass>{shared, maps, p}.run();
+        GeluWorker<kPass, kFp8>{shared, maps, p}.run();
     }
     __syncwarp();
     cluster_barrier();                                  // the other block's copies and arrivals have come
@@ -1490,24 +1583,35 @@ static bool gelu_uses_sm90(int K, int columns) {
 // Where a model of C channels computes GELU, for the printed line. Both passes have products of this shape.
 static const char* gelu_form(int C) { return gelu_uses_sm90(C, 4 * C) ? "in its products (sm90)" : "apart"; }
 
-template <GeluPass kPass> static bool gelu_matmul([[maybe_unused]] const GeluProduct& p, Stream stream) {
+template <GeluPass kPass, bool kFp8>
+static bool gelu_matmul([[maybe_unused]] const GeluProduct& p, Stream stream) {
     if constexpr (kLowPrecision) {
-        if (!gelu_uses_sm90(p.K, p.columns)) { return false; }
+        if (!gelu_uses_sm90(kFp8 ? 2 * p.K : p.K, p.columns)) { return false; }
+        if (kFp8 && p.N % 64 != 0) { return false; }
         constexpr int kPart = kGeluColumns / kGeluCluster;
-        const GeluMaps maps = {tensor_map(p.rows, 1, p.N, p.K / 64, kGeluRows),
-                               kPass == GeluPass::Forward
-                                   ? tensor_map(p.weight, 1, p.columns, p.K / 64, kPart)
-                                   : tensor_map(p.weight, 1, p.K, p.columns / 64, kGeluK, kPart / 64),
-                               tensor_map(p.pre_gelu, 1, p.N, p.columns / 64),
-                               tensor_map(p.out, 1, p.N, p.columns / 64)};
-        const auto kernel = gelu_matmul_sm90_kernel<kPass>;
-        allow_shared_memory(kernel, sizeof(GeluShared));
+        GeluMaps maps = {.pre_gelu = tensor_map(p.pre_gelu, 1, p.N, p.columns / 64)};
+        if (kFp8) {
+            maps.rows = tensor_map(p.rows, 1, p.N, 1, kGeluRows, 1, p.K);
+            maps.weight = tensor_map(p.weight, 1, p.columns, 1, kPart, 1, p.K);
+            maps.out = tensor_map((const floatX*)p.bytes, 1, p.N, p.columns / 64, 64, 1, 32);
+            maps.out_t = tensor_map((const floatX*)p.transposed, 1, p.columns, p.N / 64, 64, 1, 32);
+        } else {
+            maps.rows = tensor_map(p.rows, 1, p.N, p.K / 64, kGeluRows);
+            maps.weight = kPass == GeluPass::Forward
+                              ? tensor_map(p.weight, 1, p.columns, p.K / 64, kPart)
+                              : tensor_map(p.weight, 1, p.K, p.columns / 64, kGeluK, kPart / 64);
+            maps.out = tensor_map(p.out, 1, p.N, p.columns / 64);
+        }
+        const auto kernel = gelu_matmul_sm90_kernel<kPass, kFp8>;
+        constexpr int kShared = sizeof(GeluShared<kPass, kFp8>);
+        static_assert(kShared <= 227 * 1024, "what a block may have on sm_90");
+        allow_shared_memory(kernel, kShared);
         cudaLaunchAttribute cluster = {};
         cluster.id = cudaLaunchAttributeClusterDimension;
         cluster.val.clusterDim = {kGeluCluster, 1, 1};
         const int clusters = std::min(gelu_tiles(p), device_sm_count / kGeluCluster);
         const cudaLaunchConfig_t config = {dim3(clusters * kGeluCluster), dim3(kGeluThreads),
-                                           sizeof(GeluShared), stream, &cluster, 1};
+                                           kShared, stream, &cluster, 1};
         cudaCheck(cudaLaunchKernelEx(&config, kernel, maps, p));
         return true;
     }
@@ -1701,14 +1805,36 @@ static void fp8_transpose(const Fp8Transpose<floatX, float>& a, Stream stream) {
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
+// The product and the cast of its output in one kernel (6.4), or false.
+static bool fp8_matmul_gelu(const Fp8Matmul<floatX, float>& a, Stream stream) {
+    const Fp8Cast<floatX, float>& to = a.cast;
+    if (!to.stats || !a.fast || a.a_format != Fp8Format::E4m3 || a.residual) { return false; }
+    const bool is_gelu = to.source == Fp8Source::Gelu;
+    if (!to.out || !(is_gelu || to.source == Fp8Source::GeluGrad)) { return false; }
+    GeluProduct p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
+                     .pre_gelu = to.pre_gelu, .N = a.M, .K = a.K / 2, .columns = a.N, .bytes = to.out,
+                     .transposed = to.out_t, .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor,
+                     .stats = to.stats};
+    if (is_gelu) {
+        p.pre_gelu = a.out;
+        return gelu_matmul<GeluPass::Forward, true>(p, stream);
+    }
+    p.partial = to.dbias.data ? to.scratch : nullptr;
+    if (!gelu_matmul<GeluPass::Backward, true>(p, stream)) { return false; }
+    if (to.dbias.data) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
+    return true;
+}
+
 static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
     OpScope scope(a, stream);
+    if (fp8_matmul_gelu(a, stream)) { return; }
     Gemm g = {.d = a.out, .a = a.b, .b = a.a, .c = a.residual, .bias = a.bias, .m = a.N, .n = a.M, .k = a.K,
               .trans_a = true, .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
               .inp_type = CUDA_R_8F_E4M3, .b_is_e5m2 = a.a_format == Fp8Format::E5m2,
               .a_scale = &a.b_tensor->inverse, .b_scale = &a.a_tensor->inverse, .fast = a.fast};
     if (a.out) { gemm(g, stream); }
     else { gemm_to_grad(g, a.grad, a.scratch, stream); }
+    if (a.cast.stats) { fp8_cast(a.cast, stream); }
 }
 
 // One block; a thread has every 256th tensor.
@@ -4752,7 +4878,9 @@ static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
     if (which == Linear::Fc && model->config.block == Block::ParallelTied) {
         p.inp8 = linear_layer(pass, l, Linear::Qkv).inp8;               // both branches read ln1
     }
-    p.dout8 = {tensors + 2 * i + 1, acts.rows8, acts.columns8};
+    // linear_dinp of fcproj reads its own rows while it writes fc's. columns8 its linear_dweight has read.
+    p.dout8 = {tensors + 2 * i + 1, which == Linear::FcProj ? (uint8_t*)acts.dnarrow : acts.rows8,
+               acts.columns8};
     if (head) { p.dout8.transposed = (uint8_t*)acts.logits, p.dout8.format = Fp8Format::E5m2; }
     p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
     return p;
@@ -4763,25 +4891,24 @@ static Fp8Stats* fp8_stats(const GPT2* model, const Fp8Tensor* tensor) {
     return (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) + (tensor - model->fp8.tensors);
 }
 
-// Casts a.inp to the operand's bytes. Measure: only takes its largest element.
-static void cast_operand(const Pass& pass, const Fp8Operand& to, Fp8Mode mode, Fp8Cast<floatX, float> a) {
+// The cast of a.inp to the operand's bytes. Measure: it only takes its largest element.
+static Fp8Cast<floatX, float> operand_cast(const Pass& pass, const Fp8Operand& to, Fp8Mode mode,
+                                           Fp8Cast<floatX, float> a) {
     if (mode == Fp8Mode::On) { a.out = to.bytes, a.out_t = to.transposed; }
     a.tensor = to.tensor, a.stats = fp8_stats(pass.model, to.tensor);
     a.scratch = pass.scratch;
-    fp8_cast(a, pass.stream());
+    return a;
 }
 
 // out = inp weight^T + bias + residual; residual: (N,OC) or null. GELU lies between fc and fcproj: fc stores
-// its sum in fch, and GELU of that in out. With FP8 fc leaves out alone: fcproj's cast computes GELU of fch.
+// its sum in fch, and GELU of that in out, with FP8 as fcproj's bytes.
 static void linear_forward(const Pass& pass, int l, Linear which, floatX* out, const floatX* inp,
                            const floatX* residual = nullptr) {
     const LinearLayer p = linear_layer(pass, l, which);
-    const bool is_fp8 = p.fp8 == Fp8Mode::On, gelu_in_cast = is_fp8 && which == Linear::FcProj;
     floatX* fch = pass.acts(l).fch;
-    const bool by_norm = is_fp8 && kLinears[(int)which].rows8 != ACT_rows8;     // the bytes are there
-    if (p.fp8 != Fp8Mode::Off && !by_norm) {
-        cast_operand(pass, p.inp8, p.fp8, {.inp = gelu_in_cast ? fch : inp,
-                     .source = gelu_in_cast ? Fp8Source::Gelu : Fp8Source::Plain, .N = p.N, .C = p.C});
+    const bool is_fp8 = p.fp8 == Fp8Mode::On;           // then a norm or fc has written the bytes
+    if (p.fp8 == Fp8Mode::Measure) {
+        fp8_cast(operand_cast(pass, p.inp8, p.fp8, {.inp = inp, .N = p.N, .C = p.C}), pass.stream());
     }
     if (!is_fp8) {
         return matmul_forward({.out = out, .inp = inp, .weight = p.weight, .bias = p.bias,
@@ -4790,13 +4917,19 @@ static void linear_forward(const Pass& pass, int l, Linear which, floatX* out, c
     }
     if (pass.model->fp8.casts_weights) {                // first its largest element, then with that the cast
         for (Fp8Mode mode : {Fp8Mode::Measure, Fp8Mode::On}) {
-            cast_operand(pass, p.weight8, mode, {.inp = p.weight, .source = Fp8Source::Weight, .N = p.OC,
-                         .C = p.C});
+            fp8_cast(operand_cast(pass, p.weight8, mode, {.inp = p.weight, .source = Fp8Source::Weight,
+                                  .N = p.OC, .C = p.C}), pass.stream());
         }
+    }
+    Fp8Cast<floatX, float> gelu = {};
+    if (which == Linear::Fc) {
+        gelu = operand_cast(pass, linear_layer(pass, l, Linear::FcProj).inp8, p.fp8,
+                            {.inp = fch, .source = Fp8Source::Gelu, .N = p.N, .C = p.OC});
     }
     fp8_matmul({.out = which == Linear::Fc ? fch : out, .a = p.inp8.bytes, .b = p.weight8.bytes,
                 .a_tensor = p.inp8.tensor, .b_tensor = p.weight8.tensor, .bias = p.bias,
-                .residual = residual, .M = p.N, .N = p.OC, .K = p.C, .fast = true}, pass.stream());
+                .residual = residual, .M = p.N, .N = p.OC, .K = p.C, .fast = true,
+                .cast = gelu}, pass.stream());
 }
 
 // ---- forward ----
@@ -4963,28 +5096,22 @@ struct Backward : Pass {
 };
 
 // A linear layer's backward is these three, in this order. dout: the gradient of its output. From fcproj to
-// fc the gradient passes GELU's slope: in the product of fcproj's linear_dinp, or with FP8 in the cast of
-// fc's linear_dout. There its columns are summed, too, for fc's bias. linear_dout sums qkv's, and the norms'
-// backward the others'. With FP8 the classifier has written the LM head's gradient as bytes, and attention
-// qkv's.
+// fc the gradient passes GELU's slope in fcproj's linear_dinp. There its columns are summed, too, for fc's
+// bias. linear_dout sums qkv's, and the norms' backward the others'. With FP8 the classifier has written the
+// LM head's gradient as bytes, attention qkv's, and fcproj's linear_dinp fc's.
 static void linear_dout(const Backward& b, int l, Linear which, const floatX* dout) {
     const LinearLayer p = linear_layer(b, l, which);
-    const bool before_gelu = which == Linear::Fc;
-    Grad dbias = {};
-    if (which == Linear::Qkv || before_gelu) { dbias = b.grad(kLinears[(int)which].bias, l); }
-    if (p.fp8 == Fp8Mode::On && (which == Linear::Qkv || which == Linear::Head)) {
+    const bool is_fp8 = p.fp8 == Fp8Mode::On;
+    const Grad dbias = which == Linear::Qkv ? b.grad(PARAM_qkvb, l) : Grad{};
+    if (is_fp8 && (which == Linear::Qkv || which == Linear::Head)) {
         return fp8_transpose({p.dout8.transposed, p.dout8.bytes, p.N, p.OC, dbias, b.scratch,
                               p.dout8.tensor, which == Linear::Qkv}, b.stream());
     }
-    if (which == Linear::Head) { return; }
-    if (p.fp8 == Fp8Mode::On) {
-        return cast_operand(b, p.dout8, p.fp8, {.dbias = dbias, .inp = dout,
-                            .pre_gelu = before_gelu ? b.acts(l).fch : nullptr,
-                            .source = before_gelu ? Fp8Source::GeluGrad : Fp8Source::Plain,
-                            .N = p.N, .C = p.OC});
-    }
+    if (which == Linear::Head || (is_fp8 && which == Linear::Fc)) { return; }
     if (which == Linear::Qkv) { bias_backward({dbias, b.scratch, dout, p.N, p.OC, true}, b.stream()); }
-    if (p.fp8 == Fp8Mode::Measure) { cast_operand(b, p.dout8, p.fp8, {.inp = dout, .N = p.N, .C = p.OC}); }
+    if (p.fp8 != Fp8Mode::Off) {
+        fp8_cast(operand_cast(b, p.dout8, p.fp8, {.inp = dout, .N = p.N, .C = p.OC}), b.stream());
+    }
 }
 static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {
     const LinearLayer p = linear_layer(b, l, which);
@@ -5006,9 +5133,16 @@ static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, co
                                       p.C, p.OC, gelu ? b.grad(PARAM_fcb, l) : Grad{}, b.scratch},
                                      b.stream());
     }
+    Fp8Cast<floatX, float> slope = {};
+    if (which == Linear::FcProj) {
+        slope = operand_cast(b, linear_layer(b, l, Linear::Fc).dout8, p.fp8,
+                             {.dbias = b.grad(PARAM_fcb, l), .inp = dinp, .pre_gelu = b.acts(l).fch,
+                              .source = Fp8Source::GeluGrad, .N = p.N, .C = p.C});
+    }
     fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
                 .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC,
-                .fast = which != Linear::Head, .a_format = p.dout8.format}, b.stream());
+                .fast = which != Linear::Head, .a_format = p.dout8.format,
+                .cast = slope}, b.stream());
 }
 
 // The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
@@ -6002,8 +6136,7 @@ static void print_model(const GPT2& model) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
-    printf("kernels: attention %s, GELU %s\n", attention_form(c.C / c.NH),
-           model.options.fp8 ? "in FP8's casts" : gelu_form(c.C));
+    printf("kernels: attention %s, GELU %s\n", attention_form(c.C / c.NH), gelu_form(c.C));
 }
 
 // Allocates the model. Its parameters are a checkpoint's, a model file's, or random.

@@ -549,6 +549,7 @@ template <class Real> void fp8_matmul_cpu(const Fp8Matmul<Real, Real>& a) {
             out_m[n] += (a.bias ? a.bias[n] : 0) + (a.residual ? a.residual[(size_t)m * a.N + n] : 0);
         }
     }
+    if (a.cast.stats) { fp8_cast_cpu(a.cast); }
 }
 
 template <class Real> void fp8_scales_cpu(const Fp8Scales<Real, Real>& a) {

@@ -240,6 +240,12 @@ __device__ __forceinline__ float exp2_fast(float x) {       // 2 ulp (PTX ex2.ap
     return y;
 }
 
+__device__ __forceinline__ float reciprocal_fast(float x) {     // 1 ulp (PTX rcp.approx.ftz)
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float max_nan(float x, float y) {    // NaN if either is (PTX max.NaN)
     float most;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
@@ -476,17 +482,29 @@ __device__ __forceinline__ float e4m3_sum(uint32_t quad) {
 struct Fp8Counts {
     float amax = 0.0f;                  // NaN if there was one, which is larger than all else
     uint32_t saturated = 0;
-    __device__ __forceinline__ Pack<uint8_t> round(Floats x, float scale) {
+    // A few vectors at once, as the rare branch cuts the code: x becomes x times scale.
+    template <int kCount>
+    __device__ __forceinline__ void round(Pack<uint8_t> (&out)[kCount], Floats (&x)[kCount], float scale) {
         float most = 0.0f;
-        for (int k = 0; k < kWidth; k++) {
-            most = max_nan(most, fabsf(x.at[k]));
-            x.at[k] *= scale;
+#pragma unroll
+        for (int r = 0; r < kCount; r++) {
+            for (int k = 0; k < kWidth; k++) {
+                most = max_nan(most, fabsf(x[r].at[k]));
+                x[r].at[k] *= scale;
+            }
+            out[r] = to_fp8<Fp8Format::E4m3>(x[r]);
         }
         amax = max_nan(amax, most);
-        if (!(most * scale <= kFp8Max)) {                       // rare
-            for (int k = 0; k < kWidth; k++) { saturated += fabsf(x.at[k]) > kFp8Max; }
+        if (most * scale <= kFp8Max) { return; }
+        for (int r = 0; r < kCount; r++) {                      // rare
+            for (int k = 0; k < kWidth; k++) { saturated += fabsf(x[r].at[k]) > kFp8Max; }
         }
-        return to_fp8<Fp8Format::E4m3>(x);
+    }
+    __device__ __forceinline__ Pack<uint8_t> round(const Floats& x, float scale) {
+        Pack<uint8_t> out[1];
+        Floats in[1] = {x};
+        round(out, in, scale);
+        return out[0];
     }
     __device__ __forceinline__ uint2 of_warp() const {          // bits of the largest |x|, saturated
         return make_uint2(__reduce_max_sync(~0u, __float_as_uint(amax)), __reduce_add_sync(~0u, saturated));
@@ -573,10 +591,15 @@ template <int kCount> __device__ __forceinline__ void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// The way back of ldmatrix_x4, without _trans.
+// The ways back of ldmatrix_x4 and of ldmatrix_x4_trans.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 
@@ -705,6 +728,15 @@ __device__ __forceinline__ void wgmma_shared_256(float (&d)[32][4], uint64_t a, 
                  "}, %128, %129, adds, 1, 1, 0, %131;}"
                  : WGMMA_OPS_256("+f", d)
                  : "l"(a), "l"(b), "r"((int)adds), "n"((int)kTransB));
+}
+
+// d (64,256) = or += A (64,32) B (256,32)^T of e4m3, both in shared memory; adds: as above.
+__device__ __forceinline__ void wgmma_e4m3_256(float (&d)[32][4], uint64_t a, uint64_t b, bool adds) {
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %130, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" WGMMA_REGS_256
+                 "}, %128, %129, adds, 1, 1;}"
+                 : WGMMA_OPS_256("+f", d)
+                 : "l"(a), "l"(b), "r"((int)adds));
 }
 
 // d (64,64) += A (64,16) B (16,64), A in registers, B in shared memory.

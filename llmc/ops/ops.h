@@ -159,7 +159,8 @@ template <class X, class S> struct Fp8Matmul {          // a b^T, divided by bot
     int M, N, K;                        // multiples of 16
     bool fast = false;                  // a GPU may add up some products with fewer bits than fp32's
     Fp8Format a_format = Fp8Format::E4m3;       // b's is E4m3
-};
+    Fp8Cast<X, S> cast = {};            // if it has stats: of out, with GELU or its slope. GeluGrad's
+};                                      // out is only for the cast, and undefined
 template <class X, class S> struct Fp8Scales {          // after a step: the next one's scales
     Fp8Tensor* tensors;                 // (count) their histories and scales
     S* saturated;                       // one value: the largest part of a tensor that has saturated, or
@@ -397,7 +398,9 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(fp8_cast, Fp8Cast, out("out", a.out, a.N, a.C), out("out_t", a.out_t, a.C, a.N),                 \
       out("amax", a.stats ? &a.stats->amax : nullptr, 1), out("dbias", a.dbias, a.C))                  \
     X(fp8_transpose, Fp8Transpose, out("out", a.out, a.C, a.N), out("dbias", a.dbias, a.C))            \
-    X(fp8_matmul, Fp8Matmul, out("out", a.out, a.M, a.N), out("grad", a.grad, a.M, a.N))               \
+    X(fp8_matmul, Fp8Matmul, out("out", a.cast.pre_gelu ? nullptr : a.out, a.M, a.N),                  \
+      out("grad", a.grad, a.M, a.N), out("cast", a.cast.out, a.M, a.N),                                \
+      out("cast_t", a.cast.out_t, a.N, a.M), out("dbias", a.cast.dbias, a.N))                          \
     X(fp8_scales, Fp8Scales, out("scale", a.tensors ? &a.tensors->scale : nullptr, 1),                 \
       out("saturated", a.saturated, 1))                                                                \
     X(gelu_forward, GeluForward, out("out", a.out, a.n))                                               \

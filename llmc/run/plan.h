@@ -62,8 +62,8 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double kGemm = 0.71, kAttention = 0.35, kMemory = 0.875, kUpdate = 0.79;
     const double kMoves = 40;           // (B,T,C) 16-bit values that a layer's other kernels read or write
     const double kLaunch = 3e-6, kExposed = 0.03;   // seconds; part of the exchange that is not hidden
-    const double kFp8 = 1.85;           // times faster than 16 bits
-    const double kFp8Moves = 15;        // what a layer's casts and transposes move beside kMoves
+    const double kFp8 = 1.8;            // times faster than 16 bits
+    const double kFp8Moves = 8;         // what a layer's casts and transposes move beside kMoves
     const double flops = gpu.tflops * 1e12, bytes = gpu.gb_per_s * 1e9;
     const double L = c.L, C = c.C, B = batch.B, T = batch.T, N = B * T;
     double fp8_layers = 0;
