@@ -54,7 +54,7 @@ WORK(NormBackward) {
 WORK(MatmulForward) { return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + !!a.pre_gelu)); }
 WORK(MatmulBackwardInput) { return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + !!a.pre_gelu), kX, kX); }
 WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }
-WORK(Fp8Matmul) {
+WORK(Fp8Matmul) {                       // GELU's slope reads as much of pre_gelu as others write of out
     const double out = a.out ? kX * (1 + !!a.residual) : width(a.grad), cast = a.cast.stats ? 2 : 0;
     return product(a.M, a.K, a.N, 1, 1, out + cast);
 }

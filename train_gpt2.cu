@@ -1100,7 +1100,7 @@ constexpr int kColumnRows = 8;                  // rows a block works on at a ti
 // With u = sqrt(2/pi) (x + 0.044715 x^3), x/2 (1 + tanh(u)) is x sigmoid(2u). Written so, nothing cancels for
 // negative x, where 1 + tanh(u) would lose all digits of a fast tanh. 2u = x (kGelu1 + kGelu3 x^2).
 constexpr float kGelu1 = 2 * 0.7978845608028654f, kGelu3 = kGelu1 * 0.044715f;
-// unit: the result is divided by it, without further rounding where it is a power of two.
+// unit: a power of two, by which the result is divided.
 __device__ __forceinline__ float gelu_sigmoid(float x, float unit = 1.0f) {
     const float e = exp2_fast(x * fmaf(-kLog2e * kGelu3, x * x, -kLog2e * kGelu1));
     return reciprocal_fast(fmaf(e, unit, unit));
@@ -1301,8 +1301,8 @@ __device__ __forceinline__ void gelu_produce(GeluShared<kPass, kFp8>& shared, co
 // A warpgroup of those that multiply.
 template <GeluPass kPass, bool kFp8> struct GeluWorker {
     static constexpr bool kForward = kPass == GeluPass::Forward, kTransB = !kForward && !kFp8;
-    // A slice has 16 columns; in the backward and with FP8, which wait longer (ldmatrix, shuffles), 32 hide
-    // more of it.
+    // A slice has 16 columns; in the backward, which waits longer (ldmatrix, shuffles), 32 hide more of it,
+    // and FP8's bytes of 32 fill an stmatrix.
     static constexpr int kSlices = kForward && !kFp8 ? 16 : 8, kSlicesOfBlock = kSlices / 4;
     static constexpr int kPairs = 16 / kSlices;
     static_assert(kForward || kPairs == 2, "a lane sums up 8 columns");

@@ -159,8 +159,9 @@ template <class X, class S> struct Fp8Matmul {          // a b^T, divided by bot
     int M, N, K;                        // multiples of 16
     bool fast = false;                  // a GPU may add up some products with fewer bits than fp32's
     Fp8Format a_format = Fp8Format::E4m3;       // b's is E4m3
-    Fp8Cast<X, S> cast = {};            // if it has stats: of out, with GELU or its slope. GeluGrad's
-};                                      // out is only for the cast, and undefined
+    // If it has stats: the cast of out, with GELU or its slope. With GeluGrad out is undefined afterwards.
+    Fp8Cast<X, S> cast = {};
+};
 template <class X, class S> struct Fp8Scales {          // after a step: the next one's scales
     Fp8Tensor* tensors;                 // (count) their histories and scales
     S* saturated;                       // one value: the largest part of a tensor that has saturated, or
