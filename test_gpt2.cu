@@ -1892,8 +1892,19 @@ static void test_fp8_matmul_gelu(int N, int K, int columns) {
             }
             a.cast = to;
             call(a);
+
+            // The same by two ops. The product is exact, so the bytes have to be the same.
+            a.cast = {}, a.out = at.x("plain", Scratch(n));
+            call(a);
+            to.inp = a.out, to.stats = at.exact("apart_stats", std::vector<Fp8Stats>{{7, 1, 0, 0}});
+            to.out = at.exact("apart", filler), to.out_t = at.exact("apart_turned", filler), to.dbias = {};
+            call(to);
         });
         k[forward ? "out" : "dbias"].expect();
+        CHECK(k["bytes"].read<uint8_t>() == k["apart"].read<uint8_t>(), "%s: bytes of two ops", k.title.c_str());
+        const Fp8Stats one = k["stats"].read<Fp8Stats>()[0], two = k["apart_stats"].read<Fp8Stats>()[0];
+        CHECK(one.amax == two.amax && one.saturated == two.saturated && one.elements == two.elements,
+              "%s: counts of two ops", k.title.c_str());
         expect_bytes(k, "bytes", Fp8Format::E4m3);
         expect_stats(k, "stats");
         const std::vector<uint8_t> got = k["bytes"].read<uint8_t>(), turned = k["turned"].read<uint8_t>();

@@ -341,12 +341,10 @@ static size_t shared_memory_limit() {
     return std::min((size_t)limit, hooks.shared_memory);
 }
 
-// Describes a (B,T,slots,64) tensor to the copy engine (TMA), in boxes of box_rows rows of box_slots slots,
-// by coordinates {0, t, slot, b}. Rows from T on are read as zeros. Slots are heads, 3*NH of qkv, NH of dout;
-// or blocks of 64 columns of a matrix (1,rows,columns). A slot may have another `width`: 32, or more than 64,
-// of which a box takes 64. FP8 bytes count as half as many elements. (FP32 builds never call it.)
-[[maybe_unused]] static CUtensorMap tensor_map(const floatX* tensor, int B, int T, int slots,
-                                               int box_rows = 64, int box_slots = 1, int width = 64) {
+// Describes a tensor to the copy engine (TMA), the innermost dimension first; there `box` 16-bit elements, 64
+// or 32, are a row of shared memory, in the swizzle of as many bytes. Outside of the tensor are zeros.
+struct MapDim { size_t size, bytes; int box; };         // bytes from one index to the next
+template <int kRank> static CUtensorMap encode_map(const void* tensor, const MapDim (&d)[kRank]) {
     typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
     static const EncodeTiled encode = [] {
         void* entry = nullptr;
@@ -356,24 +354,33 @@ static size_t shared_memory_limit() {
         if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
         return (EncodeTiled)entry;
     }();
-    const cuuint64_t slot_bytes = width * sizeof(floatX), row_bytes = slots * slot_bytes;
-    const cuuint64_t dims[] = {(cuuint64_t)width, (cuuint64_t)T, (cuuint64_t)slots, (cuuint64_t)B};
-    const cuuint64_t strides[] = {row_bytes, slot_bytes, row_bytes * T};        // innermost dimension first
-    const cuuint32_t steps[] = {1, 1, 1, 1};
-    const cuuint32_t box_width = std::min(width, 64);
-    const cuuint32_t box[] = {box_width, (cuuint32_t)box_rows, (cuuint32_t)box_slots, 1};
+    cuuint64_t sizes[kRank], strides[kRank];
+    cuuint32_t box[kRank], steps[kRank];
+    for (int i = 0; i < kRank; i++) {
+        sizes[i] = d[i].size, box[i] = d[i].box, steps[i] = 1;
+        if (i > 0) { strides[i - 1] = d[i].bytes; }
+    }
     CUtensorMap map;
     const CUresult result =
-        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-               (void*)tensor, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               box_width == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank,
+               (void*)tensor, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               d[0].box == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
-        die("tensor map of 64 x %d x %d x %d at %p refused (CUDA error %d)", T, slots, B, tensor,
-            (int)result);
+        die("tensor map of %zu x %zu x %zu x %zu at %p refused (CUDA error %d)", d[0].size, d[1].size,
+            d[2].size, d[3].size, tensor, (int)result);
     }
     return map;
+}
+
+// A (B,T,slots,width) tensor in boxes of box_rows rows of box_slots slots, by coordinates {0, t, slot, b}.
+// Slots are heads, 3*NH of qkv, NH of dout; or blocks of columns of a matrix (1,rows,columns), 64 wide, or 32
+// for 64 FP8 bytes. (FP32 builds never call it.)
+[[maybe_unused]] static CUtensorMap tensor_map(const void* tensor, int B, int T, int slots, int box_rows = 64,
+                                               int box_slots = 1, int width = 64) {
+    const size_t slot = width * sizeof(floatX), row = slots * slot;
+    return encode_map<4>(tensor, {{(size_t)width, 2, width}, {(size_t)T, row, box_rows},
+                                  {(size_t)slots, slot, box_slots}, {(size_t)B, row * T, 1}});
 }
 
 // == 6.1 encoder ==
@@ -1228,6 +1235,9 @@ static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream s
 // differs: its sums go by 64 rows.
 // FP8: rows and weight are bytes, 128 k a stage, both with k as the faster index. Of out and dinp come bytes
 // and their transpose (fp8_cast below); dbias sums what is rounded to them. FP8's backward has three stages.
+// Of 16 rows and 16 columns a lane should have two rows and four columns that are neighbours: two words of
+// bytes, and with two __byte_perm of the transpose. wgmma gives it rows r and r + 8, columns c, c + 1, c + 8
+// and c + 9, so the copies put the operands' rows in another order (gelu_operand_map).
 constexpr int kGeluRows = 128, kGeluColumns = 256, kGeluK = 64;
 constexpr int kGeluCluster = 2, kGeluThreads = 3 * 4 * kWarp;
 
@@ -1245,6 +1255,14 @@ template <GeluPass kPass, bool kFp8> struct GeluShared {
     } own[2];
     uint64_t full[kStages], empty[kStages], pre_full[2][2];
 };
+
+// Bytes (rows,2K), rows in groups of 16, in boxes of 8 groups. A group's row 2m + p lies at 8p + m (kRows), as
+// row m of a lane's upper or lower eight; its row 4q + 2j + e at 8j + 2q + e (not kRows), as a lane's column.
+template <bool kRows> static CUtensorMap gelu_operand_map(const void* bytes, int rows, int K) {
+    const size_t row = 2 * (size_t)K;
+    return encode_map<5>(bytes, {{(size_t)K, 2, kGeluK}, {2, row * (kRows ? 2 : 1), 2}, {4, row * 4, 4},
+                                 {2, row * (kRows ? 1 : 2), 2}, {(size_t)rows / 16, row * 16, 8}});
+}
 struct GeluMaps { CUtensorMap rows, weight, pre_gelu, out, out_t; };            // out_t: of FP8's bytes
 
 // How many tiles a cluster's blocks take each, all clusters together.
@@ -1278,7 +1296,7 @@ template <GeluPass kPass, bool kFp8>
 __device__ __forceinline__ void gelu_produce(GeluShared<kPass, kFp8>& shared, const GeluMaps& maps,
                                              const GeluProduct& p) {
     constexpr int kPart = kGeluColumns / kGeluCluster;
-    constexpr bool kRowsOfWeight = kPass == GeluPass::Forward || kFp8;          // a result's column is one
+    constexpr bool kForward = kPass == GeluPass::Forward;
     const int rank = blockIdx.x % kGeluCluster;
     GeluStage<GeluShared<kPass, kFp8>::kStages> stage;
     for (int t = blockIdx.x / kGeluCluster; t < gelu_tiles(p); t += gridDim.x / kGeluCluster) {
@@ -1288,12 +1306,16 @@ __device__ __forceinline__ void gelu_produce(GeluShared<kPass, kFp8>& shared, co
             uint64_t* full = &shared.full[stage.at];
             mbarrier_wait(&shared.empty[stage.at], stage.parity ^ 1);
             mbarrier_expect(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
-            // Bytes lie in one slot, behind whose end are zeros: K may be 1600, and a stage has 128 bytes.
-            const int x = kFp8 ? k * kGeluK : 0, slot = kFp8 ? 0 : k;
-            tma_load_4d(shared.a[stage.at], &maps.rows, full, x, tile.row, slot, 0);
-            const int row = kRowsOfWeight ? column : k * kGeluK, block = kRowsOfWeight ? slot : column / 64;
-            tma_load_4d_multicast(shared.b[stage.at] + rank * kPart * kGeluK, &maps.weight, full, x, row,
-                                  block, 0, (1 << kGeluCluster) - 1);
+            floatX *a = shared.a[stage.at], *b = shared.b[stage.at] + rank * kPart * kGeluK;
+            constexpr int kAll = (1 << kGeluCluster) - 1;
+            if (kFp8) {                 // behind the end of a row are zeros: K may be 1600, a stage has 128
+                tma_load_5d_multicast(a, &maps.rows, full, k * kGeluK, 0, 0, 0, tile.row / 16, 1 << rank);
+                tma_load_5d_multicast(b, &maps.weight, full, k * kGeluK, 0, 0, 0, column / 16, kAll);
+            } else {
+                const int row = kForward ? column : k * kGeluK, block = kForward ? k : column / 64;
+                tma_load_4d(a, &maps.rows, full, 0, tile.row, k, 0);
+                tma_load_4d_multicast(b, &maps.weight, full, 0, row, block, 0, kAll);
+            }
         }
     }
 }
@@ -1343,32 +1365,26 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
                     tile.row + group * 64, tile.column / 64 + i, 0);
     }
 
+    // FP8: where a 64 x 64 block in the 128-byte swizzle has four of the lane's columns, the warp's n-th 16, of
+    // its upper or lower row.
+    __device__ __forceinline__ uint2& quad_of(floatX* block, int n, int lower) {
+        const int row = warp * 16 + lane / 4 * 2 + lower, chunk = (n % 4 * 2 + lane % 4 / 2) ^ row % 8;
+        return *(uint2*)(block + row * 64 + chunk * 8 + lane % 2 * 4);
+    }
+
     // FP8: the warp's bytes of 16 rows and 32 columns into the last staging buffer, two matrices of (64,64)
-    // in the 64-byte swizzle: rows, then columns. A lane has words[pair][j] of rows lane / 4 and 8 below it,
-    // columns 0 and 1 of 8, in this order. Rows want four columns of a row, the quad's lanes exchange halves;
-    // columns want rows 2r and 2r + 1, which other lanes of the same columns have.
+    // in the 64-byte swizzle: rows, then columns. A lane has words[pair] of two rows, of four columns each.
     __device__ __forceinline__ void stage_bytes(const uint32_t (&words)[2][2], int slice) {
-        uint32_t rows[4], columns[4];
-        const bool odd = lane % 2, right = lane % 4 / 2;
-        const int from = (lane / 4 * 2 % 8) * 4 + lane % 4;
+        const uint32_t rows[4] = {words[0][0], words[0][1], words[1][0], words[1][1]};
+        uint32_t columns[4];            // of each pair the first two and the others, two rows of a column
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            const uint32_t keep = right ? words[pair][1] : words[pair][0];
-            const uint32_t got = __shfl_xor_sync(~0u, right ? words[pair][0] : words[pair][1], 2);
-            const uint32_t first = right ? got : keep, second = right ? keep : got;
-            const uint32_t other = __shfl_xor_sync(~0u, odd ? first : second, 1);
-            const uint32_t left_half = odd ? other : first, right_half = odd ? second : other;
-            rows[2 * pair] = __byte_perm(left_half, right_half, 0x5410);
-            rows[2 * pair + 1] = __byte_perm(left_half, right_half, 0x7632);
-            for (int j = 0; j < 2; j++) {
-                const uint32_t even = __shfl_sync(~0u, words[pair][j], from);
-                const uint32_t next = __shfl_sync(~0u, words[pair][j], from + 4);
-                columns[2 * pair + j] = __byte_perm(even, next, lane < 16 ? 0x5140 : 0x7362);
-            }
+        for (int i = 0; i < 4; i++) {
+            columns[i] = __byte_perm(words[i / 2][0], words[i / 2][1], i % 2 == 0 ? 0x5140 : 0x7362);
         }
         const uint32_t to = smem_address(shared.staging[group][shared.kBuffers - 1]);
-        const int pair = lane / 16, row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
-        const int column = slice * 32 + lane / 8 * 8 + lane % 8;
+        const int pair = lane / 16, second = lane / 8 % 2, i = lane % 8;        // stmatrix: row i of a matrix
+        const int row = warp * 16 + 2 * i + second;
+        const int column = slice * 32 + pair * 16 + i / 2 * 4 + second * 2 + i % 2;
         stmatrix_x4(to + row * 64 + ((slice * 2 + pair) ^ row / 2 % 4) * 16, rows);
         stmatrix_x4_trans(to + 64 * 64 + column * 64 + (warp ^ column / 2 % 4) * 16, columns);
     }
@@ -1399,7 +1415,11 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
         for (int pair = 0; pair < kPairs; pair++) {
             const int n = s * kPairs + pair;            // which 16 columns
             place[pair] = first + ((n % 4 * 2 + beside) ^ row8) * 16;
-            if (!kForward) { ldmatrix_x4(y[pair], place[pair]); }
+            if (!kForward && !kFp8) { ldmatrix_x4(y[pair], place[pair]); }
+            for (int lower = 0; !kForward && kFp8 && lower < 2; lower++) {
+                const uint2 quad = quad_of(staging[i % 2], n, lower);
+                y[pair][lower] = quad.x, y[pair][lower + 2] = quad.y;
+            }
         }
         float2 f[kPairs][4];
         float sum[4 * kPairs];                          // of two rows: columns 0 and 1 of each 8
@@ -1426,9 +1446,13 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
         }
         uint32_t words[kPairs][2];                      // FP8: of 8 columns, two bytes of each row
         if constexpr (kFp8) {
-            Floats all[kPairs];
+            Floats all[kPairs];                         // the upper row's four columns, the lower one's
             Pack<uint8_t> bytes[kPairs];
-            memcpy(all, f, sizeof(all));
+#pragma unroll
+            for (int k = 0; k < 8 * kPairs; k++) {
+                const float2& two = f[k / 8][k / 2 % 2 * 2 + k / 4 % 2];
+                all[k / 8].at[k % 8] = k % 2 == 0 ? two.x : two.y;
+            }
             counts.round(bytes, all, 1.0f);
             memcpy(words, bytes, sizeof(words));
         }
@@ -1441,14 +1465,20 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
         }
 #pragma unroll
         for (int pair = 0; pair < kPairs; pair++) {
-            if (kForward) { stmatrix_x4(place[pair], packed[s * kPairs + pair]); }
+            const auto& mine = packed[s * kPairs + pair];
+            if (kForward && !kFp8) { stmatrix_x4(place[pair], mine); }
+            for (int lower = 0; kForward && kFp8 && lower < 2; lower++) {
+                quad_of(staging[0], s * kPairs + pair, lower) = make_uint2(mine[lower], mine[lower + 2]);
+            }
             if (!kFp8) { stmatrix_x4(place[pair] + (kForward ? (uint32_t)sizeof(staging[0]) : 0), y[pair]); }
         }
         if constexpr (kFp8) { stage_bytes(words, s % kSlicesOfBlock); }
 
         // The sums of the warp's rows. Every fourth lane has the same 8 columns.
         if (!kForward) {
-            sums[warp][s % 2 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = warp_sums<4>(sum);
+            const int c = kFp8 ? lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4
+                               : lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
+            sums[warp][s % 2 * 32 + c] = warp_sums<4>(sum);
         }
 
         // The block is complete: it is stored, and the warps' sums meet.
@@ -1520,7 +1550,8 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
             // Pack
 #pragma unroll
             for (int n = 0; n < 32; n++) {
-                const float2 b = kForward ? unpack_pair(own_bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
+                const int at = kFp8 ? n / 2 * 8 + lane % 4 * 2 + n % 2 : 4 * n + lane % 4;
+                const float2 b = kForward ? unpack_pair(own_bias[at]) : make_float2(0.0f, 0.0f);
                 packed[n / 2][n % 2 * 2] = pack_pair(fmaf(d[n][0], scale, b.x), fmaf(d[n][1], scale, b.y));
                 packed[n / 2][n % 2 * 2 + 1] = pack_pair(fmaf(d[n][2], scale, b.x),
                                                          fmaf(d[n][3], scale, b.y));
@@ -1591,10 +1622,11 @@ static bool gelu_matmul([[maybe_unused]] const GeluProduct& p, Stream stream) {
         constexpr int kPart = kGeluColumns / kGeluCluster;
         GeluMaps maps = {.pre_gelu = tensor_map(p.pre_gelu, 1, p.N, p.columns / 64)};
         if (kFp8) {
-            maps.rows = tensor_map(p.rows, 1, p.N, 1, kGeluRows, 1, p.K);
-            maps.weight = tensor_map(p.weight, 1, p.columns, 1, kPart, 1, p.K);
-            maps.out = tensor_map((const floatX*)p.bytes, 1, p.N, p.columns / 64, 64, 1, 32);
-            maps.out_t = tensor_map((const floatX*)p.transposed, 1, p.columns, p.N / 64, 64, 1, 32);
+            static_assert(kGeluRows == 8 * 16 && kPart == 8 * 16, "a box");
+            maps.rows = gelu_operand_map<true>(p.rows, p.N, p.K);
+            maps.weight = gelu_operand_map<false>(p.weight, p.columns, p.K);
+            maps.out = tensor_map(p.bytes, 1, p.N, p.columns / 64, 64, 1, 32);
+            maps.out_t = tensor_map(p.transposed, 1, p.columns, p.N / 64, 64, 1, 32);
         } else {
             maps.rows = tensor_map(p.rows, 1, p.N, p.K / 64, kGeluRows);
             maps.weight = kPass == GeluPass::Forward

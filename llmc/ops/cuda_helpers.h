@@ -622,6 +622,15 @@ __device__ __forceinline__ void tma_load_4d_multicast(void* shared, const CUtens
         "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(smem_address(barrier)), "h"((uint16_t)blocks)
         : "memory");
 }
+__device__ __forceinline__ void tma_load_5d_multicast(void* shared, const CUtensorMap* map, uint64_t* barrier,
+                                                      int c0, int c1, int c2, int c3, int c4, int blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(smem_address(shared)),
+        "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(smem_address(barrier)),
+        "h"((uint16_t)blocks)
+        : "memory");
+}
 // The way back. Elements outside of the tensor are not written. fence makes what this thread has written to
 // shared memory visible to the copy engine. commit closes the thread's group of copies. wait returns when at
 // most the last kPending groups have still to read shared memory.
