@@ -161,9 +161,10 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0, "ln_f.bias")
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
-// recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it. A
-// model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
-// tensors have no elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
+// recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it. With
+// FP8, whose layers keep bytes, the first layer has a copy, the others share the second. A model that does not
+// train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's tensors have no
+// elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
 // `second`, a norm ln2, in whose place a tied block reads ln1; `apart`, gradients of the branches that differ
 // from the stream's; `dropout`; `fp8` and `fp8_head`. Type void stands for the residual stream's type, floatX
 // or fp32.
@@ -177,7 +178,7 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(att_keep,   uint32_t, Block, SAVED(1), dropout * B * NH * keep_words(T))  /* see AttentionKeep */   \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */      \
     X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
-    X(residual2,  void,   Block,  sequential && ALWAYS, N * C)      /* (B,T,C) after attention */         \
+    X(residual2,  void,   Block,  sequential ? ALWAYS : 1, N * C)   /* (B,T,C) after attention */         \
     X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                               \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: the same rows */      \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                 \
@@ -255,13 +256,12 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     const size_t second = c.block != Block::ParallelTied, apart = branches_apart(c, drops);
     const size_t dropout = trains && drops, bytes_void = has_fp32_residual(c) ? bytes_float : bytes_floatX;
     const size_t wide8 = fp8_head ? std::max(4 * C, Vp) : 4 * C;
-    const bool ALWAYS = trains;
-    auto SAVED = [=](int level) { return trains && recompute < level; };
+    const int ALWAYS = trains ? c.L : 1;
+    auto SAVED = [=](int level) { return recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
     size_t offset = 0;
     int i = 0;
 #define X(name_, type_, where_, kept_, elems_)                                                               \
-    specs[i++] = act_spec(#name_, bytes_##type_, elems_,                                                     \
-                          Where::where_ == Where::Block && (kept_) ? c.L : 0, &offset);
+    specs[i++] = act_spec(#name_, bytes_##type_, elems_, Where::where_ == Where::Block ? (kept_) : 1, &offset);
     GPT2_ACTS(X)
 #undef X
     return offset;
@@ -270,7 +270,8 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
 static Acts act_views(char* base, const ActSpec* specs, int l) {
     Acts views;
     for (int i = 0; i < NUM_ACTS; i++) {
-        ((void**)&views)[i] = base + specs[i].offset + l * specs[i].stride * specs[i].elem_bytes;
+        const int copy = std::min(l, specs[i].copies - 1);
+        ((void**)&views)[i] = base + specs[i].offset + copy * specs[i].stride * specs[i].elem_bytes;
     }
     return views;
 }
@@ -1817,14 +1818,16 @@ __global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpos
     store_columns<kVector>(a.out, tile, a.N, a.C);
     if (!a.dbias.data) { return; }
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    float sums[16];
+    const int c8 = warp * 16 + lane / 4;
+    float sums[4] = {};
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        sums[i] = e4m3_sum(tile[warp * 16 + i][quad_place<kVector>(warp * 16 + i, lane)]);
+    for (int i = 0; i < kCastQuads / 4; i++) {              // lanes' words are in different banks
+        const int at = quad_place<kVector>(c8, (lane + 4 * i) % kCastQuads);
+        add_e4m3_rows(sums, tile[c8][at], tile[c8 + 8][at]);
     }
-    const float sum = warp_sums(sums) * a.tensor->inverse;
-    const int of = blockIdx.x * kCastTile + warp * 16 + lane / 2;
-    if (lane % 2 == 0 && of < a.C) {
+    const int of = blockIdx.x * kCastTile + c8 + lane % 4 * 8;
+    if (lane % 4 < 2 && of < a.C) {
+        const float sum = (lane % 4 == 0 ? sums[0] : sums[2]) * a.tensor->inverse;
         a.scratch[(size_t)blockIdx.y * a.C + of] = a.of_qkv && is_keys(of, a.C) ? 0.0f : sum;
     }
 }
@@ -4767,6 +4770,8 @@ struct Pass {
     float* scratch = nullptr;           // of a backward
     Params params(int l) const { return gpt2_params(model, l); }
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
+    // In a backward: whether layer l's tensor is as the forward wrote it. No later layer shares its copy.
+    bool has(ActId id, int l) const { return l == model->config.L - 1 || l < act_specs[id].copies - 1; }
     Stream stream() const { return model->stream; }
 };
 
@@ -5196,7 +5201,7 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
     linear_dinp(b, l, Linear::AttProj, a.dnarrow, dout);                                        // (B,T,C)
     AttentionKeep keep = {};
     if (model->options.dropout > 0.0) {
-        keep = gpt2_attention_keep(b, l, model->options.recompute == 0);
+        keep = gpt2_attention_keep(b, l, b.has(ACT_att_keep, l));
     }
     AttentionBackward<floatX, float> att = {a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B,
                                             b.T, NH, C / NH, keep};
@@ -5210,16 +5215,15 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
     linear_dinp(b, l, Linear::Qkv, dinp, a.dwide, dinp_mlp);                                    // (B,T,C)
 }
 
-// With -r, whether layer l's norms or GELU are computed again. The last layer's are still there, and FP8 has
-// kept bytes in their place.
-static bool gpt2_recomputes(const Backward& b, int l) {
-    return l < b.model->config.L - 1 && fp8_mode(b, l, Linear::Fc) != Fp8Mode::On;
+// Whether the MLP and qkv of layer l find their input, which -r has not kept, by computing it again. FP8 has
+// kept bytes in its place.
+static bool gpt2_recomputes(const Backward& b, int l, ActId input) {
+    return !b.has(input, l) && fp8_mode(b, l, Linear::Fc) != Fp8Mode::On;
 }
 
 static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* dout, const floatX* inp) {
-    const Options& o = b.model->options;
     const Acts a = b.acts(l);
-    if (o.recompute >= 1 && gpt2_recomputes(b, l)) {
+    if (gpt2_recomputes(b, l, ACT_fch_gelu)) {
         gelu_forward({a.fch_gelu, a.fch, (size_t)b.B * b.T * 4 * b.model->config.C}, b.stream());
     }
     linear_dout(b, l, Linear::FcProj, dout);
@@ -5273,8 +5277,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     Stream stream = model->stream;
     Backward b = {{model, model->acts.specs, B, T, true, model->acts.scratch}, acc, exchanges, {}};
     auto recompute = [&](int l, const ResidualPoint& x) {
-        if (o.recompute < 2 || !gpt2_recomputes(b, l)) { return; }
-        norm_forward(point_norms(model, x, N), stream);
+        if (gpt2_recomputes(b, l, ACT_ln1)) { norm_forward(point_norms(model, x, N), stream); }
     };
     auto complete = [&](Kind kind) {
         gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), exchanges);
@@ -6013,7 +6016,7 @@ static Options run_options() {
     o.kernels = run.kernels;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers only in the first step
+    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers, and only in the first step
     o.weight_decay = (float)run.weight_decay;
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
     o.grad_clip = (float)run.grad_clip;

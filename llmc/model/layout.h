@@ -53,7 +53,7 @@ struct ActSpec {
     const char* name;
     int copies;
     size_t elems, elem_bytes;
-    size_t stride;      // elements from layer to layer; 0: all layers share one buffer
+    size_t stride;      // elements from copy to copy; layers behind the last copy share it
     size_t offset;      // bytes from the arena's start
 };
 
@@ -86,12 +86,11 @@ static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where wh
     return {name, where, init, kind, copies, rows, cols, live_rows, muon, hf, elems, slot, elem_bytes, 0, 0};
 }
 
-// A row of GPT2_ACTS, placed at *offset, which moves on. layers: number of copies; 0: one shared buffer.
-static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems, int layers,
+// A row of GPT2_ACTS, placed at *offset, which moves on.
+static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems, int copies,
                                size_t* offset) {
     const size_t bytes = round_up(size_check(name, (double)elems) * elem_bytes, kAlign);
-    const int copies = std::max(layers, 1);
-    const ActSpec spec = {name, copies, elems, elem_bytes, layers > 0 ? bytes / elem_bytes : 0, *offset};
+    const ActSpec spec = {name, copies, elems, elem_bytes, bytes / elem_bytes, *offset};
     size_check(name, (double)bytes * copies);
     *offset += bytes * copies;
     return spec;

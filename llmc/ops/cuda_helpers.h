@@ -463,19 +463,22 @@ template <Fp8Format kFormat> __device__ __forceinline__ Pack<uint8_t> to_fp8(con
     return pack;
 }
 
-// The sum of four bytes of e4m3.
-__device__ __forceinline__ float e4m3_sum(uint32_t quad) {
-    uint32_t low = 0, high = 0;         // two halves each, which hold every number of e4m3
+// The sums of two rows' bytes of e4m3, by tensor cores: each lane gives four of row lane / 4 and four of the
+// row 8 below it, and has the rows' sums in d[0] and d[2]. Half holds every number of e4m3 (PTX mma.m16n8k16).
+__device__ __forceinline__ void add_e4m3_rows(float (&d)[4], uint32_t row, uint32_t row_8) {
 #if __CUDA_ARCH__ >= 890
-    asm("{.reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-        "cvt.rn.f16x2.e4m3x2 %1, high;}" : "=r"(low), "=r"(high) : "r"(quad));
+    asm("{.reg .b16 w, x, y, z;\n"
+        ".reg .b32 a, b, c, d;\n"
+        "mov.b32 {w, x}, %4;\n"
+        "mov.b32 {y, z}, %5;\n"
+        "cvt.rn.f16x2.e4m3x2 a, w;\n"
+        "cvt.rn.f16x2.e4m3x2 b, y;\n"
+        "cvt.rn.f16x2.e4m3x2 c, x;\n"
+        "cvt.rn.f16x2.e4m3x2 d, z;\n"
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {a, b, c, d}, {%6, %6}, "
+        "{%0, %1, %2, %3};}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(row), "r"(row_8), "r"(0x3C003C00));     // ones
 #endif
-    half2 two[2];
-    memcpy(&two[0], &low, 4), memcpy(&two[1], &high, 4);
-    const float2 ab = __half22float2(two[0]), cd = __half22float2(two[1]);
-    return (ab.x + ab.y) + (cd.x + cd.y);
 }
 
 // Rounds a tensor to e4m3 and counts for its Fp8Stats: each thread its own elements, then a warp for all.
