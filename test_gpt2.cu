@@ -1903,7 +1903,8 @@ static void test_fp8_matmul_gelu(int N, int K, int columns) {
             to.out = at.exact("apart", filler), to.out_t = at.exact("apart_turned", filler), to.dbias = {};
             call(to);
         });
-        CHECK(k["bytes"].read<uint8_t>() == k["apart"].read<uint8_t>(), "%s: bytes of two ops", k.title.c_str());
+        CHECK(k["bytes"].read<uint8_t>() == k["apart"].read<uint8_t>(), "%s: bytes of two ops",
+              k.title.c_str());
         const Fp8Stats one = k["stats"].read<Fp8Stats>()[0], two = k["apart_stats"].read<Fp8Stats>()[0];
         CHECK((nan ? !fp8_is_finite(one.amax) : one.amax == two.amax) && one.saturated == two.saturated &&
               one.elements == two.elements, "%s: counts of two ops", k.title.c_str());

@@ -161,10 +161,10 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0, "ln_f.bias")
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
-// recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it. With
-// FP8, whose layers keep bytes, the first layer has a copy, the others share the second. A model that does not
-// train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's tensors have no
-// elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
+// recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
+// With FP8, whose layers keep bytes, the first layer then has a copy, and the others share a second one. A
+// model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
+// tensors have no elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
 // `second`, a norm ln2, in whose place a tied block reads ln1; `apart`, gradients of the branches that differ
 // from the stream's; `dropout`; `fp8` and `fp8_head`. Type void stands for the residual stream's type, floatX
 // or fp32.
@@ -261,7 +261,8 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     size_t offset = 0;
     int i = 0;
 #define X(name_, type_, where_, kept_, elems_)                                                               \
-    specs[i++] = act_spec(#name_, bytes_##type_, elems_, Where::where_ == Where::Block ? (kept_) : 1, &offset);
+    specs[i++] = act_spec(#name_, bytes_##type_, elems_,                                                     \
+                          Where::where_ == Where::Block ? (kept_) : 1, &offset);
     GPT2_ACTS(X)
 #undef X
     return offset;
@@ -1257,8 +1258,8 @@ template <GeluPass kPass, bool kFp8> struct GeluShared {
     uint64_t full[kStages], empty[kStages], pre_full[2][2];
 };
 
-// Bytes (rows,2K), rows in groups of 16, in boxes of 8 groups. A group's row 2m + p lies at 8p + m (kRows), as
-// row m of a lane's upper or lower eight; its row 4q + 2j + e at 8j + 2q + e (not kRows), as a lane's column.
+// Bytes (rows,2K), rows in groups of 16, in boxes of 8 groups. Of a group, row 2m + p goes to 8p + m (kRows),
+// where lanes have upper and lower rows; or row 4q + 2j + e to 8j + 2q + e, where lane q has its columns.
 template <bool kRows> static CUtensorMap gelu_operand_map(const void* bytes, int rows, int K) {
     const size_t row = 2 * (size_t)K;
     return encode_map<5>(bytes, {{(size_t)K, 2, kGeluK}, {2, row * (kRows ? 2 : 1), 2}, {4, row * 4, 4},
@@ -1366,8 +1367,8 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
                     tile.row + group * 64, tile.column / 64 + i, 0);
     }
 
-    // FP8: where a 64 x 64 block in the 128-byte swizzle has four of the lane's columns, the warp's n-th 16, of
-    // its upper or lower row.
+    // FP8: where a 64 x 64 block in the 128-byte swizzle has the lane's four of the n-th 16 columns, in its
+    // upper or lower row.
     __device__ __forceinline__ uint2& quad_of(floatX* block, int n, int lower) {
         const int row = warp * 16 + lane / 4 * 2 + lower, chunk = (n % 4 * 2 + lane % 4 / 2) ^ row % 8;
         return *(uint2*)(block + row * 64 + chunk * 8 + lane % 2 * 4);
@@ -1417,9 +1418,11 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
             const int n = s * kPairs + pair;            // which 16 columns
             place[pair] = first + ((n % 4 * 2 + beside) ^ row8) * 16;
             if (!kForward && !kFp8) { ldmatrix_x4(y[pair], place[pair]); }
-            for (int lower = 0; !kForward && kFp8 && lower < 2; lower++) {
-                const uint2 quad = quad_of(staging[i % 2], n, lower);
-                y[pair][lower] = quad.x, y[pair][lower + 2] = quad.y;
+            if (!kForward && kFp8) {
+                for (int lower = 0; lower < 2; lower++) {
+                    const uint2 quad = quad_of(staging[i % 2], n, lower);
+                    y[pair][lower] = quad.x, y[pair][lower + 2] = quad.y;
+                }
             }
         }
         float2 f[kPairs][4];
@@ -1468,8 +1471,10 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
         for (int pair = 0; pair < kPairs; pair++) {
             const auto& mine = packed[s * kPairs + pair];
             if (kForward && !kFp8) { stmatrix_x4(place[pair], mine); }
-            for (int lower = 0; kForward && kFp8 && lower < 2; lower++) {
-                quad_of(staging[0], s * kPairs + pair, lower) = make_uint2(mine[lower], mine[lower + 2]);
+            if (kForward && kFp8) {
+                for (int lower = 0; lower < 2; lower++) {
+                    quad_of(staging[0], s * kPairs + pair, lower) = make_uint2(mine[lower], mine[lower + 2]);
+                }
             }
             if (!kFp8) { stmatrix_x4(place[pair] + (kForward ? (uint32_t)sizeof(staging[0]) : 0), y[pair]); }
         }

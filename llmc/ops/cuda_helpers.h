@@ -463,8 +463,8 @@ template <Fp8Format kFormat> __device__ __forceinline__ Pack<uint8_t> to_fp8(con
     return pack;
 }
 
-// The sums of two rows' bytes of e4m3, by tensor cores: each lane gives four of row lane / 4 and four of the
-// row 8 below it, and has the rows' sums in d[0] and d[2]. Half holds every number of e4m3 (PTX mma.m16n8k16).
+// Adds up bytes of e4m3 by tensor cores: each lane gives four of row lane / 4 and four of the row 8 below it,
+// and has these rows' sums in d[0] and d[2]. Half holds every number of e4m3 (PTX mma.m16n8k16).
 __device__ __forceinline__ void add_e4m3_rows(float (&d)[4], uint32_t row, uint32_t row_8) {
 #if __CUDA_ARCH__ >= 890
     asm("{.reg .b16 w, x, y, z;\n"

@@ -59,11 +59,11 @@ struct StepTime { double micro_s, update_s; };      // of a micro-step; of what 
 // Sums what GEMMs, attention, the kernels that move memory, and launches take, as shares of the data sheet's
 // figures, which were fitted to the steps in dev/test/test_plan.py.
 static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double params, const PlanBatch& batch) {
-    const double kGemm = 0.71, kAttention = 0.35, kMemory = 0.875, kUpdate = 0.79;
-    const double kMoves = 40;           // (B,T,C) 16-bit values that a layer's other kernels read or write
+    const double kGemm = 0.73, kAttention = 0.24, kMemory = 0.875, kUpdate = 0.79;
+    const double kMoves = 28;           // (B,T,C) 16-bit values that a layer's other kernels read or write
     const double kLaunch = 3e-6, kExposed = 0.03;   // seconds; part of the exchange that is not hidden
-    const double kFp8 = 1.8;            // times faster than 16 bits
-    const double kFp8Moves = 8;         // what a layer's casts and transposes move beside kMoves
+    const double kFp8 = 1.85;           // times faster than 16 bits
+    const double kFp8Moves = 6;         // what a layer's casts and transposes move beside kMoves
     const double flops = gpu.tflops * 1e12, bytes = gpu.gb_per_s * 1e9;
     const double L = c.L, C = c.C, B = batch.B, T = batch.T, N = B * T;
     double fp8_layers = 0;
