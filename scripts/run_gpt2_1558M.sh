@@ -10,7 +10,7 @@
 #   warm-up      700 steps, 0.73e9 tokens; learning rate 6e-4, down to a tenth. That is three times GPT-3's
 #                for this size, and the run below began so: --skip-loss 6 --skip-norm 6 pass over updates
 #                that lie far off.
-#   one H200     33.55e9 / 56.4K tokens/s (measured, B=16) = 6.9 days
+#   one H200     33.55e9 / 56.1K tokens/s (measured, B=16) = 6.9 days
 #   eight        33.55e9 / 441.6K tokens/s (measured) = 21 hours. Times are computed, and
 #                without validation.
 #   loss         llm.c with the same schedule and tokens passed OpenAI's 1558M, 0.489 of HellaSwag, after

@@ -8,14 +8,14 @@ from trainer import refused, run_ok
 
 pytestmark = pytest.mark.cpu_only
 
-# model, -b, GPUs, FP8, ms a step on H100s and on an H200, measured on 2026-11-24 and 25 (NOTES.md). H100s'
-# with FP8 are commit 1fbf176's: plan.h is not yet fitted to 831cc4c's 82.0, 156.7, 214.8 and 214.2 ms.
-MEASURED = [("d12", 64, 1, False, 103.3, 101.3), ("d12", 4, 1, False, 9.0, 8.29),
-            ("d24", 48, 1, False, 208.2, 203.9), ("d36", 32, 1, False, 300.2, 290.3),
-            ("d48", 16, 1, False, 300.4, 290.4), ("d12", 64, 2, False, 109.0, None),
-            ("d48", 16, 2, False, 307.7, None), ("d12", 64, 1, True, 85.3, 79.3),
-            ("d24", 48, 1, True, 165.9, 153.3), ("d36", 32, 1, True, 222.0, 205.7),
-            ("d48", 16, 1, True, 223.9, 208.5)]
+# model, -b, GPUs, FP8, ms a step on H100s and on an H200, commit 5a5cb0b (NOTES.md). H100s' B=4, d24 and d36
+# in bf16 are commit 1fbf176's.
+MEASURED = [("d12", 64, 1, False, 102.3, 101.9), ("d12", 4, 1, False, 9.0, 8.30),
+            ("d24", 48, 1, False, 208.2, 202.9), ("d36", 32, 1, False, 300.2, 290.0),
+            ("d48", 16, 1, False, 297.2, 291.9), ("d12", 64, 2, False, 107.1, None),
+            ("d48", 16, 2, False, 306.3, None), ("d12", 64, 1, True, 80.7, 78.7),
+            ("d24", 48, 1, True, 156.3, 152.1), ("d36", 32, 1, True, 211.8, 205.3),
+            ("d48", 16, 1, True, 214.5, 207.6)]
 
 
 def plan(model, batch, gpu="H200", **flags):
