@@ -1426,7 +1426,7 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
             }
         }
         float2 f[kPairs][4];
-        float sum[4 * kPairs];                          // of two rows: columns 0 and 1 of each 8
+        float sum[4 * kPairs];                          // of two rows, of each of the lane's columns
 #pragma unroll
         for (int pair = 0; pair < kPairs; pair++) {
 #pragma unroll
@@ -1448,7 +1448,7 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
                 sum[4 * pair + 2 * j + 1] = f[pair][2 * j].y + f[pair][2 * j + 1].y;
             }
         }
-        uint32_t words[kPairs][2];                      // FP8: of 8 columns, two bytes of each row
+        uint32_t words[kPairs][2];                      // FP8: four bytes of the upper row, of the lower one
         if constexpr (kFp8) {
             Floats all[kPairs];                         // the upper row's four columns, the lower one's
             Pack<uint8_t> bytes[kPairs];
@@ -6021,7 +6021,7 @@ static Options run_options() {
     o.kernels = run.kernels;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers, and only in the first step
+    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers: all but dropout in the first step alone
     o.weight_decay = (float)run.weight_decay;
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
     o.grad_clip = (float)run.grad_clip;
