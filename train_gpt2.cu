@@ -1122,7 +1122,7 @@ __device__ __forceinline__ float gelu_grad(float x) {
 
 __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    Floats x = load_floats<Cache::Streaming>(inp, i, n);
+    Floats x = load_floats(inp, i, n);
     for (int k = 0; k < kWidth; k++) { x.at[k] = gelu(x.at[k]); }
     store(out, i, n, to_pack<floatX>(x));
 }
@@ -1147,7 +1147,7 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
             const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
             const size_t at = row < end ? (size_t)row * OC : 0;
             x[u] = load(d + at, c, columns);
-            if (kGelu) { y[u] = load<Cache::Streaming>(inp + at, c, columns); }
+            if (kGelu) { y[u] = load(inp + at, c, columns); }
         }
         // The new d, rounded and stored; what is summed is what was stored.
 #pragma unroll
@@ -1729,7 +1729,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, 
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             const size_t row_at = at + (end ? (size_t)r * a.C : 0);
-            x[r] = load(a.inp + row_at, c, end);        // Cache::Streaming would be 7 % slower
+            x[r] = load(a.inp + row_at, c, end);
             if (kSource == Fp8Source::GeluGrad) { before[r] = load(a.pre_gelu + row_at, c, end); }
         }
 #pragma unroll
@@ -2041,11 +2041,8 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
                 const int v = j * kClassifierThreads, c = (first + v) * kWidth;
                 if (first + v >= vectors) { continue; }
                 const Floats d = softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale);
-                if (kFp8) {
-                    store<Cache::Streaming>(a.fp8_grad + (size_t)row * Vp, c, Vp, to_fp8<Fp8Format::E5m2>(d));
-                } else {
-                    store<Cache::Streaming>(d_row, v * kWidth, Vp, to_pack<floatX>(d));
-                }
+                if (kFp8) { store(a.fp8_grad + (size_t)row * Vp, c, Vp, to_fp8<Fp8Format::E5m2>(d)); }
+                else { store(d_row, v * kWidth, Vp, to_pack<floatX>(d)); }
             }
         }
     }
@@ -2143,23 +2140,20 @@ constexpr int kMaxPieceLevels = 13;
 static_assert(kCommMaxWorld <= 1 << (kMaxPieceLevels - 1), "a piece from each rank");
 
 // Elements [i, i + kWidth) of stored gradients, the first of which has number `first` in the whole.
-template <Cache kCache>
 __device__ __forceinline__ Floats load_stored(const void* grads, bool is_bf16, size_t i, size_t n,
                                               const RoundKey& key, size_t first) {
-    if (is_bf16) { return load_dithered<kCache>((const __nv_bfloat16*)grads, i, n, key, first); }
-    return load_floats<kCache>((const float*)grads, i, n);
+    if (is_bf16) { return load_dithered((const __nv_bfloat16*)grads, i, n, key, first); }
+    return load_floats((const float*)grads, i, n);
 }
 
 template <bool kPiecesBf16>
 __device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, int r, size_t i) {
     const size_t at = (size_t)r * a.n;
-    if (!kPiecesBf16) {
-        return load_floats<Cache::Streaming>((const float*)a.pieces.data + at, i, a.n);
-    }
+    if (!kPiecesBf16) { return load_floats((const float*)a.pieces.data + at, i, a.n); }
     RoundKey key = a.pieces.key;
     key.micro += (uint32_t)r * a.piece_micros;
     const __nv_bfloat16* piece = (const __nv_bfloat16*)a.pieces.data + at;
-    return load_dithered<Cache::Streaming>(piece, i, a.n, key, a.pieces.first);
+    return load_dithered(piece, i, a.n, key, a.pieces.first);
 }
 
 __device__ __forceinline__ void add_to(Floats* sum, const Floats& left) {
@@ -2195,7 +2189,7 @@ __global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum<floatX, 
             sum = stack[0];
         }
         for (int k = a.num_chain - 1; k >= 0; k--) {
-            add_to(&sum, load_floats<Cache::Streaming>(a.chain[k], i, a.n));
+            add_to(&sum, load_floats(a.chain[k], i, a.n));
         }
         grad_store(a.out, i, a.n, sum);
     }
@@ -2238,7 +2232,7 @@ __global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<fl
 #pragma unroll
     for (int u = 0; u < kVectors; u++) {
         const size_t i = first + (size_t)u * kNormThreads * kWidth;
-        x[u] = load_stored<Cache::Default>(data, kBf16, i, a.n, a.grads.key, position);
+        x[u] = load_stored(data, kBf16, i, a.n, a.grads.key, position);
     }
     float squares = 0.0f;
 #pragma unroll
@@ -2297,13 +2291,6 @@ static void update_decision(const UpdateDecision<floatX, float>& a, Stream strea
 // Both walk over a tensor's weights as they stand: the master copy, or the parameter itself.
 constexpr int kUpdateThreads = 256;
 
-template <class Param>
-__device__ __forceinline__ Floats load_weights(const Param* params, const float* master, bool has_master,
-                                               size_t i, size_t n) {
-    if (has_master) { return load_floats<Cache::Streaming>(master, i, n); }
-    return load_floats(params, i, n);
-}
-
 // To the parameter's type: to nearest from a master copy, else stochastically, or small steps would be lost.
 // Element i draws as number `position`.
 template <class Param>
@@ -2317,20 +2304,13 @@ __device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_m
     return rounded;
 }
 
-template <class Param>
-__device__ __forceinline__ void store_weights(Param* params, float* master, bool has_master, size_t i,
-                                              size_t n, const Floats& p, const Pack<Param>& rounded) {
-    if (has_master) { store_sectors<Cache::Streaming>(master, i, n, p); }
-    store(params, i, n, rounded);
-}
-
-// Blocks for `rows` rows of n elements, one row in each y.
+// Blocks for `rows` rows of n elements, one row in each y: two an SM, with which memory is fastest.
 static dim3 update_blocks(const char* op, size_t n, size_t first, int rows) {
     if (n % 8 != 0 || first % 8 != 0) {
         die("%s: %zu elements from number %zu on: both must be multiples of 8", op, n, first);
     }
     const size_t needed = ceil_div(n, (size_t)kUpdateThreads * kWidth);
-    return dim3((unsigned)std::min(needed, (size_t)ceil_div(device_sm_count * 8, rows)), rows);
+    return dim3((unsigned)std::min(needed, (size_t)ceil_div(device_sm_count * 2, rows)), rows);
 }
 
 // AdamW:
@@ -2362,12 +2342,10 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
     const size_t first = row * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    for (; warp_begin(i) < a.n; i += step) {
-        const Floats g = load_stored<Cache::Streaming>(grads, kGradsBf16, i, a.n, a.grads.key,
-                                                       a.grads.first + first);
-        Floats m = load_floats<Cache::Streaming>(ms, i, a.n),
-               v = load_floats<Cache::Streaming>(vs, i, a.n);
-        Floats p = load_weights(params, master, kMaster, i, a.n);
+    for (; i < a.n; i += step) {
+        const Floats g = load_stored(grads, kGradsBf16, i, a.n, a.grads.key, a.grads.first + first);
+        Floats m = load_floats(ms, i, a.n), v = load_floats(vs, i, a.n);
+        Floats p = kMaster ? load_floats(master, i, a.n) : load_floats(params, i, a.n);
 
         // The formula above, each operation rounded where PyTorch rounds.
 #pragma unroll
@@ -2379,10 +2357,10 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
             p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
         }
 
-        const Pack<Param> rounded = round_weights<Param>(p, kMaster, a.key, a.first + first + i);
-        store_sectors<Cache::Streaming>(ms, i, a.n, m);
-        store_sectors<Cache::Streaming>(vs, i, a.n, v);
-        store_weights(params, master, kMaster, i, a.n, p, rounded);
+        store(ms, i, a.n, to_pack<float>(m));
+        store(vs, i, a.n, to_pack<float>(v));
+        if (kMaster) { store(master, i, a.n, to_pack<float>(p)); }
+        store(params, i, a.n, round_weights<Param>(p, kMaster, a.key, a.first + first + i));
     }
 }
 
@@ -2417,15 +2395,15 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
     float* ms = a.m + row * a.n;
     const size_t first = a.grads.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    for (; warp_begin(i) < a.n; i += step) {
-        const Floats g = load_stored<Cache::Streaming>(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
-        Floats m = load_floats<Cache::Streaming>(ms, i, a.n), update;
+    for (; i < a.n; i += step) {
+        const Floats g = load_stored(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
+        Floats m = load_floats(ms, i, a.n), update;
         for (int k = 0; k < kWidth; k++) {
             const float grad = g.at[k] * scale;
             m.at[k] = fmaf(part, grad - m.at[k], m.at[k]);
             update.at[k] = fmaf(ahead, m.at[k] - grad, grad);
         }
-        store_sectors<Cache::Streaming>(ms, i, a.n, m);
+        store(ms, i, a.n, to_pack<float>(m));
         store(a.update + row * a.update_row, i, a.n, to_pack<muonX>(update));
     }
 }
@@ -2525,12 +2503,12 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<
     float* master = has_master ? a.master + row * a.n : nullptr;
     const size_t first = a.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    for (; warp_begin(i) < a.n; i += step) {
+    for (; i < a.n; i += step) {
         const Floats update = load_floats(a.update + row * a.update_row, i, a.n);
-        Floats p = load_weights(params, master, has_master, i, a.n);
+        Floats p = has_master ? load_floats(master, i, a.n) : load_floats(params, i, a.n);
         for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
-        const Pack<floatX> rounded = round_weights<floatX>(p, has_master, a.key, first + i);
-        store_weights(params, master, has_master, i, a.n, p, rounded);
+        if (has_master) { store(master, i, a.n, to_pack<float>(p)); }
+        store(params, i, a.n, round_weights<floatX>(p, has_master, a.key, first + i));
     }
 }
 

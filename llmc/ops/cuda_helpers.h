@@ -36,47 +36,30 @@ typedef Pack<floatX> x128;
 static_assert(sizeof(x128) == 16, "one x128 is one 16-byte access");
 struct Floats { float at[kWidth]; };                    // a Pack in arithmetic
 
-// Streaming: for bytes that leave the L2 before anybody reads them again; the L2 evicts them first.
-enum class Cache { Default, Streaming };
-
-template <Cache kCache, class Word> __device__ __forceinline__ Word load_word(const Word* p) {
-    return kCache == Cache::Streaming ? __ldcs(p) : *p;
-}
-template <Cache kCache, class Word> __device__ __forceinline__ void store_word(Word* p, Word word) {
-    if (kCache == Cache::Streaming) { __stcs(p, word); }
-    else { *p = word; }
-}
+// What a load or a store moves at once of a Pack.
+template <class T> using PackWord = std::conditional_t<
+    sizeof(Pack<T>) == 4, uint32_t, std::conditional_t<sizeof(Pack<T>) == 8, uint2, uint4>>;
 
 // The one pair of functions that owns the bounds check: elements [i, i + kWidth) of a row or array of n
 // elements. Vectors beyond n read as zero and are not written. n and i are multiples of kWidth, and p is
 // aligned to 16 bytes (all tensors are: kAlign).
-template <Cache kCache = Cache::Default, class T, class Index>
-__device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
+template <class T, class Index> __device__ __forceinline__ Pack<T> load(const T* p, Index i, Index n) {
+    typedef PackWord<T> Word;
     Pack<T> pack;
-    if constexpr (sizeof(pack) == 8) {
-        uint2 word = make_uint2(0, 0);
-        if (i < n) { word = load_word<kCache>((const uint2*)(p + i)); }
-        memcpy(&pack, &word, sizeof(pack));
-    } else {
-        for (int w = 0; w < (int)sizeof(pack) / 16; w++) {
-            uint4 word = make_uint4(0, 0, 0, 0);
-            if (i < n) { word = load_word<kCache>((const uint4*)(p + i) + w); }
-            memcpy((char*)&pack + 16 * w, &word, 16);
-        }
+    for (int w = 0; w < (int)(sizeof(pack) / sizeof(Word)); w++) {
+        Word word = {};
+        if (i < n) { word = ((const Word*)(p + i))[w]; }
+        memcpy((char*)&pack + sizeof(Word) * w, &word, sizeof(Word));
     }
     return pack;
 }
-
-// What a store writes at once of a Pack.
-template <class T> using PackWord = std::conditional_t<
-    sizeof(Pack<T>) == 4, uint32_t, std::conditional_t<sizeof(Pack<T>) == 8, uint2, uint4>>;
-template <Cache kCache = Cache::Default, class T, class Index>
+template <class T, class Index>
 __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pack) {
     typedef PackWord<T> Word;
     for (int w = 0; w < (int)(sizeof(pack) / sizeof(Word)); w++) {
         Word word;
         memcpy(&word, (const char*)&pack + sizeof(Word) * w, sizeof(Word));
-        if (i < n) { store_word<kCache>((Word*)(p + i) + w, word); }
+        if (i < n) { ((Word*)(p + i))[w] = word; }
     }
 }
 
@@ -137,34 +120,8 @@ template <class T> __device__ __forceinline__ Pack<T> to_pack(const Floats& f) {
     }
     return pack;
 }
-template <Cache kCache = Cache::Default, class T, class Index>
-__device__ __forceinline__ Floats load_floats(const T* p, Index i, Index n) {
-    return to_floats(load<kCache>(p, i, n));
-}
-
-// Stores fp32 where the lanes of a warp have neighbouring vectors. All lanes call it, also with i beyond n: a
-// loop ends at the warp's first element. In a 16-bit build a vector is 32 bytes, a sector, and a plain store
-// of 16 bytes a lane would fill half of each. So two lanes swap halves, and an instruction stores both halves
-// of one lane's vector: 0.1 of 1.14 ms less for 124M's AdamW.
-__device__ __forceinline__ size_t warp_begin(size_t i) { return i & ~(size_t)(kWarp * kWidth - 1); }
-template <Cache kCache>
-__device__ __forceinline__ void store_sectors(float* p, size_t i, size_t n, const Floats& x) {
-    if constexpr (kWidth == 8) {
-        const bool odd = threadIdx.x % 2 == 1;
-        float4 half[2];                                 // of the even lane's vector, of the odd lane's
-        for (int k = 0; k < 4; k++) {
-            const float got = __shfl_xor_sync(0xFFFFFFFFu, odd ? x.at[k] : x.at[4 + k], 1);
-            (&half[0].x)[k] = odd ? got : x.at[k];
-            (&half[1].x)[k] = odd ? x.at[4 + k] : got;
-        }
-        const size_t even = odd ? i - kWidth : i;
-        for (int v = 0; v < 2; v++) {
-            float* to = p + even + v * kWidth + 4 * odd;
-            if (even + v * kWidth < n) { store_word<kCache>((float4*)to, half[v]); }
-        }
-    } else {
-        store<kCache>(p, i, n, to_pack<float>(x));
-    }
+template <class T, class Index> __device__ __forceinline__ Floats load_floats(const T* p, Index i, Index n) {
+    return to_floats(load(p, i, n));
 }
 
 // x / n, rounded like the division; inverse is 1.0f / n. The remainder corrects the product. A division would
@@ -299,10 +256,9 @@ __device__ __forceinline__ RoundKey previous_micro_step(RoundKey key) {
 
 // Elements [i, i + kWidth) of n. `key` is that of the micro-step that stored them, `first` the position of
 // element 0 in the whole gradient.
-template <Cache kCache = Cache::Default>
 __device__ __forceinline__ Floats load_dithered(const __nv_bfloat16* p, size_t i, size_t n,
                                                 const RoundKey& key, size_t first) {
-    const Pack<__nv_bfloat16> pack = load<kCache>(p, i, n);
+    const Pack<__nv_bfloat16> pack = load(p, i, n);
     const Draws draws = round_draws(key, first + i);
     Floats f;
     for (int k = 0; k < kWidth; k++) {
