@@ -2304,7 +2304,7 @@ __device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_m
     return rounded;
 }
 
-// Blocks for `rows` rows of n elements, one row in each y: two an SM, with which memory is fastest.
+// Blocks for `rows` rows of n elements, one row in each y: two an SM, with which an H200's memory is fastest.
 static dim3 update_blocks(const char* op, size_t n, size_t first, int rows) {
     if (n % 8 != 0 || first % 8 != 0) {
         die("%s: %zu elements from number %zu on: both must be multiples of 8", op, n, first);

@@ -8,8 +8,8 @@ from trainer import refused, run_ok
 
 pytestmark = pytest.mark.cpu_only
 
-# model, -b, GPUs, FP8, ms a step on H100s and on an H200, commit 5a5cb0b, whose
-# steps are 478104f's (NOTES.md). H100s' B=4, d24 and d36 in bf16 are commit 1fbf176's.
+# model, -b, GPUs, FP8, ms a step on H100s and on an H200, commit 5a5cb0b, whose steps are 478104f's
+# (NOTES.md). H100s' B=4, d24 and d36 in bf16 are commit 1fbf176's.
 MEASURED = [("d12", 64, 1, False, 102.3, 101.9), ("d12", 4, 1, False, 9.0, 8.30),
             ("d24", 48, 1, False, 208.2, 202.9), ("d36", 32, 1, False, 300.2, 290.0),
             ("d48", 16, 1, False, 297.2, 291.9), ("d12", 64, 2, False, 107.1, None),
