@@ -140,25 +140,26 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
 // autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
 // ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), and
 // a tied block has no second norm (`second` is 0). muon: number of matrices, one below the other, that
-// --optimizer muon updates; 0: AdamW always updates the tensor. hf: its name in Hugging Face's files.
-//    name      type    where   rows    cols    init      kind    live    muon hf
-#define GPT2_PARAMS(X)                                                                             \
-    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      0, "wte.weight")         \
-    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT,   0, "wpe.weight")         \
-    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1,      0, "ln_1.weight")        \
-    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased, 0, "ln_1.bias")          \
-    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C,  3, "attn.c_attn.weight") \
-    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1,      0, "attn.c_attn.bias")   \
-    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C,      1, "attn.c_proj.weight") \
-    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1,      0, "attn.c_proj.bias")   \
-    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second, 0, "ln_2.weight")        \
-    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased, 0, "ln_2.bias") \
-    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C,  1, "mlp.c_fc.weight")    \
-    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1,      0, "mlp.c_fc.bias")      \
-    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C,      1, "mlp.c_proj.weight")  \
-    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1,      0, "mlp.c_proj.bias")    \
-    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      0, "ln_f.weight")        \
-    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0, "ln_f.bias")
+// --optimizer muon updates; 0: AdamW always updates the tensor. id: of the random stream that its first
+// values are drawn from; it never changes, whatever rows are added. hf: its name in Hugging Face's files.
+//    name      type    where   rows    cols    init      kind    live    muon id  hf
+#define GPT2_PARAMS(X)                                                                                 \
+    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      0, 0,  "wte.weight")         \
+    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT,   0, 1,  "wpe.weight")         \
+    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1,      0, 2,  "ln_1.weight")        \
+    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased, 0, 3,  "ln_1.bias")          \
+    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C,  3, 4,  "attn.c_attn.weight") \
+    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1,      0, 5,  "attn.c_attn.bias")   \
+    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C,      1, 6,  "attn.c_proj.weight") \
+    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1,      0, 7,  "attn.c_proj.bias")   \
+    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second, 0, 8,  "ln_2.weight")        \
+    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased, 0, 9,  "ln_2.bias") \
+    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C,  1, 10, "mlp.c_fc.weight")    \
+    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1,      0, 11, "mlp.c_fc.bias")      \
+    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C,      1, 12, "mlp.c_proj.weight")  \
+    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1,      0, 13, "mlp.c_proj.bias")    \
+    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      0, 14, "ln_f.weight")        \
+    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0, 15, "ln_f.bias")
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
@@ -213,7 +214,7 @@ enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
 enum ActId { GPT2_ACTS(X) NUM_ACTS };
 #undef X
 
-#define X(name, type, where, rows, cols, init, kind, live, muon, hf) \
+#define X(name, type, where, rows, cols, init, kind, live, muon, id, hf) \
     static_assert((muon > 0) == (Where::where == Where::Block && Kind::kind == Kind::Matrix), \
                   "Muon updates the layers' matrices, which have buckets of their own, and nothing else");
 GPT2_PARAMS(X)
@@ -238,10 +239,10 @@ static std::vector<ParamSpec> param_table(const Config& c) {
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT;
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     std::vector<ParamSpec> specs;
-#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, hf_)                               \
+#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, id_, hf_)                          \
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
     specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, Init::init_, Kind::kind_, \
-                               live_, muon_, hf_, c.L));
+                               live_, muon_, id_, hf_, c.L));
     GPT2_PARAMS(X)
 #undef X
     param_offsets(&specs, c.L);
@@ -4314,7 +4315,8 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
 
 // ---- memory ----
 static MuonShare gpt2_muon_share(const GPT2* model) {
-    return muon_share(model->layout, model->config.C, model->options.split, bytes_floatX, hooks.muon_bytes);
+    return muon_share(model->layout, model->param_specs, model->options.split, bytes_floatX,
+                      hooks.muon_bytes);
 }
 
 enum class Memory { Plain, Zeroed, Shared };    // Shared: zeroed, and exchanged with other ranks
@@ -4583,7 +4585,7 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
                 #pragma omp parallel for schedule(static)
                 for (int64_t block = first / 4; block < ceil_div(end, (int64_t)4); block++) {
                     float z[4];
-                    rand_normal4(z, seed, (uint32_t)i, (uint64_t)block);
+                    rand_normal4(z, seed, s.id, (uint64_t)block);
                     for (int64_t e = std::max(first, 4 * block); e < std::min(end, 4 * block + 4); e++) {
                         values[e - first] = z[e - 4 * block] * std;
                     }
@@ -4597,7 +4599,7 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
 // ---- where gradients are ----
 // Random numbers for rounding: the `tensor` of a RoundKey. An element's number counts through all buckets
 // (Bucket::first).
-constexpr uint32_t kRoundParams = NUM_PARAMS, kRoundGrads = NUM_PARAMS + 1, kRoundGradSums = NUM_PARAMS + 2;
+constexpr uint32_t kRoundParams = 16, kRoundGrads = 17, kRoundGradSums = 18;
 
 // Rounds the last micro-step's gradients.
 static RoundKey gpt2_grad_key(const GPT2* model) {
@@ -6194,6 +6196,11 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
         t->position = fact_number(resumed.facts, "position", 0, kLargestCount);
         t->rewinds = (int)fact_number(resumed.facts, "rewinds", 0, INT_MAX);
         logger_go_back(&t->logger, t->step, t->rewinds);
+        DeviceState state = gpt2_read_state(&t->model);
+        if (state.update.skipped_in_a_row >= kMaxSkipsInARow) {     // it stopped for these
+            state.update.skipped_in_a_row = 0;
+            gpt2_write_state(&t->model, state);
+        }
         if (comm.rank == 0) {
             if (checkpoint_mark_again(folder, resumed)) {
                 say("the checkpoint of step %lld had no DONE file, but it is whole: it is marked again\n",
@@ -6296,12 +6303,12 @@ static void merge_ranks(std::vector<double>* x) {
     for (size_t i = 0; i < all.size(); i++) { (*x)[i % n] += all[i]; }
 }
 
-// Prints and logs the mean loss over the first val_batches*B rows of the set, or over all if there are fewer.
-// Each row counts once, so the last batch may be smaller, and B changes the mean by rounding only. Ranks take
-// batches in turns; their sums are added in the batches' order. Gradients and weights do not change. A signal
-// ends it early. False: the loss is not finite.
+// Prints and logs the mean loss over the first rows of the set (val_rows in run_config.h), or over all if
+// there are fewer. Each row counts once, so the last batch may be smaller. Ranks take batches in turns; their
+// sums are added in the batches' order. Gradients and weights do not change. A signal ends it early. False:
+// the loss is not finite.
 static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
-    const int64_t B = run.B, T = run.T, rows = std::min(run.val_batches * B, loader->samples_per_epoch);
+    const int64_t B = run.B, T = run.T, rows = std::min(val_rows(), loader->samples_per_epoch);
     const int64_t batches = ceil_div(rows, B);
     const float weight = (float)(1.0 / ((double)rows * T));
     float* losses = (float*)pinned_malloc(batches * sizeof(float), "validation losses");
@@ -6422,24 +6429,26 @@ static void save(Training* t) {
     gpt2_save(&t->model, &t->saver, t->step, run_facts(t));
 }
 
+static bool may_rewind(const Training& t) {
+    return run.on_bad_loss == OnBadLoss::Rewind && t.rewinds < kMaxRewinds;
+}
+
 // --on-bad-loss, after too many skipped updates in a row: stops, or goes back to the last checkpoint from
 // before them. The data go on, past those that led here. All ranks see the same losses, so all call this.
 static void rewind_or_stop(Training* t) {
     const std::string what = format("%d updates in a row were skipped", kMaxSkipsInARow);
     const bool outliers = run.skip_loss > 0 || run.skip_norm > 0;
-    const char* hint = outliers ? "\nhint: look at the data; a larger -sl or -sg skips less"
-                                : "\nhint: a smaller -l or a longer -u; look at the data";
+    const char* cure = outliers ? "a larger -sl or -sg skips less" : "a smaller -l or a longer -u";
+    if (!may_rewind(*t)) { save(t); }       // the weights are those from before the skipped updates
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
     comm_any(false);                        // no rank dies before rank 0 has printed what was skipped
-    if (run.on_bad_loss == OnBadLoss::Stop) {
-        const std::string last = t->saves && t->saver.step >= 0
-            ? format("the last checkpoint is of step %lld", (long long)t->saver.step)
-            : std::string("there is no checkpoint");
-        die("%s: the run stops after step %lld, and %s%s", what.c_str(), (long long)t->step, last.c_str(),
-            hint);
-    }
-    if (t->rewinds >= kMaxRewinds) {
-        die("%s, after going back %d times: the run stops%s", what.c_str(), t->rewinds, hint);
+    if (!may_rewind(*t)) {
+        const std::string back = t->rewinds > 0 ? format(", after going back %d times", t->rewinds) : "";
+        const char* saved = t->saves ? "its state is saved" : "there is no checkpoint";
+        const char* on = t->saves ? "-y 1 goes on behind these data; " : "";
+        const char* rewind = t->rewinds > 0 ? "" : "--on-bad-loss rewind goes back by itself; ";
+        die("%s%s: the run stops after step %lld, and %s\nhint: %s%slook at the data; %s", what.c_str(),
+            back.c_str(), (long long)t->step, saved, on, rewind, cure);
     }
     stream_sync(t->model.stream);
     stream_sync(t->model.exchange.stream);
@@ -6451,7 +6460,9 @@ static void rewind_or_stop(Training* t) {
     if (comm.rank == 0) { steps = checkpoint_before(folder, from, t->saver.retention.every); }
     Checkpoint c = checkpoint_find(folder, steps, bad);
     checkpoint_resume(&t->model, &c, folder, steps, bad);
-    if (c.step < 0) { die("%s, and there is no checkpoint to go back to%s", what.c_str(), hint); }
+    if (c.step < 0) {
+        die("%s, and there is no checkpoint to go back to\nhint: look at the data; %s", what.c_str(), cure);
+    }
     DeviceState state = gpt2_read_state(&t->model);
     state.update.skipped_in_a_row = 0;
     gpt2_write_state(&t->model, state);
@@ -6474,10 +6485,20 @@ static void train(Training* t) {
     Reports reports = {};
     reports_init(&reports, model->config, (double)report_parameters(model->param_specs), model->T, t->device,
                  kLowPrecision);
-    auto report_rewinds = [&] {                 // reports the pending step; true: the run went back
-        if (!report_step(&reports, &t->logger, schedule)) { return false; }
+    // Reports all steps but the newest `behind`. True: the run went back.
+    auto report_rewinds = [&](int behind) {
+        bool hopeless = false;
+        while (!hopeless && reports_waiting(reports) > behind) {
+            hopeless = report_step(&reports, &t->logger, schedule);
+        }
+        if (!hopeless) { return false; }
+        // a run that stops here saves its newest step, so the log has it, too
+        while (!may_rewind(*t) && reports_waiting(reports) > 0) {
+            report_step(&reports, &t->logger, schedule);
+        }
         report_line(&reports.report);           // the steps that led here
         rewind_or_stop(t);
+        reports_drop(&reports);
         return true;
     };
 
@@ -6489,7 +6510,7 @@ static void train(Training* t) {
         const bool sample_due = step > 0 && due(run.sample_every, step);
         const bool save_due = t->saves && step > 0 && due(run.checkpoint_every, step);
         if (t->saves) { saver_advance(&t->saver, step, false); }
-        if ((val_due || eval_due || sample_due || save_due) && report_rewinds()) { continue; }
+        if ((val_due || eval_due || sample_due || save_due) && report_rewinds(0)) { continue; }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // the steps up to here
         if (val_due) { validate(model, &t->val_loader, &t->logger, step); }
@@ -6501,12 +6522,11 @@ static void train(Training* t) {
         if (!train_step(model, &t->train_loader, t->saver, lr, muon_lr)) { break; }
         t->step++;
         t->position = t->train_loader.position;
-        if (kDeviceIsAsync && report_rewinds()) { continue; }               // the step before
         reports_end(&reports, step, model->state, model->stream);
         // the last step is awaited inside the loop, because it, too, may send the run back
-        if (!kDeviceIsAsync || t->step == run.max_steps) { report_rewinds(); }
+        report_rewinds(kDeviceIsAsync && t->step < run.max_steps ? 1 : 0);
     }
-    report_rewinds();                           // if a signal ended the loop, a step is pending
+    report_rewinds(0);                          // if a signal ended the loop, a step is pending
     report_line(&reports.report);               // the last steps, fewer than --log-every
     if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     check_ranks(model, t->step);                // a model on which the ranks disagree is not saved
@@ -6524,7 +6544,7 @@ static void train(Training* t) {
 // -x 0 without --prompt. False: the loss is not finite.
 static bool validate_alone(Training* t) {
     const DataLoader& loader = t->val_loader;
-    const int64_t rows = std::min((int64_t)run.val_batches * run.B, loader.samples_per_epoch);
+    const int64_t rows = std::min(val_rows(), loader.samples_per_epoch);
     say("evaluating %s on %s: %lld of %lld rows of %d tokens\n", shown(run.model).c_str(),
         shown(run.val_data).c_str(), (long long)rows, (long long)loader.samples_per_epoch, run.T);
     fflush(stdout);

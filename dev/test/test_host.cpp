@@ -20,6 +20,7 @@ from run to run.
 #include "llmc/host_memory.h"
 #include "llmc/model/lanes.h"
 #include "llmc/model/memory_plan.h"
+#include "llmc/model/muon_plan.h"
 #include "llmc/rand.h"
 #include "llmc/data/sampler.h"
 #include "llmc/run/schedulers.h"
@@ -281,6 +282,40 @@ static void test_memory() {
 }
 
 // ---- json.h ----
+
+// ---- muon_plan.h ----
+
+// GPT-2's matrices, and with `gate_rows` one more, as other families have.
+static std::vector<ParamSpec> muon_table(size_t C, size_t gate_rows, int L) {
+    auto matrix = [&](const char* name, size_t rows, size_t cols, int parts) {
+        return param_spec(name, 2, Where::Block, rows, cols, Init::Normal, Kind::Matrix, rows, parts, 0, "",
+                          L);
+    };
+    std::vector<ParamSpec> specs = {matrix("qkvw", 3 * C, C, 3), matrix("attprojw", C, C, 1),
+                                    matrix("fcw", 4 * C, C, 1), matrix("fcprojw", C, 4 * C, 1),
+                                    matrix("gatew", gate_rows, C, 1)};
+    param_offsets(&specs, L);
+    return specs;
+}
+
+static void test_muon_plan() {
+    const size_t C = 64;
+    for (const size_t gate_rows : {(size_t)0, 2 * C, 4 * C, 8 * C}) TEST("muon: room for every shape") {
+        const std::vector<ParamSpec> specs = muon_table(C, gate_rows, 12);
+        const Layout layout = param_layout(specs, 12, {}, false, true);
+        const MuonShare share = muon_share(layout, specs, {}, 2, (size_t)1 << 20);
+        size_t products = 0, sums = 0;
+        for (const MuonShape& s : muon_shapes(specs, layout.buckets[1].padded, share.each)) {
+            const size_t size = (size_t)s.rows * s.cols;
+            products = std::max(products, s.places.count() * size * 2);
+            sums = std::max(sums, s.places.count() * ceil_div(size, kChunk) * sizeof(double));
+        }
+        CHECK(products <= share.place && share.place < products + kAlign && sums == share.sums,
+              "%zu rows: a place of %zu bytes for %zu, sums of %zu for %zu", gate_rows, share.place, products,
+              share.sums, sums);
+        CHECK(share.each > 0 && share.each < 12, "%d layers at a time", share.each);
+    }
+}
 
 static void test_json() {
     TEST("json: writing, and reading that again") {
@@ -1199,6 +1234,7 @@ int main() {
     folder_begin("host");
     test_check();
     test_memory();
+    test_muon_plan();
     test_json();
     test_numbers();
     test_flags();

@@ -638,7 +638,8 @@ def test_bad_loss_again(rewinding):
     """The fourth time, and where there is no checkpoint, the run ends."""
     many = {**rewinding, **rare_rows("many.bin", range(12, 290))}
     result = run({**many, "-n": 10, "-x": 200, "-o": "too_often"})
-    fails(result, "\nerror: 20 updates in a row were skipped, after going back 3 times")
+    fails(result, "\nerror: 20 updates in a row were skipped, after going back 3 times: the run stops")
+    assert result.code == 1 and "its state is saved" in result.err
     assert result.err.count("warning: 20 updates") == 3
     fails(run({**many, "-n": 0, "-o": "nowhere"}), "no checkpoint to go back to")
 
@@ -656,13 +657,18 @@ def test_two_ranks_go_back(rewinding):
 
 @pytest.mark.cpu_only
 def test_stop_at_bad_loss(rewinding):
-    """--on-bad-loss stop: the last checkpoint stays, and the run can go on from it by going back."""
-    flags = {**rewinding, **rare_rows("stop.bin", range(12, 39)), "-n": 12, "-nk": 0}
-    result = run({**flags, "--on-bad-loss": "stop", "-o": "stop"})
-    fails(result, f"the run stops after step {31 + reports_late()}, and the last checkpoint is of step 24")
-    assert (steps_of("stop"), left_over("stop")) == ([12, 24], [])
-    assert run({**flags, "-o": "stop_judge"}).code == 0 == run({**flags, "-y": 1, "-o": "stop"}).code
-    assert unlike("stop", "stop_judge") == []
+    """--on-bad-loss stop: the state is saved, and -y 1 goes on from it, with twenty more to come."""
+    bad = rare_rows("stop.bin", range(12, 39))
+    flags = {**rewinding, **bad, "-n": 12, "--on-bad-loss": "stop", "-o": "stop"}
+    last = 31 + reports_late()
+    fails(run(flags), f"20 updates in a row were skipped: the run stops after step {last}, and its state is")
+    assert (steps_of("stop"), left_over("stop")) == ([24, last], [])
+    assert log_columns("stop")["step"] == list(range(last))
+    result = run({**flags, "-y": 1})
+    assert (result.code, result.skips()) == (0, [*range(last + 1, 39)])
+    assert log_columns("stop")["step"] == list(range(60)) and steps_of("stop")[-1] == 60
+    nothing = run({**flags, "-o": None})
+    fails(nothing, "and there is no checkpoint")
 
 
 # Each step's line of main.log; the first time back is behind line 31, to step 9

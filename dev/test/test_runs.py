@@ -19,7 +19,8 @@ from checks import ROOT, read, write
 from jobs import STOPPING, TERM, UNREAD, Job
 from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program, Result, assert_close,
                      flags_of, log_columns, log_lines, logged_steps, metrics, model_path, need_fp8, on_cpu,
-                     refused, run, run_ok, sentences, settings_of, tolerance, write_questions, write_shard)
+                     read_shard, refused, run, run_ok, sentences, settings_of, tolerance, write_questions,
+                     write_shard)
 
 FIXTURE = os.path.join(ROOT, "dev/reference/fixture")
 
@@ -354,15 +355,23 @@ def evaluate(folder, flags=None, **popen):
 
 def test_folder(folder):
     """It is its newest whole model, run as the run did."""
-    model, own = f"{folder}/model_%08d.bin", {"-j": "own_val.bin", "-b": 3, "-t": 24, "-m": 7, "-f": None}
-    losses = {k: run_ok({**own, "-e": model % k, "-x": 0}).val_losses() for k in (2, 4, 6)}
+    model = f"{folder}/model_%08d.bin"
+
+    def loss_of(step, data="own_val.bin", rows=3 * 7, length=24):
+        tokens = read_shard(data)[:rows * length + 1]       # a set that ends where the run's validation does
+        own = {"-j": write_shard("first.bin", tokens), "-b": 3, "-t": length, "-f": None}
+        return run_ok({**own, "-e": model % step, "-x": 0}).val_losses()
+
+    losses = {k: loss_of(k) for k in (2, 4, 6)}
     assert len({str(loss) for loss in losses.values()}) == 3
     assert evaluate(folder + "//") == (model % 6, losses[6], "")
     last = log_lines(folder, "tel")[-1].split("tel:")[1]
     assert_close(losses[6], [float(last)], tolerance(0, 1e-2), "the run's last validation loss")
-    for name, value in (("-j", "val.bin"), ("-b", 2), ("-t", 8), ("-m", 3)):        # stronger than the run's
-        want = run_ok({**own, name: value, "-e": model % 6, "-x": 0}).val_losses()
-        assert evaluate(folder, {name: value})[1] == want != losses[6]
+    for flag, value, want in (("-j", "val.bin", loss_of(6, data="val.bin")), ("-t", 8, loss_of(6, length=8)),
+                              ("-m", 3, loss_of(6, rows=3 * 3))):                   # stronger than the run's
+        assert evaluate(folder, {flag: value})[1] == want != losses[6]
+    for rows in (1, 2, 8, 16):                          # -b does not choose what is read
+        assert_close(evaluate(folder, {"-b": rows})[1], losses[6], tolerance(1e-6, 1e-3), f"-b {rows}")
     os.mkdir("elsewhere")
     assert evaluate("../" + folder, cwd="elsewhere")[1:] == (losses[6], "")
     assert evaluate(os.path.abspath(folder), {"--verbose": -1}, cwd="elsewhere")[1] == losses[6]
@@ -381,8 +390,9 @@ def test_folder(folder):
         os.remove(path)
     assert evaluate("runs/damaged") == (damaged % 9, losses[2], "")
     os.remove("runs/damaged/run.json")
-    _, loss, err = evaluate("runs/damaged", own)
-    assert loss == losses[2] and "run.json is not there" in err
+    _, loss, err = evaluate("runs/damaged", {"-j": "first.bin", "-t": 24, "-f": None, "-b": 3})
+    assert "run.json is not there" in err and loss == run_ok(
+        {"-e": damaged % 9, "-j": "first.bin", "-t": 24, "-f": None, "-b": 3, "-x": 0}).val_losses()
     for path in glob.glob("runs/damaged/model_*"):
         os.truncate(path, 0)
     refused({"-e": "runs/damaged"}, "no whole model_*.bin")

@@ -169,6 +169,11 @@ def write_shard(path, tokens, magic=SHARD_MAGIC, version=1, count=None):
     return write(path, header + struct.pack(f"<{len(tokens)}H", *tokens))
 
 
+def read_shard(path):
+    body = read(path)[1024:]
+    return struct.unpack(f"<{len(body) // 2}H", body)
+
+
 def write_questions(path, questions, labels, tokenizer=0):
     """questions: [(context, four completions)]"""
     body, longest = [], 0

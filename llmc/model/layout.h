@@ -3,8 +3,8 @@ Where a model's tensors lie in memory. The rows of its two tables (train_gpt2.cu
 The buckets of parameters, gradients and optimizer state follow from the specs, and so do each rank's shards.
 
     std::vector<ParamSpec> specs = {
-        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, 0, "", L),
-        param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C, 3, "", L)};
+        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, 0, 0, "", L),
+        param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C, 3, 4, "", L)};
     param_offsets(&specs, L);
     const Layout layout = param_layout(specs, L, {.rank = 0, .world = 8, .zero = 1}, false, false);
     const ParamAddress at = param_address(specs, layout, 1, l);     // of layer l's qkvw: bucket and element
@@ -38,6 +38,7 @@ struct ParamSpec {
     int copies;             // 1, or L; 0: this model does not have the tensor
     size_t rows, cols, live_rows;       // live_rows: without padding
     int muon;               // number of matrices that it stacks for Muon; 0: AdamW updates it
+    uint32_t id;            // of the random stream that its first values are drawn from
     const char* hf;         // name in Hugging Face's files
     size_t elems;           // rows*cols: one copy, as in files
     size_t slot;            // elems, rounded up to the next tensor's alignment
@@ -78,12 +79,14 @@ static inline size_t size_check(const char* name, double elements) {
 
 // A row of GPT2_PARAMS; L: the model's layers.
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
-                                   Init init, Kind kind, size_t live_rows, int muon, const char* hf, int L) {
+                                   Init init, Kind kind, size_t live_rows, int muon, uint32_t id,
+                                   const char* hf, int L) {
     const size_t elems = rows * cols;
     const size_t slot = round_up(elems, kAlign / 2);    // a multiple of kAlign bytes for 2-byte elements, too
     const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
     size_check(name, (double)rows * (double)cols * copies);
-    return {name, where, init, kind, copies, rows, cols, live_rows, muon, hf, elems, slot, elem_bytes, 0, 0};
+    return {name, where, init, kind, copies, rows, cols, live_rows, muon, id, hf, elems, slot, elem_bytes, 0,
+            0};
 }
 
 // A row of GPT2_ACTS, placed at *offset, which moves on.

@@ -2,7 +2,7 @@
 What Muon does with the layers' matrices: how many layers at a time, which of them a rank has, and how much
 memory that takes. Host only.
 
-    const MuonShare share = muon_share(layout, C, split, sizeof(float), (size_t)576 << 20);
+    const MuonShare share = muon_share(layout, specs, split, sizeof(float), (size_t)576 << 20);
     for (int first = 0; first < L; first += share.together) {
         ...                                     // rank r: layers first + r * share.each and on, share.each
         for (const MuonShape& s : muon_shapes(specs, stride, layers)) { ... }           // of one shape each
@@ -19,30 +19,6 @@ memory that takes. Host only.
 #include "../numbers.h"     // gives: ceil_div, round_up
 #include "../ops/ops.h"     // gives: MuonPlaces, kMuonParts, kChunk
 #include "layout.h"         // gives: Layout, ParamSpec, Split, kAlign
-
-// Muon works on `together` layers at a time, so that its memory stays below `most_bytes` if one layer's does.
-// Each rank orthogonalises the matrices of `each` of them, rank 0 those of the first. A buffer has room for
-// all their matrices (a bucket's padded elements a layer), for what the momentum gives and for what comes of
-// it: the ranks gather the shards of both. Four places, of 4 C C elements for each of the rank's layers, are
-// for the products of one shape. Layers cost alike, so the ranks' work differs by a layer at most: 12 layers
-// on 8 ranks are two for each of six of them. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
-struct MuonShare {
-    int each, together;
-    size_t elems;           // of the buffer
-    size_t place, sums;     // bytes of one of the four places, and of sums
-};
-static inline MuonShare muon_share(const Layout& layout, int C, const Split& split, size_t elem_bytes,
-                                   size_t most_bytes) {
-    static_assert(kMuonParts <= 4, "a place for fc's matrix is one for so many of a fourth of its size");
-    const size_t padded = layout.buckets[1].padded, square = (size_t)C * C;
-    const size_t least = (split.world * padded + 4 * 4 * square) * elem_bytes;     // with a layer each
-    const int at_once = ceil_div(layout.L, split.world);                // if there is memory
-    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, most_bytes / least));
-    const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
-    const size_t sums = 4 * ceil_div(square, kChunk) * sizeof(double);
-    return {each, each * split.world, each * split.world * padded,
-            round_up(each * 4 * square * elem_bytes, kAlign), each * sums};
-}
 
 // Matrices of `layers` layers that have the same shape are multiplied in one call. stride: elements from a
 // layer's bucket to the next one's.
@@ -62,6 +38,34 @@ static inline std::vector<MuonShape> muon_shapes(const std::vector<ParamSpec>& s
         }
     }
     return shapes;
+}
+
+// Muon works on `together` layers at a time, so that its memory stays below `most_bytes` if one layer's does.
+// Each rank orthogonalises the matrices of `each` of them, rank 0 those of the first. A buffer holds all
+// their matrices (a bucket's padded elements a layer): first what the momentum gives, then what is made of
+// it. The ranks gather the shards of both. Four places are for products; each has room for any one shape's.
+// Layers cost alike, so the ranks' work differs by a layer at most: 12 layers on 8 ranks are two for each of
+// six of them. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
+struct MuonShare {
+    int each, together;
+    size_t elems;           // of the buffer
+    size_t place, sums;     // bytes of one of the four places, and of sums
+};
+static inline MuonShare muon_share(const Layout& layout, const std::vector<ParamSpec>& specs,
+                                   const Split& split, size_t elem_bytes, size_t most_bytes) {
+    size_t elems = 0, chunks = 0;               // of the shape that needs most, in one layer
+    for (const MuonShape& s : muon_shapes(specs, 0, 1)) {
+        const size_t size = (size_t)s.rows * s.cols;
+        elems = std::max(elems, s.places.parts * size);
+        chunks = std::max(chunks, s.places.parts * ceil_div(size, kChunk));
+    }
+    const size_t padded = layout.buckets[1].padded;
+    const size_t least = (split.world * padded + 4 * elems) * elem_bytes;          // with a layer each
+    const int at_once = ceil_div(layout.L, split.world);                // if there is memory
+    const int most = (int)std::min((size_t)at_once, std::max((size_t)1, most_bytes / least));
+    const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
+    return {each, each * split.world, each * split.world * padded,
+            round_up(each * elems * elem_bytes, kAlign), each * chunks * sizeof(double)};
 }
 
 #endif  // LLMC_MODEL_MUON_PLAN_H

@@ -89,6 +89,7 @@ struct RunConfig {
     bool resumed;                   // continues from a checkpoint
     bool again;                     // -y 1 without a checkpoint: begins again with the settings of run.json
     bool own_launch;                // -y 1: --gpus was taken from run.json
+    int folder_B;                   // -e FOLDER: -b of the folder's run; 0: not known
 };
 static RunConfig run;
 
@@ -165,7 +166,8 @@ static const Flag kFlags[] = {
     {"v",   "val-every",       FLAG_INT,    &run.val_every,      "20",      0, INT_MAX, nullptr,
         "validate every N steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
-        "batches per validation, at most the whole set"},
+        "batches per validation, at most the whole set; with -x 0 of the run's -b rows, or of 64 where -e is "
+        "no run's folder"},
     {"",    "log-every",       FLAG_INT,    &run.log_every,      "0",       0, INT_MAX, nullptr,
         "a line every N steps, with their means; 0: each step, or on a terminal some 20 in all; main.log and "
         "metrics.jsonl have each step"},
@@ -344,6 +346,13 @@ static inline bool run_writes_text() {
 static inline bool run_validates() {
     if (run_task() == Task::Train) { return run.val_every > 0; }
     return run_task() == Task::Evaluate && (!run.evaluate || run_given("val-data"));
+}
+
+// The rows that a validation reads, if the set has so many: -m batches of the run's -b. An evaluation thus
+// reads what the run has read, whatever its own -b. For a model without a run a batch is 64 rows.
+static inline int64_t val_rows() {
+    const bool own = run_task() == Task::Train || run.resumed;
+    return (int64_t)run.val_batches * (own ? run.B : run.folder_B > 0 ? run.folder_B : 64);
 }
 
 // ---- what all ranks must agree on ----

@@ -25,6 +25,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 
 #include "../check.h"               // gives: die, shown, file_size
 #include "../facts.h"               // gives: Facts, facts_find
+#include "../numbers.h"             // gives: parse_int
 #include "../comm/comm.h"           // gives: comm, comm_broadcast, comm_foreign, warn
 #include "../files/checkpoints.h"   // gives: checkpoint_model, checkpoint_steps, model_file_error
 #include "../files/json.h"          // gives: json_file_read
@@ -105,6 +106,9 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
         const std::string name = flag.name, *value = facts_find(values, "settings." + name);
         const bool was_open = std::count(left_open.begin(), left_open.end(), name) > 0;
         const bool taken = begins_again ? flag.resume != FLAG_NOW && !was_open : needed.count(name) > 0;
+        if (int64_t n; name == "micro-batch" && value && parse_int(*value, &n) && n >= 1 && n <= flag.max) {
+            run.folder_B = (int)n;
+        }
         if (flag.given || !value || !taken) { continue; }
         const bool is_data = std::count(std::begin(kDataFlags), std::end(kDataFlags), name) > 0;
         const bool is_file = is_data || (name == "model" && model_is_file(*value));

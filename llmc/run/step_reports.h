@@ -6,7 +6,7 @@ always has work.
     reports_init(&reports, config, parameters, T, device, low_precision);
     reports_begin(&reports, step, stream);                      // enqueued before a step's work
     reports_end(&reports, step, model.state, stream);           // and after it
-    const bool hopeless = report_step(&reports, &logger, schedule);     // waits, prints and logs
+    while (reports_waiting(reports) > 1) { report_step(&reports, &logger, schedule); }  // prints and logs
     reports_free(&reports);
 */
 #ifndef LLMC_RUN_STEP_REPORTS_H
@@ -39,7 +39,7 @@ struct Reports {
     static const int kSlots = 2;
     DeviceState* states;                    // (kSlots) pinned
     Event begun[kSlots], ended[kSlots];     // the device's clock measures a step: the host may be far ahead
-    int64_t pending;                        // the step whose report is awaited; -1: none
+    int64_t first, end;                     // steps [first, end) have ended or will, and wait for a report
     Report report;                          // the terminal's lines
 };
 
@@ -51,7 +51,7 @@ static inline void reports_init(Reports* r, const Config& config, double paramet
         r->begun[slot] = event_create();
         r->ended[slot] = event_create();
     }
-    r->pending = -1;
+    r->first = r->end = 0;
     r->report = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
     if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(device.bus_id); }
     const GpuKind* gpu = gpu_kind(device.name);
@@ -76,15 +76,18 @@ static inline void reports_begin(Reports* r, int64_t step, Stream stream) {
 static inline void reports_end(Reports* r, int64_t step, const DeviceState* state, Stream stream) {
     copy_to_host(&r->states[step % Reports::kSlots], state, sizeof(DeviceState), stream);
     event_record(r->ended[step % Reports::kSlots], stream);
-    r->pending = step;
+    if (r->first == r->end) { r->first = step; }
+    r->end = step + 1;
 }
 
-// Waits for the pending report, prints and logs it. True: too many updates in a row were skipped.
+static inline int64_t reports_waiting(const Reports& r) { return r.end - r.first; }
+static inline void reports_drop(Reports* r) { r->first = r->end; }
+
+// Waits for the oldest step without a report, prints and logs it. True: too many updates in a row were
+// skipped.
 static inline bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
-    if (r->pending < 0) { return false; }
-    const int64_t step = r->pending;
+    const int64_t step = r->first++;
     const int slot = (int)(step % Reports::kSlots);
-    r->pending = -1;
     {
         CommWait waiting;                   // it may wait for other ranks
         event_wait(r->ended[slot]);
