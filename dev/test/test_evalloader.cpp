@@ -254,7 +254,8 @@ static void test_score() {
         CHECK(s.asked == 0 && isnan(s.acc) && isnan(s.acc_norm), "acc %f", s.acc);
         CHECK(s.loss == 1.5 && fabs(s.word_ppl - exp(2.5)) < 1e-9, "loss %f, %f", s.loss, s.word_ppl);
         // two completions: the second; five: the last, and the third by means
-        const std::vector<Texts> mixed = {alone, {1, {{5}, {1}, {2}}}, {2, {{5}, {1}, {2}, {3, 4}, {4}, {6}}}};
+        const std::vector<Texts> mixed = {
+            alone, {1, {{5}, {1}, {2}}}, {2, {{5}, {1}, {2}, {3, 4}, {4}, {6}}}};
         const EvalScore m = score_of(set_of(file_of(mixed), 10, 2, 4), {{9}, {3, 2}, {3, 3, 4, 3, 2.5}});
         CHECK(m.asked == 2 && m.acc == 0.5 && m.acc_norm == 1.0, "acc %f, acc_norm %f", m.acc, m.acc_norm);
         CHECK(m.loss == (4.5 + 2 + 2) / 3 && fabs(m.word_ppl - exp(5.0)) < 1e-9, "loss %f", m.loss);

@@ -68,7 +68,7 @@ struct EvalBatch { int64_t first; int rows, T; };       // rows first .. first +
 struct EvalSet {
     std::string path;
     uint32_t tokenizer;                         // a TokenizerId of tokenizer.h; 0: not known
-    bool context_last;                          // rows are completion and context, not context and completion
+    bool context_last;                          // a row is a completion, then the context
     int B, T;                                   // B*T positions fit into a batch
     std::vector<uint16_t> words;                // the file without its header
     std::vector<EvalQuestion> questions;
@@ -76,9 +76,9 @@ struct EvalSet {
     std::vector<EvalBatch> batches;
 };
 
-// asked: how many questions have several completions; acc and acc_norm are theirs, or NaN. loss: the mean loss
-// of the right completion, averaged over questions. word_ppl: the exponential of the average of its summed
-// loss. All four are NaN if a loss is not finite.
+// asked: how many questions have several completions; acc and acc_norm are of these, or NaN. loss: the mean
+// loss of the right completion, averaged over questions. word_ppl: the exponential of the average of its
+// summed loss. All four are NaN if a loss is not finite.
 struct EvalScore { int64_t asked; double acc, acc_norm, loss, word_ppl; };
 
 // ---- the file ----
@@ -110,8 +110,8 @@ static inline std::string evalset_read(EvalSet* set, int64_t* questions, int64_t
         error = format("'%s' is of version %d, only version %d can be read\n%s", path, header[1],
                        kEvalVersion, hint);
     } else if (header[5] != 0 && header[5] != 1) {
-        error = format("'%s': its header says %d for the context's place, 0 (first) and 1 (last) are possible",
-                       path, header[5]);
+        error = format("'%s': its header says %d for the context's place, 0 (first) and 1 (last) are "
+                       "possible", path, header[5]);
     } else if (*questions < 1 || *questions > kEvalMostQuestions) {
         error = format("'%s': its header says %lld questions, 1 to %lld are possible", path,
                        (long long)*questions, (long long)kEvalMostQuestions);
