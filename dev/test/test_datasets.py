@@ -832,6 +832,7 @@ def test_table():
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
         assert d.kind in ("text", "shards", "debian", "files", "choices", "plays")
+        assert d.kind != "choices" or d.questions and d.stem
     names = [d.name for d in get.DATASETS]
     assert len(set(names)) == len(names)
     reader, pipe = os.pipe()
