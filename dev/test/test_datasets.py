@@ -757,10 +757,10 @@ def test_pypi():
     ("hellaswag", "{\n", "hellaswag_val.jsonl"), ("hellaswag", '{"ctx": "x", "label": 0}\n', "_val.jsonl"),
     ("hellaswag", '{"ctx": "x", "label": 4, "endings": ["a", "b", "c", "d"]}\n', "hellaswag_val.jsonl"),
     ("hellaswag", '{"ctx": "x", "label": -1, "endings": ["a", "b", "c", "d"]}\n', "line 1"),
-    ("hellaswag", '{"ctx": "x", "label": 1, "endings": ["a", "b"]}\n' * 10041, "10041 questions; hellaswag"),
+    ("hellaswag", '{"ctx": "x", "label": 1, "endings": ["a", "b"]}\n' * 10041, "10041 questions, and hella"),
     ("mmlu", MMLU[:1500], "data.tar"), ("mmlu", archive({"data/x": b""}), "0 questions"),
     ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,E\n"}), "a_test.csv row 1"),
-    ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,A\n" * 14079}), "14079 questions: those of an")],
+    ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,A\n" * 14079}), "mmlu has 14042: it is an older")],
     ids=["no JSON", "no endings", "label", "below 0", "one less", "cut", "no questions", "no letter", "old"])
 def test_bad_questions(name, data, said):
     write("bad/" + ("data.tar" if name == "mmlu" else "hellaswag_val.jsonl"), data)
