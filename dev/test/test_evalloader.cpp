@@ -39,12 +39,14 @@ static std::string bytes_of(const File& file) {
            std::string((const char*)file.words.data(), 2 * file.words.size());
 }
 
-static std::vector<Texts> made_up(int count, int V, int longest, unsigned seed) {
+// choices: of each question; 0: 1 to 8, a different number each
+static std::vector<Texts> made_up(int count, int V, int longest, unsigned seed, int choices = 4) {
     std::mt19937 rng(seed);
     std::vector<Texts> questions;
     for (int i = 0; i < count; i++) {
-        Texts q = {(int)(rng() % 4), {}};
-        for (int part = 0; part < 5; part++) {
+        const int most = choices ? choices : 1 + i % 8;
+        Texts q = {(int)(rng() % (unsigned)most), {}};
+        for (int part = 0; part <= most; part++) {
             Words tokens(1 + rng() % (unsigned)longest);
             for (uint16_t& token : tokens) { token = (uint16_t)(rng() % (unsigned)V); }
             q.parts.push_back(tokens);
@@ -91,6 +93,7 @@ static void test_wrong_files() {
         {true, 2, 4, longest, {"question 3", "cut off"}},
         {true, 2, 1000, longest, {"truncated", "1000 questions"}},
         {true, 2, 2, roomy, {"behind its last question"}},
+        {true, 5, 2, longest, {"2 for the context's place", "0 (first) and 1 (last)"}},
         {true, 4, 0, 65536, {"65536 bytes"}},
         {true, 4, 0, 30, {"30"}},
         {true, 4, 0, longest - 2, {"has " + std::to_string(longest) + " bytes"}},
@@ -102,7 +105,9 @@ static void test_wrong_files() {
         {false, second + 1, 65534, roomy, {"question 1", "65534 bytes", "are left"}},
         {false, second + 2, 0, longest, {"question 1", "number 0"}},
         {false, second + 3, 4, longest, {"question 1", "answer 4", "0..3"}},
-        {false, second + 4, 3, longest, {"3 completions", "4"}},
+        {false, second + 4, 3, longest, {"question 1", "its texts fill"}},
+        {false, second + 4, 0, longest, {"0 completions", "1 to 8"}},
+        {false, second + 4, 9, longest, {"9 completions", "1 to 8"}},
         {false, context, 0, longest, {"context", "0 tokens"}},
         {false, completion, 60000, longest, {"completion 0", "60000 tokens"}},
         {false, last, good.words[last] + 1, longest, {"completion 3", "are possible"}},
@@ -138,7 +143,10 @@ static void test_wrong_files() {
 
 // Rows as long as their question, each once, in batches as long as their longest row, rounded up to 32.
 static void check_batches(const EvalSet& set, const std::vector<Texts>& questions, int B, int T) {
-    std::vector<int> seen(4 * questions.size());
+    std::vector<int> seen(8 * questions.size()), once(seen);
+    for (size_t i = 0; i < questions.size(); i++) {
+        std::fill_n(once.begin() + 8 * (long)i, questions[i].parts.size() - 1, 1);
+    }
     int64_t at = 0;
     bool sized = true, full = true;
     for (const EvalBatch& batch : set.batches) {
@@ -148,7 +156,7 @@ static void check_batches(const EvalSet& set, const std::vector<Texts>& question
             const EvalRow& row = set.rows[(size_t)at++];
             const Texts& q = questions[(size_t)row.question];
             const int tokens = (int)(q.parts[0].size() + q.parts[(size_t)row.choice + 1].size());
-            seen[(size_t)(4 * row.question + row.choice)]++;
+            seen[(size_t)(8 * row.question + row.choice)]++;
             sized = sized && row.positions == std::min(tokens - 1, T) && row.positions <= batch.T &&
                     batch.T < row.positions + 32;
         }
@@ -159,16 +167,18 @@ static void check_batches(const EvalSet& set, const std::vector<Texts>& question
         full = full && a.T <= b.T && (a.T != b.T || (a.rows + 1) * a.T > B * T);
     }
     CHECK(sized && full, "B=%d T=%d: sizes of batches: %d, %d", B, T, sized, full);
-    CHECK(at == (int64_t)set.rows.size() && seen == std::vector<int>(4 * questions.size(), 1),
+    CHECK(at == (int64_t)set.rows.size() && seen == once,
           "B=%d T=%d: %lld rows, or not each once", B, T, (long long)at);
 }
 
 static void test_rows() {
     const std::vector<Texts> questions = made_up(40, 300, 70, 3), shortest = {{3, {{5}, {1}, {2}, {3}, {4}}}};
+    const std::vector<Texts> uneven = made_up(40, 300, 70, 4, 0), one = {{0, {{5}, {1}}}};
     for (int B : {1, 2, 3, 7, 64}) {
         for (int T : {1, 2, 31, 32, 33, 64, 100, 139, 140, 1024}) {
-            check_batches(set_of(file_of(questions), 300, B, T), questions, B, T);
-            check_batches(set_of(file_of(shortest), 6, B, T), shortest, B, T);
+            for (const auto& some : {questions, shortest, uneven, one}) {
+                check_batches(set_of(file_of(some), 300, B, T), some, B, T);
+            }
         }
     }
     const EvalSet set = set_of(file_of(shortest), 6, 2, 32);
@@ -176,6 +186,29 @@ static void test_rows() {
     const EvalSet long_ones = set_of(file_of(made_up(200, 300, 90, 4)), 300, 4, 1024);
     const int64_t positions = evalset_positions(&long_ones);
     CHECK(8 * positions <= 800 * 1024, "lengths like HellaSwag's: %lld positions", (long long)positions);
+}
+
+// What the model reads, and where and which the targets are: of the question's two rows, in one batch.
+static void check_fill(bool context_last, const std::vector<int>& inputs, const std::vector<int>& places,
+                       const std::vector<int>& targets) {
+    File file = file_of({{1, {{1, 2, 3}, {4}, {5, 6}}}});
+    file.header[5] = context_last;
+    const EvalSet set = set_of(file, 9, 2, 4);
+    std::vector<int> in(8), at(8), to(8);
+    const size_t count = (size_t)evalset_fill(&set, set.batches.at(0), in.data(), at.data(), to.data());
+    CHECK(set.batches.size() == 1 && count == places.size(), "%zu losses", count);
+    at.resize(count), to.resize(count);
+    CHECK(in == inputs && at == places && to == targets, "context last: %d", context_last);
+    std::vector<double> sums(2);
+    const std::vector<float> losses = {1, 2, 4, 8, 16, 32};
+    CHECK_IS(evalset_sum(&set, set.batches[0], losses.data(), sums.data()), count);
+    const std::vector<double> wanted = context_last ? std::vector<double>{7, 56} : std::vector<double>{1, 6};
+    CHECK(sums == wanted, "sums %g and %g", sums[0], sums[1]);
+}
+
+static void test_fill() {
+    check_fill(false, {1, 2, 3, 0, 1, 2, 3, 5}, {2, 6, 7}, {4, 5, 6});
+    check_fill(true, {4, 1, 2, 0, 5, 6, 1, 2}, {0, 1, 2, 5, 6, 7}, {1, 2, 3, 1, 2, 3});
 }
 
 // ---- the score ----
@@ -209,9 +242,23 @@ static void test_score() {
             CHECK(s.loss == (0.5 + 2.0 + 1.0 + 0.0) / 4, "loss %f", s.loss);
             for (double bad : {(double)NAN, (double)INFINITY}) {        // even of one that is not asked for
                 const EvalScore n = score_of(set, {{0, bad, 2, 3}, {4, 3, 2, 1}, {4, 3, 2, 1}, {0, 9, 9, 9}});
-                CHECK(isnan(n.acc) && isnan(n.acc_norm) && isnan(n.loss), "acc %f, loss %f", n.acc, n.loss);
+                CHECK(isnan(n.acc) && isnan(n.acc_norm) && isnan(n.loss) && isnan(n.word_ppl) && n.asked == 4,
+                      "acc %f, loss %f", n.acc, n.loss);
             }
         }
+    }
+    TEST("questions of one completion have a loss and a perplexity, and no part in the accuracy") {
+        const Texts alone = {0, {{5}, {1, 2}}};
+        const EvalSet none = set_of(file_of({alone, {0, {{6}, {1}}}}), 10, 2, 4);
+        const EvalScore s = score_of(none, {{4}, {1}});
+        CHECK(s.asked == 0 && isnan(s.acc) && isnan(s.acc_norm), "acc %f", s.acc);
+        CHECK(s.loss == 1.5 && fabs(s.word_ppl - exp(2.5)) < 1e-9, "loss %f, %f", s.loss, s.word_ppl);
+        // two completions: the second; five: the last, and the third by means
+        const std::vector<Texts> mixed = {
+            alone, {1, {{5}, {1}, {2}}}, {2, {{5}, {1}, {2}, {3, 4}, {4}, {6}}}};
+        const EvalScore m = score_of(set_of(file_of(mixed), 10, 2, 4), {{9}, {3, 2}, {3, 3, 4, 3, 2.5}});
+        CHECK(m.asked == 2 && m.acc == 0.5 && m.acc_norm == 1.0, "acc %f, acc_norm %f", m.acc, m.acc_norm);
+        CHECK(m.loss == (4.5 + 2 + 2) / 3 && fabs(m.word_ppl - exp(5.0)) < 1e-9, "loss %f", m.loss);
     }
     TEST("facts tell sets apart") {
         const EvalSet none = {};
@@ -231,6 +278,7 @@ int main() {
     folder_begin("evalloader");
     TEST("what does not fit is one sentence") { test_wrong_files(); }
     TEST("every completion is a row, in batches without waste, for any B and T") { test_rows(); }
+    TEST("the context is first or last, and the text behind it counts") { test_fill(); }
     test_score();
     return folder_end();
 }

@@ -991,7 +991,8 @@ static void test_logger() {
         const std::string begin = "s:0 trl:11.023457 lr:6.000000e-05 norm:2.2500\ns:1 tel:10.500000\n";
         CHECK_TEXT(read_text(run + "/main.log"), begin);
         logger_train(&log, {3000000000, -NAN, 0.0, INFINITY, 1ll << 40, 1, 1});
-        logger_eval(&log, 2, {0.125, 0.25, 3.5});
+        logger_eval(&log, 2, {4, 0.125, 0.25, 3.5, 99.0});
+        logger_eval(&log, 3, {0, NAN, NAN, 3.5, 64.5});     // no accuracy: nothing in main.log
         logger_free(&log);
         logger_free(&log);
         CHECK_TEXT(read_text(run + "/main.log"),
@@ -1001,7 +1002,8 @@ static void test_logger() {
                    "\"ms\": 12.5, \"tokens_per_s\": 1310720}\n{\"step\": 1, \"val_loss\": 10.5}\n"
                    "{\"step\": 3000000001, \"loss\": null, \"lr\": 0, \"norm\": null, "
                    "\"tokens\": 1099511627776, \"ms\": 1, \"tokens_per_s\": 1}\n"
-                   "{\"step\": 2, \"eval_acc_norm\": 0.25, \"eval_acc\": 0.125, \"eval_loss\": 3.5}\n");
+                   "{\"step\": 2, \"eval_acc_norm\": 0.25, \"eval_acc\": 0.125, \"eval_loss\": 3.5}\n"
+                   "{\"step\": 3, \"eval_loss\": 3.5, \"eval_word_ppl\": 64.5}\n");
         CHECK_TEXT(read_text(run + "/run.json"), "{\n\"settings\": " + flags_json(flags, num_flags) +
                    ",\n\"program\": \"test \\\"host\\\"\"\n}\n");
     }

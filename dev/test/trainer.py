@@ -174,8 +174,8 @@ def read_shard(path):
     return struct.unpack(f"<{len(body) // 2}H", body)
 
 
-def write_questions(path, questions, labels, tokenizer=0):
-    """questions: [(context, four completions)]"""
+def write_questions(path, questions, labels, tokenizer=0, context_last=0):
+    """questions: [(context, completions)]"""
     body, longest = [], 0
     for i, ((context, completions), label) in enumerate(zip(questions, labels)):
         words = [65535, 0, i, label, len(completions)]
@@ -184,7 +184,7 @@ def write_questions(path, questions, labels, tokenizer=0):
         words[1] = 2 * len(words)
         longest = max(longest, words[1])
         body.append(struct.pack(f"<{len(words)}H", *words))
-    header = struct.pack("<256i", EVAL_MAGIC, 1, len(body), longest, tokenizer, *[0] * 251)
+    header = struct.pack("<256i", EVAL_MAGIC, 1, len(body), longest, tokenizer, context_last, *[0] * 250)
     return write(path, header + b"".join(body))
 
 

@@ -1,21 +1,23 @@
 /*
-Multiple-choice questions (HellaSwag, MMLU) -> batches of rows for a language model, and the score. Host only.
+Questions (HellaSwag, MMLU, LAMBADA, ...) -> batches of rows for a language model, and the score. Host only.
 
-A file is 256 int32 {20240522, 1, questions, bytes of the longest question, tokenizer, 0...}, then each
-question as uint16: 65535, the bytes of the whole question, its number, the number of the right completion,
-the number of completions (4), then the context and each completion as a count and its tokens. A tokenizer of
-0 is not known. The whole file is read and checked first.
+A file is 256 int32 {20240522, 1, questions, bytes of the longest question, tokenizer, context last, 0...},
+then each question as uint16: 65535, the bytes of the whole question, its number, the number of the right
+completion, the number of completions (1 to 8), then the context and each completion as a count and its
+tokens. A tokenizer of 0 is not known. The whole file is read and checked first.
 
-A question has four rows, each the context and one completion. The model reads a row without its last token.
-Only the losses of the completion's tokens count. `acc` takes the completion with the lowest sum as the
-answer, `acc_norm` the one with the lowest mean; the first of several equal ones. A row of more than T + 1
-tokens loses its beginning. Completions of a question that look equal to the model share one row: at two
+A question has a row for each completion: the context, then the completion, whose losses alone count. With
+`context last` (1, WinoGrande) a row is the completion, then the context, whose losses alone count: they say
+which of several beginnings makes the same end likeliest. The model reads a row without its last token. `acc`
+takes the completion with the lowest sum as the answer, `acc_norm` the one with the lowest mean; the first of
+several equal ones. A question with one completion (LAMBADA) has a loss and no answer. A row of more than
+T + 1 tokens loses its beginning. Completions of a question that look equal to the model share one row: at two
 positions of a batch their losses could differ in the last bit.
 
 Rows differ much in length. A batch has rows of one padded length (a multiple of 32, at most T), as many as
 fit into B*T positions, so HellaSwag costs an eighth of rows of 1024. Attention is causal, so padding behind a
 row changes nothing in it. The batches do not depend on the number of ranks: the ranks take turns. The LM head
-and the loss are computed only for positions whose next token belongs to a completion, a quarter in HellaSwag.
+and the loss are computed only for positions whose loss counts, a quarter in HellaSwag.
 
     EvalSet set;
     evalset_init(&set, "hellaswag_val.bin", V, B, T);       // dies on a damaged file
@@ -30,7 +32,7 @@ and the loss are computed only for positions whose next token belongs to a compl
 #define LLMC_DATA_EVALLOADER_H
 
 #include <assert.h>     // gives: assert
-#include <math.h>       // gives: isfinite, NAN
+#include <math.h>       // gives: exp, isfinite, NAN
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: printf
 
@@ -44,19 +46,19 @@ and the loss are computed only for positions whose next token belongs to a compl
 
 static const int kEvalMagic = 20240522, kEvalVersion = 1, kEvalStart = 65535;
 static const int64_t kEvalHeaderBytes = 256 * 4;
-static const int kEvalChoices = 4;
+static const int kEvalMostChoices = 8;
 static const int kEvalPadding = 32;             // a row's positions are rounded up to a multiple
-// In uint16 words: a question's head, and the shortest question (five texts of one token). Its number and its
+// In uint16 words: a question's head, and the shortest question (two texts of one token). Its number and its
 // bytes have 16 bits.
-static const int64_t kEvalHead = 5, kEvalShortest = kEvalHead + 2 * (1 + kEvalChoices);
+static const int64_t kEvalHead = 5, kEvalShortest = kEvalHead + 2 * 2;
 static const int64_t kEvalMostQuestions = 65536, kEvalMostBytes = 65535;
 
 struct EvalQuestion {
     int64_t context;                            // index of its first token in EvalSet.words
-    int context_tokens, label;
-    int64_t choice[kEvalChoices];               // index of its first token in EvalSet.words
-    int choice_tokens[kEvalChoices];
-    int same_as[kEvalChoices];                  // the first choice that looks equal to the model
+    int context_tokens, label, choices;
+    int64_t choice[kEvalMostChoices];           // index of its first token in EvalSet.words
+    int choice_tokens[kEvalMostChoices];
+    int same_as[kEvalMostChoices];              // the first choice that looks equal to the model
 };
 
 struct EvalRow { int question, choice, positions; };    // positions: tokens that the model reads, at most T
@@ -66,6 +68,7 @@ struct EvalBatch { int64_t first; int rows, T; };       // rows first .. first +
 struct EvalSet {
     std::string path;
     uint32_t tokenizer;                         // a TokenizerId of tokenizer.h; 0: not known
+    bool context_last;                          // a row is a completion, then the context
     int B, T;                                   // B*T positions fit into a batch
     std::vector<uint16_t> words;                // the file without its header
     std::vector<EvalQuestion> questions;
@@ -73,8 +76,10 @@ struct EvalSet {
     std::vector<EvalBatch> batches;
 };
 
-// loss: the right completion's mean loss, averaged over questions. All three are NaN if a loss is not finite.
-struct EvalScore { double acc, acc_norm, loss; };
+// asked: how many questions have several completions; acc and acc_norm are of these, or NaN. loss: the mean
+// loss of the right completion, averaged over questions. word_ppl: the exponential of the average of its
+// summed loss. All four are NaN if a loss is not finite.
+struct EvalScore { int64_t asked; double acc, acc_norm, loss, word_ppl; };
 
 // ---- the file ----
 
@@ -92,6 +97,7 @@ static inline std::string evalset_read(EvalSet* set, int64_t* questions, int64_t
     *questions = header[2];
     *longest = header[3];
     set->tokenizer = (uint32_t)header[4];
+    set->context_last = header[5] == 1;
     std::string error;
     const int64_t body = bytes - kEvalHeaderBytes;
     if (got >= sizeof(header[0]) && header[0] != kEvalMagic) {
@@ -103,6 +109,9 @@ static inline std::string evalset_read(EvalSet* set, int64_t* questions, int64_t
     } else if (header[1] != kEvalVersion) {
         error = format("'%s' is of version %d, only version %d can be read\n%s", path, header[1],
                        kEvalVersion, hint);
+    } else if (header[5] != 0 && header[5] != 1) {
+        error = format("'%s': its header says %d for the context's place, 0 (first) and 1 (last) are "
+                       "possible", path, header[5]);
     } else if (*questions < 1 || *questions > kEvalMostQuestions) {
         error = format("'%s': its header says %lld questions, 1 to %lld are possible", path,
                        (long long)*questions, (long long)kEvalMostQuestions);
@@ -145,16 +154,17 @@ static inline std::string evalset_question(const EvalSet* set, int64_t at, int64
                       (long long)(2 * left));
     }
     if (head[2] != number) { return format("%s says that it is number %d", where.c_str(), head[2]); }
-    if (head[4] != kEvalChoices) {
-        return format("%s has %d completions, not %d", where.c_str(), head[4], kEvalChoices);
+    if (head[4] < 1 || head[4] > kEvalMostChoices) {
+        return format("%s has %d completions, 1 to %d are possible", where.c_str(), head[4],
+                      kEvalMostChoices);
     }
-    if (head[3] >= kEvalChoices) {
-        return format("%s has the answer %d, which is none of 0..%d", where.c_str(), head[3],
-                      kEvalChoices - 1);
+    if (head[3] >= head[4]) {
+        return format("%s has the answer %d, which is none of 0..%d", where.c_str(), head[3], head[4] - 1);
     }
     q->label = head[3];
+    q->choices = head[4];
     int64_t i = kEvalHead;
-    for (int part = 0; part <= kEvalChoices; part++) {
+    for (int part = 0; part <= q->choices; part++) {
         const int tokens = i < size ? head[i] : 0;
         if (tokens < 1 || i + 1 + tokens > size) {
             return format("%s: %s %d has %d tokens, 1 to %lld are possible", where.c_str(),
@@ -197,17 +207,27 @@ static inline std::string evalset_questions(EvalSet* set, int V) {
 
 // ---- rows and batches ----
 
-// Token i of a row as the model reads it, without a lost beginning.
-static inline int evalset_token(const EvalSet* set, const EvalRow& row, int i) {
+// A row's two texts, as indices into EvalSet.words: only the second's losses count.
+struct EvalTexts { int64_t first; int first_tokens; int64_t second; int second_tokens; };
+
+static inline EvalTexts evalset_texts(const EvalSet* set, const EvalRow& row) {
     const EvalQuestion& q = set->questions[(size_t)row.question];
-    const int at = q.context_tokens + q.choice_tokens[row.choice] - 1 - row.positions + i;
-    return set->words[(size_t)(at < q.context_tokens ? q.context + at
-                                                     : q.choice[row.choice] + at - q.context_tokens)];
+    const int64_t choice = q.choice[row.choice];
+    const int tokens = q.choice_tokens[row.choice];
+    if (set->context_last) { return {choice, tokens, q.context, q.context_tokens}; }
+    return {q.context, q.context_tokens, choice, tokens};
 }
 
-// The first position of a row whose target belongs to the completion. All later targets belong to it, too.
+// Token i of a row as the model reads it, without a lost beginning.
+static inline int evalset_token(const EvalSet* set, const EvalRow& row, int i) {
+    const EvalTexts x = evalset_texts(set, row);
+    const int at = x.first_tokens + x.second_tokens - 1 - row.positions + i;
+    return set->words[(size_t)(at < x.first_tokens ? x.first + at : x.second + at - x.first_tokens)];
+}
+
+// The first position of a row whose target belongs to the second text. All later targets belong to it, too.
 static inline int evalset_first(const EvalSet* set, const EvalRow& row) {
-    return std::max(0, row.positions - set->questions[(size_t)row.question].choice_tokens[row.choice]);
+    return std::max(0, row.positions - evalset_texts(set, row).second_tokens);
 }
 
 static inline bool evalset_equal(const EvalSet* set, const EvalRow& a, const EvalRow& b) {
@@ -224,8 +244,8 @@ static inline void evalset_plan(EvalSet* set, int B, int T) {
     set->T = T;
     for (size_t i = 0; i < set->questions.size(); i++) {
         EvalQuestion& q = set->questions[i];
-        EvalRow rows[kEvalChoices];
-        for (int c = 0; c < kEvalChoices; c++) {
+        EvalRow rows[kEvalMostChoices];
+        for (int c = 0; c < q.choices; c++) {
             rows[c] = {(int)i, c, std::min(T, q.context_tokens + q.choice_tokens[c] - 1)};
             q.same_as[c] = 0;
             while (!evalset_equal(set, rows[q.same_as[c]], rows[c])) { q.same_as[c]++; }
@@ -277,7 +297,7 @@ static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* 
     return count;
 }
 
-// Adds up the losses of each row's completion, in order. Returns how many losses these were.
+// Adds up the losses of each row that count, in order. Returns how many losses these were.
 static inline size_t evalset_sum(const EvalSet* set, const EvalBatch& batch, const float* losses,
                                  double* sums /*(rows)*/) {
     const float* const begin = losses;
@@ -293,26 +313,36 @@ static inline size_t evalset_sum(const EvalSet* set, const EvalBatch& batch, con
 
 static inline EvalScore evalset_score(const EvalSet* set, const std::vector<double>& sums /*(rows)*/) {
     const size_t n = set->questions.size();
-    std::vector<double> sum(n * kEvalChoices, INFINITY), mean = sum;        // (questions,choices)
+    std::vector<double> sum(n * kEvalMostChoices, INFINITY), mean = sum;    // (questions,choices)
+    EvalScore score = {0, NAN, NAN, NAN, NAN};
+    for (const EvalQuestion& q : set->questions) { score.asked += q.choices > 1; }
     for (size_t i = 0; i < set->rows.size(); i++) {
         const EvalRow& row = set->rows[i];
-        const size_t at = (size_t)row.question * kEvalChoices + (size_t)row.choice;
-        if (!isfinite(sums[i])) { return {NAN, NAN, NAN}; }     // the minimum of NaN would be some choice
+        const size_t at = (size_t)row.question * kEvalMostChoices + (size_t)row.choice;
+        if (!isfinite(sums[i])) { return score; }               // the minimum of NaN would be some choice
         sum[at] = sums[i];
         mean[at] = sums[i] / (row.positions - evalset_first(set, row));
     }
     int64_t right = 0, right_norm = 0;
-    double loss = 0.0;
+    double loss = 0.0, loss_sum = 0.0;
     for (size_t i = 0; i < n; i++) {
-        const size_t at = i * kEvalChoices, label = (size_t)set->questions[i].label;
+        const EvalQuestion& q = set->questions[i];
+        const size_t at = i * kEvalMostChoices, label = (size_t)q.label;
         auto lowest = [&](const std::vector<double>& of) {
-            return (size_t)(std::min_element(&of[at], &of[at] + kEvalChoices) - &of[at]);
+            return (size_t)(std::min_element(&of[at], &of[at] + kEvalMostChoices) - &of[at]);
         };
-        right += lowest(sum) == label;
-        right_norm += lowest(mean) == label;
-        loss += mean[at + (size_t)set->questions[i].same_as[label]];
+        right += q.choices > 1 && lowest(sum) == label;
+        right_norm += q.choices > 1 && lowest(mean) == label;
+        loss += mean[at + (size_t)q.same_as[label]];
+        loss_sum += sum[at + (size_t)q.same_as[label]];
     }
-    return {(double)right / (double)n, (double)right_norm / (double)n, loss / (double)n};
+    if (score.asked) {
+        score.acc = (double)right / (double)score.asked;
+        score.acc_norm = (double)right_norm / (double)score.asked;
+    }
+    score.loss = loss / (double)n;
+    score.word_ppl = exp(loss_sum / (double)n);
+    return score;
 }
 
 // Positions that the model computes, padding included.

@@ -187,12 +187,13 @@ static inline void logger_sync(const Logger* log) {
 
 static inline void logger_line(Logger* log, const std::string& text, const std::string& json) {
     if (log->folder.empty()) { return; }
+    const std::string line = text.empty() ? "" : text + "\n";
     if (!log->main_log) {
-        log->early_text += text + "\n";
+        log->early_text += line;
         log->early_json += json + "\n";
         return;
     }
-    logger_write(log, log->main_log, "main.log", text + "\n");
+    logger_write(log, log->main_log, "main.log", line);
     logger_write(log, log->metrics, "metrics.jsonl", json + "\n");
 }
 
@@ -229,7 +230,14 @@ static inline void logger_val(Logger* log, int64_t step, double loss) {
                 format("{\"step\": %lld, \"val_loss\": %s}", (long long)step, json_number(loss).c_str()));
 }
 
+// Questions without a choice (LAMBADA) have no accuracy, and so no line in main.log.
 static inline void logger_eval(Logger* log, int64_t step, const EvalScore& m) {
+    if (!m.asked) {
+        logger_line(log, "", format("{\"step\": %lld, \"eval_loss\": %s, \"eval_word_ppl\": %s}",
+                                    (long long)step, json_number(m.loss).c_str(),
+                                    json_number(m.word_ppl).c_str()));
+        return;
+    }
     logger_line(log, format("s:%lld eval:%s", (long long)step, logger_number("%.6f", m.acc_norm).c_str()),
                 format("{\"step\": %lld, \"eval_acc_norm\": %s, \"eval_acc\": %s, \"eval_loss\": %s}",
                        (long long)step, json_number(m.acc_norm).c_str(), json_number(m.acc).c_str(),

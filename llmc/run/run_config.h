@@ -175,7 +175,7 @@ static const Flag kFlags[] = {
         "every N steps, on the terminal and in metrics.jsonl: the GPU's clock, power, temperature, memory, "
         "and what limits its clock, from the driver; rank 0's GPU only; 0: never"},
     {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
-        "1: answer multiple-choice questions (HellaSwag, MMLU) in training, or with -x 0; not --help"},
+        "1: answer questions (HellaSwag, MMLU, LAMBADA, ...) in training, or with -x 0; not --help"},
     {"",    "eval-data",       FLAG_STRING, &run.eval_data,
         "dev/data/hellaswag/hellaswag_val.bin", 1, 0, nullptr, "the questions of -h 1"},
     {"",    "eval-every",      FLAG_INT,    &run.eval_every,     "0",       0, INT_MAX, nullptr,
