@@ -49,7 +49,8 @@ static struct {
     int (*rename)(const char*, const char*);
     size_t (*fwrite)(const void*, size_t, size_t, FILE*);
     int (*fclose)(FILE*);
-} file_layer = {fflush, fsync, rename, fwrite, fclose};
+    struct dirent* (*readdir)(DIR*);
+} file_layer = {fflush, fsync, rename, fwrite, fclose, readdir};
 
 // ---- errors ----
 
@@ -185,6 +186,22 @@ static inline void stdout_check() {
 
 // ---- files ----
 
+// After a call on a path has failed: returns if nothing is there. Dies if that is not known, because what
+// counts as missing is made anew.
+static inline void absent_or_die(const char* call, const std::string& path) {
+    if (errno == ENOENT || errno == ENOTDIR || errno == ENAMETOOLONG) { return; }
+    die("cannot %s '%s': %s\nhint: something may be there: check the disk, and the permissions of its "
+        "folders", call, path.c_str(), strerror(errno));
+}
+
+// Is anything there?
+static inline bool path_stat(const std::string& path, struct stat* st,
+                             int (*call)(const char*, struct stat*) = stat) {
+    if (call(path.c_str(), st) == 0) { return true; }
+    absent_or_die("look at", path);
+    return false;
+}
+
 // "" for a regular file, else what it is instead.
 static inline const char* not_regular(mode_t mode) {
     return S_ISREG(mode) ? "" : S_ISDIR(mode) ? "a folder" : S_ISFIFO(mode) ? "a pipe"
@@ -195,7 +212,7 @@ static inline const char* not_regular(mode_t mode) {
 // and a link may lead anywhere.
 static inline void output_check(const char* path) {
     struct stat st;
-    if (lstat(path, &st) != 0 || S_ISREG(st.st_mode)) { return; }       // open reports all other errors
+    if (!path_stat(path, &st, lstat) || S_ISREG(st.st_mode)) { return; }
     die("cannot write '%s': it is %s, and an output must be a regular file or new\nhint: choose another name",
         shown(path).c_str(), not_regular(st.st_mode));
 }
@@ -223,7 +240,7 @@ static inline void fread_check(void* ptr, size_t size, size_t count, FILE* f, co
 
 static inline int64_t file_size(const char* path) {     // bytes; -1: no such file
     struct stat st;
-    return stat(path, &st) == 0 && S_ISREG(st.st_mode) ? (int64_t)st.st_size : -1;
+    return path_stat(path, &st) && S_ISREG(st.st_mode) ? (int64_t)st.st_size : -1;
 }
 
 // The file's text, or its first `most` bytes.
@@ -330,12 +347,21 @@ static inline bool part_is_of(const std::string& name, const std::string& base) 
     return name.compare(at, std::string::npos, "part") == 0;
 }
 
-// The names of all files in a folder, sorted.
+// The next entry of a folder; null: that was the last one.
+static inline struct dirent* folder_next(DIR* dir, const std::string& folder) {
+    errno = 0;                                  // readdir returns null for an error, too
+    struct dirent* entry = file_layer.readdir(dir);
+    if (!entry && errno != 0) { absent_or_die("list the folder", folder); }
+    return entry;
+}
+
+// The names of all files in a folder, sorted. None if there is no such folder.
 static inline std::vector<std::string> folder_names(const std::string& folder) {
     std::vector<std::string> names;
     DIR* dir = opendir(folder.c_str());
-    while (struct dirent* entry = dir ? readdir(dir) : nullptr) { names.push_back(entry->d_name); }
-    if (dir) { closedir(dir); }
+    if (!dir) { absent_or_die("list the folder", folder); return names; }
+    while (struct dirent* entry = folder_next(dir, folder)) { names.push_back(entry->d_name); }
+    closedir(dir);
     std::sort(names.begin(), names.end());
     return names;
 }
@@ -344,13 +370,16 @@ static inline std::vector<std::string> folder_names(const std::string& folder) {
 static inline void atomic_remove_stale(const std::string& path) {
     const size_t slash = path.rfind('/') + 1;   // npos + 1 is 0
     const std::string folder = slash ? path.substr(0, slash) : "./", base = path.substr(slash) + ".";
-    for (const std::string& name : folder_names(folder)) {
+    DIR* dir = opendir(folder.c_str());         // if it cannot be listed, what is stale stays
+    while (struct dirent* entry = dir ? file_layer.readdir(dir) : nullptr) {
+        const std::string name = entry->d_name;
         if (!part_is_of(name, base)) { continue; }
         const int fd = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
         if (fd < 0) { continue; }
         if (flock(fd, LOCK_EX | LOCK_NB) == 0) { unlink((folder + name).c_str()); }
         close(fd);
     }
+    if (dir) { closedir(dir); }
 }
 
 static inline void atomic_fail(AtomicFile* a, const char* what) {

@@ -108,7 +108,7 @@ def add(curves, name, step, value):
     values.append(value)
 
 
-def whole_lines(path):
+def whole_lines(path, must_be=True):
     """(number, line): the last line is left out if it is still being written."""
     try:
         with open(path, encoding="utf-8") as f:
@@ -116,6 +116,8 @@ def whole_lines(path):
                 if line.endswith("\n"):
                     yield at, line
     except (OSError, UnicodeDecodeError) as e:
+        if isinstance(e, FileNotFoundError) and not must_be:
+            return
         fail(f"cannot read {path}: {e.strerror if isinstance(e, OSError) else 'it is not text'}",
              "give the folder that -o named, or a main.log")
 
@@ -136,11 +138,11 @@ def read_log(path):
     return curves
 
 
-def read_metrics(path):
+def read_metrics(path, must_be=False):
     """Its records; none if there is no such file, as in llm.c's runs. Abandoned steps are left out:
     the run went back, and they come once more."""
     records = []
-    for at, line in whole_lines(path) if os.path.exists(path) else ():
+    for at, line in whole_lines(path, must_be):
         try:
             records.append(json.loads(line))
             records[-1]["step"] += 0

@@ -41,9 +41,7 @@ def advance(run, new_writer, writer, written):
     """Writes what has come since `written`; returns its writer and all records. A run that went back to a
     checkpoint has other records than before: then all is written anew."""
     path, folder = os.path.join(run, "metrics.jsonl"), os.path.join(run, "tensorboard")
-    if not os.path.isfile(path):
-        fail(f"there is no {path}", "give the folder that -o named")
-    records = read_metrics(path)
+    records = read_metrics(path, must_be=True)
     if writer is None or records[:len(written)] != written:
         if writer:
             writer.close()

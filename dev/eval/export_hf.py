@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
@@ -24,6 +25,14 @@ from venv_python import ROOT, take_the_venv         # noqa: E402
 
 def die(message):
     sys.exit("error: " + message)
+
+
+def mode(path):
+    """What os.stat says it is; 0: nothing is there. Any other error is raised, unlike by os.path.exists."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 try:
@@ -84,7 +93,7 @@ def last_model(folder):
 
 def read_model(path):
     """(dims, {name: array}, its type)"""
-    if not os.path.isfile(path):
+    if not stat.S_ISREG(mode(path)):
         die(f"no file '{path}'\nhint: give a model_*.bin, or the folder of a run")
     dims, version, _ = read_checkpoint_header(path)
     if dims.block or dims.norm:
@@ -189,7 +198,7 @@ def validation_loss(path):
     """What the run's main.log says of this step, if it lies beside the model."""
     step = re.fullmatch(r"model_(\d+)\.bin", os.path.basename(path))
     log = os.path.join(os.path.dirname(path), "main.log")
-    if not step or not os.path.isfile(log):
+    if not step or not stat.S_ISREG(mode(log)):
         return None
     with open(log, encoding="utf-8", errors="replace") as f:
         found = re.findall(rf"^s:{int(step[1])} tel:(\S+)$", f.read(), re.M)
@@ -202,7 +211,7 @@ def check_folder(folder):
         die("the folder to write has no name")          # as a path, it would be the current folder
     if os.path.lexists(folder) and not os.path.isdir(folder):
         die(f"'{folder}' exists and is not a folder")
-    if os.path.exists(folder) and os.listdir(folder):
+    if mode(folder) and os.listdir(folder):
         die(f"'{folder}' exists and is not empty\nhint: give another folder, or remove this one")
 
 
@@ -215,19 +224,20 @@ def main():
     parser.add_argument("folder", help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: the file's)")
     args = parser.parse_args()
-    source = last_model(args.model) if os.path.isdir(args.model) else args.model
-    dims, params, dtype = read_model(source)
-    dtype = DTYPES.get(args.dtype, dtype)
-    check_folder(args.folder)
     folder = os.path.realpath(args.folder)              # a link to a folder stays a link
-    config = model_config(dims, dtype)
-    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-    generation["pad_token_id"] = config["eos_token_id"]
-    texts = {"config.json": json.dumps(config, indent=2) + "\n",
-             "generation_config.json": json.dumps(generation, indent=2) + "\n",
-             "README.md": model_card(os.path.basename(folder), dims, dtype, source), **tokenizer_files(dims)}
     made = f"{folder}.{os.getpid()}.tmp"
     try:
+        source = last_model(args.model) if stat.S_ISDIR(mode(args.model)) else args.model
+        dims, params, dtype = read_model(source)
+        dtype = DTYPES.get(args.dtype, dtype)
+        check_folder(args.folder)
+        config = model_config(dims, dtype)
+        generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+        generation["pad_token_id"] = config["eos_token_id"]
+        texts = {"config.json": json.dumps(config, indent=2) + "\n",
+                 "generation_config.json": json.dumps(generation, indent=2) + "\n",
+                 "README.md": model_card(os.path.basename(folder), dims, dtype, source),
+                 **tokenizer_files(dims)}
         os.makedirs(made)
         for name, text in texts.items():
             with open(os.path.join(made, name), "w", encoding="utf-8") as f:

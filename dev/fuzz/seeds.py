@@ -102,5 +102,7 @@ SEEDS = {
         "tensors": b'{"__metadata__": {"format": "pt"}, "a.b": {"dtype": "F32", "shape": [2, 2], '
                    b'"data_offsets": [0, 16]}, "c": {"dtype": "BF16", "shape": [4], '
                    b'"data_offsets": [16, 24]}}',
+        "found-overlap": b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "b": {"dtype": '
+                         b'"F32", "shape": [4], "data_offsets": [8, 24]}}',
         "object": b'{"a": {"b": -0.5e+3, "c": true, "d": {}}, "e": "\\u20ac \\ud83d\\ude42\\n"}'},
 }

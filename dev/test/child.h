@@ -158,7 +158,7 @@ static inline Child run_child(const std::function<void()>& f) {
 
 // ---- a disk that refuses ----
 
-enum { WRITE, FLUSH, SYNC, RENAME, CLOSE, OPERATIONS };
+enum { WRITE, FLUSH, SYNC, RENAME, CLOSE, OPERATIONS, LIST };       // LIST: to write a file can do without
 static struct { int operation, countdown, error; } refusal;
 
 static inline bool refused(int operation) {
@@ -180,6 +180,7 @@ static inline void refuse_call(int operation, int k, int error = ENOSPC) {
         const bool no = refused(CLOSE);
         return (fclose(f) != 0 || no) ? (errno = no ? refusal.error : errno, EOF) : 0;
     };
+    file_layer.readdir = [](DIR* dir) { return refused(LIST) ? nullptr : readdir(dir); };
 }
 
 // ---- ends ----

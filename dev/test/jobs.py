@@ -69,6 +69,7 @@ def named(flags):
 # has NAME in it comes WHAT: a signal, or -errno, with which that call fails, half done. KILL is for the rank,
 # other signals are for the launcher. FAULT_LOG: each call's operation and file.
 PRELOADED = r"""
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -125,6 +126,7 @@ int ftruncate(int fd, off_t size) {
 }
 int rename(const char* a, const char* b) { return fails("rename", b) ? -1 : REAL(rename)(a, b); }
 int unlink(const char* path) { return fails("unlink", path) ? -1 : REAL(unlink)(path); }
+struct dirent* readdir(DIR* dir) { return fails_fd("readdir", dirfd(dir)) ? nullptr : REAL(readdir)(dir); }
 }
 """
 

@@ -471,7 +471,38 @@ static void test_whole_checkpoints() {
         CHECK_TEXT(check(run, 20), "DONE_00000020 names no state");
         unlink(marker.c_str());
         mkdir_check(marker.c_str());
-        CHECK_TEXT(check(run, 20), "DONE_00000020 cannot be opened");
+        CHECK_TEXT(check(run, 20), "DONE_00000020 is a folder");
+    }
+    // A run that passed over it would go on from an older one, and later write over the newer files.
+    TEST("checkpoints: one that cannot be looked at or opened is not passed over, nor removed") {
+        const std::string asked = new_folder("asked"), done = checkpoint_marker(asked, 20);
+        write_checkpoint(asked, 10);
+        const std::string state = write_checkpoint(asked, 20)[0], model = checkpoint_model(asked, 20);
+        auto refuses = [&](const std::function<void()>& f, const std::string& path, const char* words) {
+            check_dies(path, f, {"cannot ", " '" + path + "': ", words, "hint:"});
+        };
+        const std::function<void()> reads[] = {[&] { checkpoint_line(model); }, [&] { state_error(state); },
+                                               [&] { uint64_t sum; model_file_error(model, &sum); }};
+        for (const auto& f : reads) {
+            refuses([&] {
+                struct rlimit few;
+                getrlimit(RLIMIT_NOFILE, &few);
+                few.rlim_cur = 3;
+                setrlimit(RLIMIT_NOFILE, &few);
+                die_hook = [] { allow_most_files(); };      // a sanitizer opens files at the end
+                f();
+            }, &f == &reads[1] ? state : model, "Too many");
+        }
+        const std::string before = listing(asked);
+        refuses([&] { refuse_call(LIST, 4, EIO); checkpoint_newest(asked); }, asked, "output error");
+        refuses([&] { refuse_call(LIST, 4, EIO); checkpoint_has_models(asked); }, asked, "output error");
+        unlink(done.c_str());                               // a link to itself, which cannot be followed
+        CHECK(symlink(done.c_str(), done.c_str()) == 0, "cannot make a link");
+        refuses([&] { check(asked, 20); }, done, "symbolic links");
+        write_text(checkpoint_half(asked, 20), "");
+        refuses([&] { checkpoint_clean(asked); }, done, "symbolic links");
+        unlink(checkpoint_half(asked, 20).c_str());
+        CHECK_TEXT(listing(asked), before);
     }
     TEST("checkpoints: that lost their marker") {
         const std::string lost = new_folder("lost"), lost_model = checkpoint_model(lost, 20);

@@ -306,6 +306,20 @@ static void test_bad_files() {
     write_text(in_folder("among_0.bin"), good);
     write_text(in_folder("among_1.bin"), with_word(0, 7));
     check_dies("one bad file among good ones", [] { load(in_folder("among_*.bin")); }, {"among_1.bin", "7"});
+    const std::string loop = in_folder("loop");             // which cannot be followed
+    CHECK(symlink(loop.c_str(), loop.c_str()) == 0, "cannot make a link");
+    const std::string patterns[] = {loop + "/*.bin", in_folder("l*p/*.bin"), in_folder("l*/x.bin"), loop};
+    for (const std::string& pattern : patterns) {
+        check_dies("what cannot be looked at", [&] { load(pattern); }, {"cannot ", "'" + loop, "links"});
+    }
+    check_dies("a folder that cannot be read to its end", [] {
+        refuse_call(LIST, 4, EIO);
+        load(in_folder("b*.bin"));
+    }, {"cannot list the folder '" + folder, "Input/output error"});
+    unlink(loop.c_str());
+    mkdir_check(in_folder("lost").c_str());
+    CHECK(symlink("nowhere", in_folder("lost/x.bin").c_str()) == 0, "cannot make a link");
+    dies("a link to nothing is a file that is missing", in_folder("los?/x.bin"), {"lost/x.bin", "No such"});
 
     // found by the thread, reported by the caller
     write_text(in_folder("bae.bin"), good);

@@ -137,6 +137,9 @@ static void test_wrong_files() {
     check_dies("a wrong file", read(in_folder("wrong.bin")), behind);
     check_dies("no file", read(in_folder("none.bin")), {"no evaluation data", "none.bin", "get.py"});
     check_dies("a folder", read(folder), {"a folder"});
+    const std::string loop = in_folder("loop.bin");
+    CHECK(symlink(loop.c_str(), loop.c_str()) == 0, "cannot make a link");
+    check_dies("a link to itself", read(loop), {"cannot look at '" + loop, "hint:"});
 }
 
 // ---- rows ----

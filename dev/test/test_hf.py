@@ -258,6 +258,9 @@ def test_foreign_files():
     rounded = {**formats.round_params(params, "bfloat16"), "wte": params["wte"]}
     formats.write_checkpoint("want.bin", dims, rounded)
     takes("mixed", "want.bin")
+    table(lambda rows: json.dumps({**rows, MASK: {                      # empty, between two tensors
+        "dtype": "I64", "shape": [0], "data_offsets": rows[LNFB]["data_offsets"][:1] * 2}}))()
+    takes("other", "plain.bin")
 
 
 # ---- the folder `other` is like `plain`, but for ----
@@ -282,14 +285,18 @@ def data(change):
     return make
 
 
-def one_row_more(**change):
-    """In the table of tensors: like that of ln_f.bias but for the change."""
+def table(change):
+    """change(the table of tensors): the text of another one."""
     def changed(good):
         length = struct.unpack("<Q", good[:8])[0]
-        table = json.loads(good[8:8 + length])
-        text = json.dumps({**table, "a": {**table[LNFB], **change}}).encode()
+        text = change(json.loads(good[8:8 + length])).encode()
         return struct.pack("<Q", len(text)) + text + good[8 + length:]
     return data(changed)
+
+
+def one_row_more(name="a", **change):
+    """In the table of tensors: like that of ln_f.bias but for the change."""
+    return table(lambda rows: json.dumps({**rows, name: {**rows[LNFB], **change}}))
 
 
 def long_table(length):
@@ -309,6 +316,7 @@ def integers(*shape):
 
 
 WTE, HEAD, LNFB = "transformer.wte.weight", "lm_head.weight", "transformer.ln_f.bias"
+LNFW, MASK = "transformer.ln_f.weight", "h.0.attn.bias"             # a mask is not read
 SQUARE, FC = "transformer.h.0.attn.c_proj.weight", "transformer.h.0.mlp.c_fc.weight"
 UNREADABLE = "cannot be read"
 OTHERS = [
@@ -347,7 +355,14 @@ OTHERS = [
     (data(lambda good: good[:8] + b"x" + good[9:]), UNREADABLE),
     (one_row_more(data_offsets=None), UNREADABLE), (one_row_more(shape=[25]), "is damaged"),
     (one_row_more(shape=[-4, -6]), UNREADABLE), (one_row_more(data_offsets=[96, 0]), UNREADABLE),
-    (one_row_more(data_offsets=[-96, 0]), UNREADABLE)]
+    (one_row_more(data_offsets=[-96, 0]), UNREADABLE), (one_row_more(LNFB, shape={"1": 24}), UNREADABLE),
+    (table(lambda rows: f'{{"{LNFB}": {json.dumps(rows[LNFB])}, ' + json.dumps(rows)[1:]), UNREADABLE),
+    # tensors that share bytes, and bytes of no tensor
+    (one_row_more(LNFW), "of the tensors, and those before it end at"),
+    (one_row_more(MASK, dtype="I64"), f"is damaged: {LNFB} begins at byte"),
+    (one_row_more(MASK, dtype="I64", data_offsets=[4, 4]), f"is damaged: {MASK} begins at byte"),
+    (table(lambda rows: json.dumps({name: row for name, row in rows.items() if name != LNFW})),
+     f"is damaged: {LNFB} begins at byte")]
 
 
 @pytest.mark.parametrize("make, said", OTHERS, ids=[said for _, said in OTHERS])
@@ -387,9 +402,15 @@ def test_outputs():
     """What is there already stays; an empty folder is nobody's."""
     os.mkfifo("pipe")
     os.symlink("nowhere", "dangling")
+    os.symlink("loop", "loop")                          # leads to itself: what cannot be looked at
+    os.mkdir("logged")
+    shutil.copy("plain.bin", "logged/model_00000001.bin")
+    os.symlink("main.log", "logged/main.log")
     for line, said in (("plain.bin plain", "'plain' exists and is not empty"), ("pipe x", "no file 'pipe'"),
                        ("plain.bin plain.bin", "is not a folder"), ("none.bin x", "no file 'none.bin'"),
                        ("plain.bin dangling", "'dangling' exists and is not a folder"),
+                       ("loop x", "'loop': Too many levels"), ("plain.bin loop/x", "'loop/x': Too many"),
+                       ("logged x", "'logged/main.log': Too many"),
                        ("plain.bin x --dtype fp8", "fp8")):
         refused(*line.split(), said=said)
     refused("plain.bin", "", said="no name")            # not the current folder

@@ -187,6 +187,30 @@ static void test_check() {
             fread_check(header, 4, 256, fopen_check(path.c_str(), "rb"), path.c_str());
         }, {"model.bin", "truncated", "1024"});
     }
+    TEST("check: what the system cannot tell does not count as missing") {
+        const std::string loop = in_folder("loop");         // which nobody can follow, not even root
+        CHECK(symlink(loop.c_str(), loop.c_str()) == 0, "cannot make a link");
+        const std::vector<std::string> cannot_list = {"cannot list the folder '" + folder, "output", "hint:"};
+        check_dies("stat", [&] { file_size((loop + "/x").c_str()); }, {"cannot look at '" + loop, "hint:"});
+        check_dies("opendir", [&] { folder_names(loop); }, {"cannot list the folder '" + loop, "links"});
+        for (int k : {1, 3}) {                              // the first entry, and one behind it
+            check_dies("readdir", [&] { refuse_call(LIST, k, EIO); folder_names(folder); }, cannot_list);
+        }
+        for (const std::string& none : {in_folder("none"), in_folder("none/x"), path + "/x",
+                                        in_folder(std::string(300, 'x'))}) {
+            CHECK_IS(file_size(none.c_str()), -1);
+            CHECK_IS(folder_names(none).size(), 0);
+        }
+        CHECK_IS(folder_names(in_folder("a/b")).size(), 3);
+        check_lives("what a kill left need not be found",
+                    [&] { refuse_call(LIST, 1, EIO); atomic_file(path, "new"); });
+        // reading this file fails with EIO
+        check_dies("main.log", [] { holds_run("/proc/self/mem"); }, {"cannot read '/proc/self/mem'"});
+        check_dies("hash", [] { executable_hash("/proc/self/mem"); }, {"cannot read '/proc/self/mem'"});
+        CHECK_TEXT(from_start("x.bin", &loop), loop + "/x.bin");
+        const std::string none = in_folder("none");
+        CHECK_TEXT(from_start("x.bin", &none), "x.bin");
+    }
     TEST("check: control characters") {
         const char* const cases[][2] = {
             {"runs/a b.bin", "runs/a b.bin"}, {"\x1b[31mred", "\\x1b[31mred"}, {"\x7f", "\\x7f"}, {"", ""},

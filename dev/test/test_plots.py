@@ -85,6 +85,8 @@ def test_plot_reads():
     assert run.curves["val"] == ([0], [11.1]) and run.facts() == ["2 steps", "validation loss 11.100"]
     write("old/main.log", "s:0 trl:11.0\n")
     assert plot_log.Run("old/main.log").curves == {"train": ([0], [11.0])}, "an old log of llm.c"
+    os.symlink("metrics.jsonl", "old/metrics.jsonl")            # a link to itself: not as if there was none
+    assert "cannot read" in fails(plot_log.Run, "old")
 
 
 @pytest.mark.parametrize("log, said", [(None, "cannot read nowhere"), ("", "no losses"),
@@ -257,7 +259,7 @@ def test_tensorboard(call, capsys):
         assert len(os.listdir("board/tensorboard")) == 1, "those before are gone"
         assert_close([got.times[-1] - got.times[0], got.times[-1]],
                      [0.04, os.stat("board/metrics.jsonl").st_mtime], 1e-3, "times")
-    assert "there is no nowhere/metrics.jsonl" in fails(call, "nowhere")
+    assert "cannot read nowhere/metrics.jsonl" in fails(call, "nowhere")
 
 
 def test_tensorboard_follows(call, monkeypatch):

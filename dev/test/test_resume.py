@@ -10,6 +10,7 @@ their tables test_host.cpp's.
 """
 import collections
 import contextlib
+import errno
 import fcntl
 import functools
 import glob
@@ -425,15 +426,16 @@ def flipped(path, at=-1):
 
 DONE_13, MODEL_13, STATE_13, OTHER_13 = "DONE_00000013", MODEL % 13, STATE % 13, "state_00000013_00001.bin"
 MODEL_12, OTHER_12 = MODEL % 12, "state_00000012_00001.bin"
-# What happens to files of the last checkpoints: a flipped bit of this byte, or None: they are gone. What is
-# said of each checkpoint that is skipped for it. OTHER_13 is rank 1's.
+# What happens to files of the last checkpoints: a flipped bit of this byte; None: they are gone; a copy of
+# STATE_13 takes their place. What is said of each checkpoint that is skipped. OTHER_13 is rank 1's.
 DAMAGES = [({DONE_13: -1}, [": " + DONE_13]), ({MODEL_13: -1}, [": " + MODEL_13]),
            ({STATE_13: 5}, [": " + STATE_13]), ({STATE_13: -1}, [": " + STATE_13]),
            ({STATE_13: -1, MODEL_12: 2000}, [": " + STATE_13, ": " + MODEL_12]),
            ({OTHER_13: -1}, [f" by rank 1: {OTHER_13} is damaged"]),
            ({DONE_13: None}, []), ({DONE_13: None, STATE_13: 5}, [": " + STATE_13]),
            # without a DONE nothing says that there were two states
-           ({DONE_13: None, OTHER_13: None}, [r" by rank \d: the files do not have all of"])]
+           ({DONE_13: None, OTHER_13: None}, [r" by rank \d: the files do not have all of"]),
+           ({DONE_13: None, OTHER_13: STATE_13}, [": the files have elements of .* twice"])]
 
 
 @pytest.mark.cpu_only
@@ -441,12 +443,14 @@ DAMAGES = [({DONE_13: -1}, [": " + DONE_13]), ({MODEL_13: -1}, [": " + MODEL_13]
 def test_damage(damages, said):
     """A damaged file of a checkpoint is noticed and named, and all ranks take the checkpoint before. A whole
     one that has lost its DONE is marked again. Nothing is removed."""
-    flags = {**ranks(1 + (OTHER_13 in damages), 1), "-nk": 0}
+    flags = {**ranks(1 + (damages.get(OTHER_13, STATE_13) != STATE_13), 1), "-nk": 0}
     judge = undisturbed(flags)
     folder = shutil.copytree(judge, "damaged", dirs_exist_ok=True)
     for name, at in damages.items():
         if at is None:
             os.remove(f"{folder}/{name}")
+        elif at == STATE_13:
+            shutil.copy(f"{folder}/{at}", f"{folder}/{name}")
         else:
             flipped(f"{folder}/{name}", at)
     files = set(os.listdir(folder))
@@ -476,6 +480,18 @@ def test_all_damaged(at, marked):
         os.remove(path)
     if not marked:
         refused({"-y": 1, "-o": folder}, "no state_*.bin to go on from")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("number", [1, 6])
+def test_unlisted(number):
+    """A folder that cannot be read to its end has no fewer checkpoints: one sentence, nothing is changed."""
+    folder = shutil.copytree(undisturbed({}), f"unlisted{number}")
+    before = snapshot(folder)
+    for flags in ({"-y": 1}, {"-y": 1, "-x": 20}, {}):
+        fault = Fault("readdir", folder, number, -errno.EIO)
+        fails(Job({**flags, "-o": folder}, fault=fault).result(), "cannot list the folder", "output error")
+    assert snapshot(folder) == before
 
 
 # ---- build/checkpoint, which looks at files ----

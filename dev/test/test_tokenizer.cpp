@@ -253,7 +253,16 @@ static void test_long_runs() {
 
 // ---- files ----
 
+static std::string whole_path(const std::string& path) {
+    char* whole = realpath(path.c_str(), nullptr);
+    const std::string found = whole ? whole : "";
+    free(whole);
+    return found;
+}
+
 static void test_files() {
+    CHECK(symlink("dev", "dev") == 0, "cannot make a link");    // cannot be looked at, and is passed over
+    CHECK_TEXT(whole_path(tokenizer_default_path()), vocab_path);
     tokenizer_write(&bpe, "good.bin");
     Tokenizer back;
     tokenizer_read(&back, "good.bin");
@@ -571,13 +580,6 @@ static void test_tool_errors() {
             with_args(f.args)();
         }, {"standard output", f.said});
     }
-}
-
-static std::string whole_path(const std::string& path) {
-    char* whole = realpath(path.c_str(), nullptr);
-    const std::string found = whole ? whole : "";
-    free(whole);
-    return found;
 }
 
 int main() {

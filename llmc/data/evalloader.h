@@ -87,7 +87,8 @@ struct EvalScore { int64_t asked; double acc, acc_norm, loss, word_ppl; };
 static inline std::string evalset_read(EvalSet* set, int64_t* questions, int64_t* longest) {
     const char* path = set->path.c_str();
     const char* hint = "hint: python3 dev/data/get.py hellaswag makes one; --eval-data names another file";
-    if (file_size(path) < 0 && access(path, F_OK) != 0) {
+    struct stat st;
+    if (!path_stat(path, &st)) {
         return format("no evaluation data: there is no file '%s'\n%s", path, hint);
     }
     FILE* f = fopen_check(path, "rb");

@@ -222,13 +222,13 @@ static inline std::string tokenizer_read_file(const char* path, const char* hint
 // The repository's vocabulary, seen from the current folder or from the program's.
 static inline std::string tokenizer_default_path() {
     const std::string path = "dev/data/gpt2_bpe/vocab.bpe";
-    if (file_size(path.c_str()) >= 0) { return path; }
+    if (access(path.c_str(), F_OK) == 0) { return path; }
     char exe[4096];
     ssize_t n = readlink("/proc/self/exe", exe, sizeof(exe));
     std::string folder(exe, n > 0 ? (size_t)n : 0);
     for (int up = 0; up < 3 && !folder.empty(); up++) {      // the repository, build/, dev/test/
         folder.resize(folder.rfind('/') == std::string::npos ? 0 : folder.rfind('/'));
-        if (file_size((folder + "/" + path).c_str()) >= 0) { return folder + "/" + path; }
+        if (access((folder + "/" + path).c_str(), F_OK) == 0) { return folder + "/" + path; }
     }
     return path;
 }

@@ -89,8 +89,9 @@ static inline bool checkpoint_has_models(const std::string& folder) {
 static inline std::string checkpoint_line(const std::string& path) {
     int header[256] = {};
     FILE* f = fopen(path.c_str(), "rb");
-    const size_t got = f ? fread(header, 1, sizeof(header), f) : 0;
-    if (f) { fclose(f); }
+    if (!f) { absent_or_die("open", path); return ""; }
+    const size_t got = fread(header, 1, sizeof(header), f);
+    fclose(f);
     const bool is_state = memcmp(header, kStateMagic, sizeof(kStateMagic)) == 0;
     if (got < (is_state ? sizeof(StateHeader) : sizeof(header))) { return ""; }
     uint64_t sum = model_checksum(header);
@@ -168,11 +169,10 @@ static inline std::string checkpoint_check(const std::string& folder, int64_t st
                                            std::vector<std::string>* states) {
     const std::string marker = checkpoint_marker(folder, step);
     const std::string marker_name = marker.substr(folder.size() + 1);
-    if (access(marker.c_str(), F_OK) != 0 && errno == ENOENT) {
-        return checkpoint_check_unmarked(folder, step, states);
-    }
-    FILE* f = file_size(marker.c_str()) >= 0 ? fopen(marker.c_str(), "rb") : nullptr;
-    if (!f) { return marker_name + " cannot be opened"; }
+    struct stat st;
+    if (!path_stat(marker, &st)) { return checkpoint_check_unmarked(folder, step, states); }
+    if (!S_ISREG(st.st_mode)) { return marker_name + " is " + not_regular(st.st_mode); }
+    FILE* f = fopen_check(marker.c_str(), "rb");
     std::string text((size_t)std::min<int64_t>(file_size(marker.c_str()), kMarkerMost), '\0');
     text.resize(fread(&text[0], 1, text.size(), f));
     fclose(f);

@@ -54,7 +54,7 @@ static inline uint64_t model_checksum(const int* header /*(256)*/) {
 // Checks the checksum. Returns the error, or "". *sum: the checksum in the header, 0 if it has none.
 static inline std::string model_file_error(const std::string& path, uint64_t* sum) {
     FILE* f = fopen(path.c_str(), "rb");
-    if (!f) { return format("cannot be opened: %s", strerror(errno)); }
+    if (!f) { absent_or_die("open", path); return format("cannot be opened: %s", strerror(errno)); }
     int header[256];
     std::vector<char> part(1 << 20);
     Checksum c;

@@ -216,7 +216,10 @@ static inline std::string checkpoint_read(const Checkpoint& c, const PieceIndex&
         found.push_back({from, until});
     }
     std::sort(found.begin(), found.end());
-    for (const auto& part : found) { if (part.first == begin) { begin = part.second; } }
+    for (const auto& part : found) {
+        if (part.first < begin) { return format("the files have elements of %s twice", wanted.name); }
+        if (part.first == begin) { begin = part.second; }
+    }
     return begin == end ? "" : std::string("the files do not have all of ") + wanted.name;
 }
 

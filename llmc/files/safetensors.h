@@ -17,9 +17,10 @@ checked against the file's size before memory is allocated for it.
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fseeko
 
-#include <algorithm>    // gives: std::min
+#include <algorithm>    // gives: std::max, std::sort
 #include <map>          // gives: std::map
 #include <string>       // gives: std::string
+#include <utility>      // gives: std::pair
 #include <vector>       // gives: std::vector
 
 #include "../check.h"   // gives: format, fopen_check, fread_check, file_size
@@ -61,6 +62,7 @@ static inline bool safetensors_table(SafeTensors* s, const std::string& text) {
         size_t dot = value.first.rfind('.');
         int64_t n;
         const bool in_list = dot != std::string::npos && parse_int(value.first.substr(dot + 1), &n);
+        const int64_t place = in_list ? n : 0;
         const std::string member = value.first.substr(0, in_list ? dot : std::string::npos);
         dot = member.rfind('.');
         if (dot == std::string::npos) { return false; }
@@ -69,7 +71,9 @@ static inline bool safetensors_table(SafeTensors* s, const std::string& text) {
         if (what == "dtype" && !in_list) { t.dtype = value.second; continue; }
         if (!in_list || !parse_int(value.second, &n) || n < 0) { return false; }
         if (what != "shape" && what != "data_offsets") { return false; }
-        (what == "shape" ? t.shape : t.offsets).push_back(n);
+        std::vector<int64_t>& list = what == "shape" ? t.shape : t.offsets;
+        if (place != (int64_t)list.size()) { return false; }    // an object's members "1" and "0"
+        list.push_back(n);
     }
     for (const auto& named : s->tensors) {
         const std::vector<int64_t>& offsets = named.second.offsets;
@@ -88,6 +92,27 @@ static inline bool safetensors_check(SafeTensor* t, int64_t bytes) {
         t->count *= n;
     }
     return t->count * size == t->offsets[1] - t->offsets[0];
+}
+
+// The tensors must fill bytes 0 to `end`, one behind the other: two that share bytes would both be read.
+// Counts their elements. Returns the error, or "".
+static inline std::string safetensors_places(SafeTensors* s, int64_t end) {
+    std::vector<std::pair<std::vector<int64_t>, std::string>> places;       // offsets, name
+    for (const auto& named : s->tensors) { places.push_back({named.second.offsets, named.first}); }
+    std::sort(places.begin(), places.end());
+    int64_t at = 0;
+    for (const auto& p : places) {
+        const int64_t from = p.first[0];
+        if (from != at) {
+            return format("is damaged: %s begins at byte %lld of the tensors, and those before it end at "
+                          "%lld", p.second.c_str(), (long long)from, (long long)at);
+        }
+        if (!safetensors_check(&s->tensors[p.second], end)) {
+            return format("is damaged: the place of %s does not fit its shape", p.second.c_str());
+        }
+        at = p.first[1];
+    }
+    return "";
 }
 
 // Returns the error, to be printed behind the file's name, or "".
@@ -117,12 +142,7 @@ static inline std::string safetensors_open(SafeTensors* s, const char* path) {
         return format("is truncated or damaged: %lld bytes of tensors, its table means %lld",
                       (long long)(size - s->start), (long long)end);
     }
-    for (auto& named : s->tensors) {
-        if (!safetensors_check(&named.second, end)) {
-            return format("is damaged: the place of %s does not fit its shape", named.first.c_str());
-        }
-    }
-    return "";
+    return safetensors_places(s, end);
 }
 
 static inline void safetensors_close(SafeTensors* s) {

@@ -199,7 +199,7 @@ static inline std::string state_rows_error(const StateFile* s) {
 template <typename Read>
 static inline std::string state_with_file(const std::string& path, Read read) {
     const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) { return format("cannot be opened: %s", strerror(errno)); }
+    if (fd < 0) { absent_or_die("open", path); return format("cannot be opened: %s", strerror(errno)); }
     const std::string error = read(fd);
     close(fd);
     return error;

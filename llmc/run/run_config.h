@@ -368,13 +368,14 @@ static inline Facts flag_facts() {
 }
 
 // Hash of this program's file: flags, data and program determine a run's result.
-static inline std::string executable_hash() {
-    FILE* f = fopen_check("/proc/self/exe", "rb");
+static inline std::string executable_hash(const char* path = "/proc/self/exe") {
+    FILE* f = fopen_check(path, "rb");
     std::vector<char> part(1 << 20);
     Checksum sum;
     for (size_t got; (got = fread(part.data(), 1, part.size(), f)) > 0;) {
         checksum_add(&sum, part.data(), got);
     }
+    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
     fclose(f);
     return checksum_text(checksum_end(&sum));
 }
@@ -405,16 +406,17 @@ static inline std::string settings_left_open() {
     return names;
 }
 
-// A run's data paths are relative to the folder where it was started, as long as that folder exists.
+// A run's data paths are relative to the folder where it was started, as long as that folder exists. One that
+// cannot be looked at may exist: opening the data says why, unless other data are given.
 constexpr const char* kDataFlags[] = {"train-data", "val-data", "eval-data"};
 static inline std::string from_start(const std::string& pattern, const std::string* start) {
     char here[PATH_MAX];
     struct stat st;
     const bool relative = pattern[0] != '/' && pattern[0] != '~';
-    if (!relative || !start || stat(start->c_str(), &st) != 0 || !S_ISDIR(st.st_mode) ||
+    if (!relative || !start || (stat(start->c_str(), &st) != 0 ? errno == ENOENT : !S_ISDIR(st.st_mode)) ||
         (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
     std::string path;
-    const bool is_pattern = file_size((*start + "/" + pattern).c_str()) < 0;
+    const bool is_pattern = stat((*start + "/" + pattern).c_str(), &st) != 0;
     for (char c : *start) { path += (is_pattern && strchr("*?[\\", c) ? "\\" : "") + std::string(1, c); }
     return path + "/" + pattern;
 }

@@ -43,7 +43,7 @@ static inline bool model_is_folder() {
     int64_t n;
     const bool reads_so = (text[0] == 'd' && parse_int(text + 1, &n)) ||
                           strncmp(text, "gpt3:", 5) == 0 || strchr(text, ',');
-    return (strchr(text, '/') || !reads_so) && stat(text, &st) == 0 && S_ISDIR(st.st_mode);
+    return (strchr(text, '/') || !reads_so) && path_stat(text, &st) && S_ISDIR(st.st_mode);
 }
 
 // The step of a folder's newest undamaged model, with a marker if possible. Rank 0 checks the checksums.
@@ -125,8 +125,8 @@ static inline void folder_resolve() {
     std::string folder = run.model;
     while (folder.size() > 1 && folder.back() == '/') { folder.pop_back(); }
     struct stat from, to;
-    if (run.output_dir[0] != '\0' && !run.resume && stat(folder.c_str(), &from) == 0 &&
-        stat(run.output_dir, &to) == 0 && from.st_dev == to.st_dev && from.st_ino == to.st_ino) {
+    if (run.output_dir[0] != '\0' && !run.resume && path_stat(folder, &from) &&
+        path_stat(run.output_dir, &to) && from.st_dev == to.st_dev && from.st_ino == to.st_ino) {
         die("-e %s is the folder of -o, too: a new run would be mixed with what is there\n"
             "hint: -y 1 -o %s, without -e, goes on with that run; or choose another folder with -o",
             folder.c_str(), folder.c_str());
@@ -185,6 +185,7 @@ static inline bool holds_run(const std::string& main_log) {
     char line[1024];
     bool found = false;
     while (!found && fgets(line, sizeof(line), f)) { found = strstr(line, " trl:") != nullptr; }
+    if (ferror(f)) { die("cannot read '%s': %s", main_log.c_str(), strerror(errno)); }
     fclose(f);
     return found;
 }
@@ -193,7 +194,7 @@ static inline bool holds_run(const std::string& main_log) {
 static inline void run_folder_check(const std::string& folder) {
     for (const char* name : {"/main.log", "/metrics.jsonl", "/run.json"}) {
         struct stat st;
-        if (stat((folder + name).c_str(), &st) == 0 && !S_ISREG(st.st_mode)) {
+        if (path_stat(folder + name, &st) && !S_ISREG(st.st_mode)) {
             die("'%s' is not a regular file\nhint: choose another folder with -o",
                 (folder + name).c_str());
         }
