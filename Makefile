@@ -47,12 +47,17 @@ NVCC_DIRS = $(need_nvcc)$(filter -I% -L%,$(subst =, ,$(NVCC_SAYS)))
 NCCL_ANY = $(if $(call works,-DUSE_NCCL $(NVCC_DIRS) -lnccl,$(NCCL_CALL)),-DUSE_NCCL -lnccl)
 NCCL_FLAGS = $(eval NCCL_FLAGS := $(call wanted,NCCL,$(NCCL_ANY)))$(NCCL_FLAGS)
 
-# GPU_CAPS: the GPUs' compute capabilities, without the dot. Asked for once, and only if something needs them.
+# FOUND_GPUS: the compute capabilities of this machine's GPUs, asked for once, and only if something needs
+# them. GPU_CAPS: those on which the CUDA programs run, 8.0 and later, without the dot.
 need_nvcc = $(if $(NVCC),,$(error no nvcc: install the CUDA toolkit, give NVCC=path, or make train_gpt2cpu))
-KNOWN_ARCHS = $(need_nvcc)$(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code 2>/dev/null)) 90a
-ASK_GPUS = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -u
-GPU_CAPS = $(eval GPU_CAPS := $(shell $(ASK_GPUS)))$(GPU_CAPS)
-GPU_ARCHS = $(or $(filter $(KNOWN_ARCHS),$(GPU_CAPS)),90a)
+TOO_OLD := 3 5 6 7
+NVCC_CODES = $(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code 2>/dev/null)) 90a
+KNOWN_ARCHS = $(need_nvcc)$(filter-out $(TOO_OLD:=%),$(NVCC_CODES))
+ASK_GPUS = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9]*[.][0-9]'
+FOUND_GPUS = $(eval FOUND_GPUS := $(sort $(shell $(ASK_GPUS))))$(FOUND_GPUS)
+GPU_CAPS = $(subst .,,$(filter-out $(TOO_OLD:=.%),$(FOUND_GPUS)))
+no_GPU = $(error this GPU has compute capability $(FOUND_GPUS), and 8.0 is needed: make train_gpt2cpu)
+GPU_ARCHS = $(or $(filter $(KNOWN_ARCHS),$(GPU_CAPS)),$(if $(GPU_CAPS),,$(if $(FOUND_GPUS),$(no_GPU))),90a)
 ARCHS = $(patsubst 90,90a,$(if $(filter auto,$(ARCH)),$(GPU_ARCHS),$(ARCH:sm_%=%)))
 check_arch = $(if $(filter-out $(KNOWN_ARCHS),$(ARCHS)),$(error ARCH=$(ARCH): choose auto or $(KNOWN_ARCHS)))
 # What runs is not known where auto finds no GPU, or one that nvcc does not know: then compute_80 PTX comes

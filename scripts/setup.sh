@@ -80,8 +80,8 @@ elif [ $((${#useful[@]} + ${#fuzzing[@]})) -gt 0 ]; then
     echo "note: useful, but not installed here: $all" >&2
 fi
 # NCCL is in NVIDIA's package list, not in the system's, and it has to fit the CUDA toolkit: only a word.
-if [[ $(nvidia-smi -L 2>/dev/null) == *"GPU 1:"* &&
-      $(make -n train_gpt2cu 2>/dev/null) != *-DUSE_NCCL* ]]; then
+if [[ $(nvidia-smi -L 2>/dev/null) == *"GPU 1:"* ]] &&
+   compiles=$(make -n train_gpt2cu 2>/dev/null) && [[ $compiles != *-DUSE_NCCL* ]]; then
     echo "note: without NCCL the CUDA programs take one GPU only; NVIDIA's package is libnccl-dev" >&2
 fi
 

@@ -50,7 +50,14 @@ def called():
     return read("called.log").decode() if os.path.exists("called.log") else ""
 
 
-GPUS = "i=0; while [ $i -lt ${GPUS:-0} ]; do echo \"GPU $i: H\"; i=$((i + 1)); done; [ $i != 0 ]\n"
+# nvidia-smi: GPUS, how many there are; CAPS: what each prints as its compute capability
+GPUS = """i=0
+while [ $i -lt ${GPUS:-0} ]; do
+    case $* in *compute_cap*) printf '%s\\n' ${CAPS:-9.0} ;; *) echo "GPU $i: H" ;; esac
+    i=$((i + 1))
+done
+[ $i != 0 ]
+"""
 
 # ---- quickstart.sh ----
 
@@ -102,6 +109,17 @@ def test_quickstart():
     assert read("runs/quickstart/samples.txt").decode() == f"{prompt} girl\n\nMore\n---\n{prompt} boy\n"
     assert quickstart("no build")[0] != 0
     assert read("runs/quickstart/model_00001350.bin") == b"third\n", "the run before is where it was"
+
+
+@pytest.mark.parametrize("caps, trainer", [("9.0", "train_gpt2cu"), ("7.5", "train_gpt2cpu"),
+                                           ("7.5 8.0", "train_gpt2cu"), ("10.0", "train_gpt2cu")])
+def test_quickstart_takes_what_works(caps, trainer):
+    write("train_gpt2cu", TRAINER)
+    stand_in("nvcc")
+    code, out, err = quickstart("first", GPUS="1", CAPS=caps)
+    assert code == 0 and f"make {trainer}  # trains" in out, err
+    assert ("note: this GPU has compute capability 7.5 and 8.0 is needed, so the CPU trains\n" in out) == \
+        (caps == "7.5")
 
 
 @pytest.mark.parametrize("mode, env, expected, said", [
@@ -210,7 +228,10 @@ def test_recipes_take_words(recipes):
     words = out.splitlines()
     assert words.count("--output-dir") == 1 and "runs/short" in words and "--max-steps" not in words
     assert "--max-steps=20" in words and words[words.index("--gpus") + 1] == "2"
-    for env, said in (({"gpus": "0"}, "gpus=0"), ({"gpus": "two"}, "gpus=two"), ({"GPUS": "0"}, "gpus=0")):
+    _, flags, _ = recipe(name, data="elsewhere", GPUS="2", CAPS="7.5 8.0")
+    assert flags["--gpus"] == "2", "those that the program can use"
+    for env, said in (({"gpus": "0"}, "gpus=0"), ({"gpus": "two"}, "gpus=two"), ({"GPUS": "0"}, "gpus=0"),
+                      ({"CAPS": "7.5"}, "gpus=0")):
         code, _, err = recipe(name, data="elsewhere", **env)
         assert code == 1 and f"error: {said}: " in err and "\nhint: " in err
     os.remove("train_gpt2cu")
@@ -306,6 +327,7 @@ SETUPS = [
     ("tests", "", {}, [MPI, CLANG], [PIP], ""),
     ("tests", "", {"GPUS": "2"}, [MPI], [], "libnccl-dev"),
     ("tests", "", {"GPUS": "1"}, [MPI], [], ""),
+    ("", None, {"GPUS": "2", "CAPS": "7.5"}, [], [], ""),
     ("tests", BOTH, {"GPUS": "2"}, [CLANG], [MPI], ""),
     ("", "", {"GPUS": "2"}, [], [MPI, "clang", "pip"], "libnccl-dev"),
     ("tests", BOTH, {"LACKS": "pytest"}, [PIP], [], ""),
@@ -380,7 +402,7 @@ def found_machine(mpi="", nccl=""):
              f'echo "cc -O9 -flto=auto -I{here}/mpi -L{here}/mpi -Wl,-rpath,/there -pthread"\n')
     stand_in("nvcc", f"""case $1 in
     -dryrun) printf '#$ INCLUDES="-I{here}/cuda/include"  \\n#$ LIBRARIES=  "-L{here}/cuda/lib"\\n' >&2 ;;
-    --list-gpu-code) printf 'sm_80\\nsm_90a\\n' ;;
+    --list-gpu-code) printf 'sm_%s\\n' 70 75 80 90 120 ;;
 esac
 """)
     stand_in("nvidia-smi", "exit 1\n")
@@ -433,6 +455,29 @@ def test_make_without_mpi_and_nccl():
     code, lines, err = made("train_gpt2cpu", "train_gpt2cu", "ARCH=80")
     assert (code, err) == (0, "") and not any("MPI" in libraries(line) for line in lines)
     assert "NCCL=auto|0|1 MPI=auto|0|1" in call(["make", "help"])[1]
+
+
+@pytest.mark.parametrize("caps, words, codes", [
+    ("9.0", "", "sm_90a"), ("8.0", "", "sm_80"), ("8.0 9.0", "", "sm_80 sm_90a"), ("7.5 8.0", "", "sm_80"),
+    ("13.7", "", "sm_90a compute_80"), ("8.0 13.7", "", "sm_80 compute_80"), ("", "", "sm_90a compute_80"),
+    ("NVIDIA-SMI has failed", "", "sm_90a compute_80"), ("7.5", "ARCH=90", "sm_90a"),
+    ("7.5", "", "this GPU has compute capability 7.5, and 8.0 is needed: make train_gpt2cpu"),
+    ("9.0", "ARCH=70", "ARCH=70: choose auto or 80 90 120 90a"),
+    ("", "ARCH=75", "ARCH=75: choose auto or 80 90 120 90a")])
+def test_make_finds_gpus(caps, words, codes):
+    """What the CUDA program is compiled for; a GPU below 8.0 counts as none, and alone it ends make."""
+    found_machine()
+    stand_in("nvidia-smi", f"printf '%s\\n' {caps}\n" if caps else "exit 1\n")
+    code, lines, err = made("train_gpt2cu", "NCCL=0", "MPI=0", *words.split())
+    if code == 0:
+        assert " ".join(re.findall(r"code=(\w+)", lines[0])) == codes
+    else:
+        assert re.fullmatch(rf"Makefile:\d+: \*\*\* {codes}\.  Stop\.\n", err), err
+    usable = re.search(r"(^| )([89]|1\d)\.\d", caps) is not None
+    write("test_gpt2.cu", "")
+    nothing = "OPENMP= OPENBLAS= has_fuzzer= NCCL=0 MPI=0".split()
+    _, out, _ = call(["make", "-kn", "built-test", *nothing, "NVCC=" + os.path.abspath("bin/nvcc")])
+    assert ("build/check/test_gpt2.FP16" in out, "build/look/check" in out) == (usable, not usable)
 
 
 def test_make_plot():
