@@ -173,6 +173,18 @@ def flag_error(flags):
     return "" if f"longest sequence, {flags['--sequence-length']}\n" in err else err
 
 
+def check_plan(text, *runs):
+    """A speed in a recipe's comment that was not measured is what --plan says of its flags on one GPU, and on
+    eight."""
+    said = re.findall(r"e9 / ([\d.,]+)K tokens/s( \(measured)?", text)
+    assert len(said) == len(runs)
+    for (speed, measured), flags in zip(said, runs):
+        words = [word for pair in flags.items() if pair[0] != "--resume" for word in pair]
+        _, out, err = call([os.path.join(ROOT, "train_gpt2cpu"), *words, "--plan", "H200"])
+        planned = re.search(r"^speed: .* (\d+) tok/s", out, re.M)
+        assert measured or (speed == f"{float(planned[1]) / 1e3:,.0f}" and "`--plan H200` says" in text), err
+
+
 def check_arithmetic(text, flags):
     """A recipe's comment says what its flags make."""
     said = {name: re.search(form, text) for name, form in NUMBERS.items()}
@@ -209,7 +221,9 @@ def test_recipe(recipes, name):
     check_arithmetic(text, flags)
     tokens = float(flags["--max-steps"]) * float(flags["--total-batch"])
     assert tokens <= 1e8 * int(wanted[3] or 1e9), "fewer shards than it trains on"
+    alone = flags
     code, flags, err = recipe(name, GPUS="8")
+    check_plan(text, alone, flags)
     rows = int(flags["--micro-batch"]) * int(flags["--sequence-length"]) * 8
     assert code == 0 and (flags["--gpus"], flags["--zero-stage"]) == ("8", "1")
     assert flag_error(flags) == "" and int(flags["--total-batch"]) % rows == 0
