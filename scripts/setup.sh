@@ -62,9 +62,11 @@ install="apt-get update && apt-get install -y --no-install-recommends"
 install_all() {
     [ $# = 0 ] && return
     echo "installing: $*"
-    bash -c "$install $*" >"$log" 2>&1 && return
+    local command="$install $*"
+    install=${install#*&& }                 # one update, which without a network takes long
+    bash -c "$command" >"$log" 2>&1 && return
     tail -5 "$log" >&2
-    echo "this failed: $install $*" >&2
+    echo "this failed: $command" >&2
     return 1
 }
 if [ -n "${all// }" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

@@ -368,6 +368,7 @@ def test_setup(words, make, env, calls, never, said, venv):
     code, out, err = call(["scripts/setup.sh", *words.split()], path, **env)
     assert code == (1 if said.startswith("error") else 0)
     assert all(text in called() for text in calls) and not any(text in called() for text in never)
+    assert called().count("apt-get update") == ("apt-get" in called())
     assert said in err and ("libnccl" in said or "libnccl" not in err)
     assert ("hint: " in err) == ("OFFLINE" in env)
     assert os.path.exists(".venv") == (venv or "OFFLINE" not in env and "pip" in called() or code == 1)
