@@ -27,7 +27,8 @@ ls "$data"/*_train_*.bin "$data"/*_val_*.bin >/dev/null 2>&1 ||
         "python3 dev/data/get.py $wanted (goes on where it broke off), or data=FOLDER"
 [ -x train_gpt2cu ] || stop "there is no ./train_gpt2cu" "make train_gpt2cu"
 if [ -z "${launch:-}" ]; then
-    gpus=${gpus:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)}
+    caps=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true)
+    gpus=${gpus:-$(awk '$1 + 0 >= 8' <<<"$caps" | wc -l)}           # those that the program can use
     [[ $gpus =~ ^[1-9][0-9]*$ ]] || stop "gpus=$gpus: a number of GPUs, 1 or more" \
         "nvidia-smi -L lists those of this machine"
     if [ "$gpus" -gt 1 ]; then recipe+=(--gpus "$gpus" --zero-stage 1); fi

@@ -22,11 +22,15 @@ run=runs/quickstart
 
 scripts/setup.sh
 nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
-if [ -n "$nvcc" ] && nvidia-smi -L >/dev/null 2>&1; then
+caps=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true)
+if [ -n "$nvcc" ] && [ -n "$(awk '$1 + 0 >= 8' <<<"$caps")" ]; then
     trainer=train_gpt2cu text=60000000 steps=600
     flags=(--model L8,NH8,C512,T512,V50257 --micro-batch 64 --learning-rate 1e-3 --warmup 50)
     flags+=(--final-fraction 0.1 --val-every 100 --val-batches 10)
 else
+    if [[ $caps =~ ^[3567][.][0-9] ]]; then
+        echo "note: this GPU has compute capability" $caps "and 8.0 is needed, so the CPU trains"
+    fi
     trainer=train_gpt2cpu text=8000000 steps=1350
     flags=(--model L6,NH4,C64,T128,V50257 --micro-batch 4 --learning-rate 5e-3 --warmup 50)
     flags+=(--lr-schedule linear --beta2 0.99 --optimizer muon --val-every 450 --val-batches 50)

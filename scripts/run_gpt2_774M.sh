@@ -10,7 +10,7 @@
 #                7.0e20 flop
 #   warm-up      700 steps, 0.37e9 tokens, as for GPT-3; its learning rate for 760M, 2.5e-4, down to 0
 #   one H200     150.00e9 / 113.0K tokens/s (measured, B=32) = 15.4 days
-#   eight        150.00e9 / 904K tokens/s = 46 hours: what `--plan H200` says
+#   eight        150.00e9 / 893K tokens/s = 47 hours: what `--plan H200` says
 #   loss         not known for these steps. Of HellaSwag GPT-3's model of 760M has 0.510, after 300e9 tokens
 #                of other text (GPT-3's paper, table H.1).
 exec "$(dirname "$0")/pretrain.sh" gpt2_774M fineweb100B-shards \

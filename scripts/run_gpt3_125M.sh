@@ -9,8 +9,8 @@
 #   tokens       572,204 steps x 524,288 = 300.00e9, three times through 103e9; 6 x N x tokens = 2.3e20 flop
 #   warm-up      700 steps, 0.37e9 tokens; learning rate 6e-4, down to a tenth: GPT-3's paper, table 2.1 and
 #                appendix B
-#   one H200     300.00e9 / 595K tokens/s = 5.8 days
-#   eight        300.00e9 / 4,618K tokens/s = 18 hours: both speeds are what `--plan H200` says
+#   one H200     300.00e9 / 564K tokens/s = 6.2 days
+#   eight        300.00e9 / 4,376K tokens/s = 19 hours: both speeds are what `--plan H200` says
 #   loss         not known for these steps. Of HellaSwag GPT-3's own has 0.337 (table H.1).
 exec "$(dirname "$0")/pretrain.sh" gpt3_125M fineweb100B-shards \
     --model gpt3:c768 --micro-batch 32 --sequence-length 2048 --total-batch 524288 --max-steps 572204 \

@@ -62,9 +62,11 @@ install="apt-get update && apt-get install -y --no-install-recommends"
 install_all() {
     [ $# = 0 ] && return
     echo "installing: $*"
-    bash -c "$install $*" >"$log" 2>&1 && return
+    local command="$install $*"
+    install=${install#*&& }                 # one update, which without a network takes long
+    bash -c "$command" >"$log" 2>&1 && return
     tail -5 "$log" >&2
-    echo "this failed: $install $*" >&2
+    echo "this failed: $command" >&2
     return 1
 }
 if [ -n "${all// }" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
@@ -80,8 +82,8 @@ elif [ $((${#useful[@]} + ${#fuzzing[@]})) -gt 0 ]; then
     echo "note: useful, but not installed here: $all" >&2
 fi
 # NCCL is in NVIDIA's package list, not in the system's, and it has to fit the CUDA toolkit: only a word.
-if [[ $(nvidia-smi -L 2>/dev/null) == *"GPU 1:"* &&
-      $(make -n train_gpt2cu 2>/dev/null) != *-DUSE_NCCL* ]]; then
+if [[ $(nvidia-smi -L 2>/dev/null) == *"GPU 1:"* ]] &&
+   compiles=$(make -n train_gpt2cu 2>/dev/null) && [[ $compiles != *-DUSE_NCCL* ]]; then
     echo "note: without NCCL the CUDA programs take one GPU only; NVIDIA's package is libnccl-dev" >&2
 fi
 

@@ -30,8 +30,10 @@ def ask_gpus(*words):
 
 
 def list_gpus():
-    """As CUDA_VISIBLE_DEVICES names them."""
-    there = [str(i) for i in range(sum(line.startswith("GPU ") for line in ask_gpus("-L")))]
+    """As CUDA_VISIBLE_DEVICES names them, those with compute capability 8.0 or later: CUDA counts them first,
+    as they are the fastest."""
+    caps = ask_gpus("--query-gpu=compute_cap", "--format=csv,noheader")
+    there = [str(i) for i in range(sum(re.fullmatch(r"([89]|\d\d)\.\d", cap) is not None for cap in caps))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [word for word in visible.split(",") if word] if there and visible is not None else there
 

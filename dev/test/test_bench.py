@@ -3,6 +3,7 @@
     pytest dev/test/test_bench.py
 """
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -63,6 +64,8 @@ def test_turns(monkeypatch, capsys):
     """The whole of `make bench`, with programs that only print."""
     monkeypatch.setattr(bench, "ROOT", os.getcwd())
     monkeypatch.setattr(bench, "made_up_shard", lambda path: write(path, b""))
+    used = itertools.cycle(["1024", "4096"])        # MiB, before a program and during it
+    monkeypatch.setattr(bench, "smi", lambda fields: next(used) if "memory" in fields else "")
     write("train_gpt2cu", trains("100.0", " | 1 tok/s | MFU 46.0% | ETA 1 s"))
     write("profile_gpt2cu", f"#!/bin/sh\ncat <<'E'\n{PROFILED}E\n")
     write("llmc", trains("110.00", " | 40.0% bf16 MFU |"))
@@ -75,8 +78,8 @@ def test_turns(monkeypatch, capsys):
     assert [run["who"] for run in runs] == ["ours", "llm.c", "ours", "./other", "ours", "./broken", "ours"]
     assert runs[5] == {"who": "./broken", "error": "no GPU here"}
     rows = bench.table(bench.merged(["bench.json"])).splitlines()
-    assert rows[2] == ("| 124M, B=64 | 655K, 0.0 | 46 % | 74.2 of 100.0 ms, 74 %; 655 TFLOP/s "
-                       "| 596K (1.10), 0.0 | 524K (1.25), 0.0 | - |")
+    assert rows[2] == ("| 124M, B=64 | 655K, 3.0 | 46 % | 74.2 of 100.0 ms, 74 %; 655 TFLOP/s "
+                       "| 596K (1.10), 3.0 | 524K (1.25), 3.0 | - |")
     twice = bench.merged(["bench.json", "bench.json"])
     assert len(twice["sizes"]["d12:64"]["runs"]) == 14 and bench.table(twice).splitlines() == rows
 

@@ -162,7 +162,7 @@ def run_suites(*words, gpus_here=0, **env):
     write("checks.py", read("checks.py").decode().replace("ROOT = ", f"ROOT = {os.getcwd()!r}\nIT = "))
     for name, text in SUITES.items():
         write(name, text)
-    write("bin/nvidia-smi", "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H'; " for i in range(gpus_here)) + "\n")
+    write("bin/nvidia-smi", "#!/bin/sh\n" + "echo 9.0\n" * gpus_here + "echo 7.5\n")     # one is too old
     path = os.path.abspath("bin") + ":" + os.environ["PATH"]
     env.update((name, None) for name in os.environ if re.search("PYTEST|CUDA", name))
     code, out, _ = run_program([sys.executable, "-m", "pytest", ".", *words], **{"PATH": path, **env})

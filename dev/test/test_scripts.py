@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from checks import ROOT, read, run_program, write
+from trainer import JOB_VARIABLE
 
 sys.path.insert(1, os.path.join(ROOT, "dev", "data"))
 import get                                          # noqa: E402
@@ -24,11 +25,18 @@ def stand_in(name, text=""):
     write("bin/" + name, "#!/bin/sh\n" + text)
 
 
+# What the Makefile, the scripts and the stand-ins take from the environment; a machine may have some of it.
+SETTINGS = "CXX CAPS FIRST GPUS ID LACKS LAST MODE OFFLINE PNG RUN RUNS TEXT data gpus hosts launch".split()
+SETTINGS += ["MAKEFLAGS", "MFLAGS", "MAKELEVEL"]            # of the make that may have started this
+SETTINGS += re.findall(r"^(\w+) \?=", read(os.path.join(ROOT, "Makefile")).decode(), re.M)
+
+
 def call(command, path=None, **env):
-    """(exit code, stdout, stderr), without settings of the make that may have started this; path: what PATH
-    is, if not bin and the usual one."""
+    """(exit code, stdout, stderr), without this machine's settings; path: what PATH is, if not bin and the
+    usual one."""
+    theirs = {name: None for name in os.environ if name in SETTINGS or JOB_VARIABLE.match(name)}
     env = {"PATH": path or os.path.abspath("bin") + ":" + os.environ["PATH"], **env}
-    return run_program(command, MAKEFLAGS=None, MFLAGS=None, MAKELEVEL=None, **env)
+    return run_program(command, **{**theirs, **env})
 
 
 def copy(*paths):
@@ -42,7 +50,14 @@ def called():
     return read("called.log").decode() if os.path.exists("called.log") else ""
 
 
-GPUS = "i=0; while [ $i -lt ${GPUS:-0} ]; do echo \"GPU $i: H\"; i=$((i + 1)); done; [ $i != 0 ]\n"
+# nvidia-smi: GPUS, how many there are; CAPS: what each prints as its compute capability
+GPUS = """i=0
+while [ $i -lt ${GPUS:-0} ]; do
+    case $* in *compute_cap*) printf '%s\\n' ${CAPS:-9.0} ;; *) echo "GPU $i: H" ;; esac
+    i=$((i + 1))
+done
+[ $i != 0 ]
+"""
 
 # ---- quickstart.sh ----
 
@@ -96,6 +111,17 @@ def test_quickstart():
     assert read("runs/quickstart/model_00001350.bin") == b"third\n", "the run before is where it was"
 
 
+@pytest.mark.parametrize("caps, trainer", [("9.0", "train_gpt2cu"), ("7.5", "train_gpt2cpu"),
+                                           ("7.5 8.0", "train_gpt2cu"), ("10.0", "train_gpt2cu")])
+def test_quickstart_takes_what_works(caps, trainer):
+    write("train_gpt2cu", TRAINER)
+    stand_in("nvcc")
+    code, out, err = quickstart("first", GPUS="1", CAPS=caps)
+    assert code == 0 and f"make {trainer}  # trains" in out, err
+    assert ("note: this GPU has compute capability 7.5 and 8.0 is needed, so the CPU trains\n" in out) == \
+        (caps == "7.5")
+
+
 @pytest.mark.parametrize("mode, env, expected, said", [
     ("fails", {}, 3, "error: ./train_gpt2cpu "), ("killed", {}, 137, "error: ./train_gpt2cpu "),
     ("interrupted", {}, 1, "error: ./train_gpt2cpu "),
@@ -147,6 +173,18 @@ def flag_error(flags):
     return "" if f"longest sequence, {flags['--sequence-length']}\n" in err else err
 
 
+def check_plan(text, *runs):
+    """A speed in a recipe's comment that was not measured is what --plan says of its flags on one GPU, and on
+    eight."""
+    said = re.findall(r"e9 / ([\d.,]+)K tokens/s( \(measured)?", text)
+    assert len(said) == len(runs)
+    for (speed, measured), flags in zip(said, runs):
+        words = [word for pair in flags.items() if pair[0] != "--resume" for word in pair]
+        _, out, err = call([os.path.join(ROOT, "train_gpt2cpu"), *words, "--plan", "H200"])
+        planned = re.search(r"^speed: .* (\d+) tok/s", out, re.M)
+        assert measured or (speed == f"{float(planned[1]) / 1e3:,.0f}" and "`--plan H200` says" in text), err
+
+
 def check_arithmetic(text, flags):
     """A recipe's comment says what its flags make."""
     said = {name: re.search(form, text) for name, form in NUMBERS.items()}
@@ -183,7 +221,9 @@ def test_recipe(recipes, name):
     check_arithmetic(text, flags)
     tokens = float(flags["--max-steps"]) * float(flags["--total-batch"])
     assert tokens <= 1e8 * int(wanted[3] or 1e9), "fewer shards than it trains on"
+    alone = flags
     code, flags, err = recipe(name, GPUS="8")
+    check_plan(text, alone, flags)
     rows = int(flags["--micro-batch"]) * int(flags["--sequence-length"]) * 8
     assert code == 0 and (flags["--gpus"], flags["--zero-stage"]) == ("8", "1")
     assert flag_error(flags) == "" and int(flags["--total-batch"]) % rows == 0
@@ -202,7 +242,10 @@ def test_recipes_take_words(recipes):
     words = out.splitlines()
     assert words.count("--output-dir") == 1 and "runs/short" in words and "--max-steps" not in words
     assert "--max-steps=20" in words and words[words.index("--gpus") + 1] == "2"
-    for env, said in (({"gpus": "0"}, "gpus=0"), ({"gpus": "two"}, "gpus=two"), ({"GPUS": "0"}, "gpus=0")):
+    _, flags, _ = recipe(name, data="elsewhere", GPUS="2", CAPS="7.5 8.0")
+    assert flags["--gpus"] == "2", "those that the program can use"
+    for env, said in (({"gpus": "0"}, "gpus=0"), ({"gpus": "two"}, "gpus=two"), ({"GPUS": "0"}, "gpus=0"),
+                      ({"CAPS": "7.5"}, "gpus=0")):
         code, _, err = recipe(name, data="elsewhere", **env)
         assert code == 1 and f"error: {said}: " in err and "\nhint: " in err
     os.remove("train_gpt2cu")
@@ -248,6 +291,7 @@ LINTED = {
 }
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="no git")
 def test_lint():
     pytest.importorskip("pyflakes")
     copy("dev/test/lint.py", "dev/venv_python.py")
@@ -298,6 +342,7 @@ SETUPS = [
     ("tests", "", {}, [MPI, CLANG], [PIP], ""),
     ("tests", "", {"GPUS": "2"}, [MPI], [], "libnccl-dev"),
     ("tests", "", {"GPUS": "1"}, [MPI], [], ""),
+    ("", None, {"GPUS": "2", "CAPS": "7.5"}, [], [], ""),
     ("tests", BOTH, {"GPUS": "2"}, [CLANG], [MPI], ""),
     ("", "", {"GPUS": "2"}, [], [MPI, "clang", "pip"], "libnccl-dev"),
     ("tests", BOTH, {"LACKS": "pytest"}, [PIP], [], ""),
@@ -324,6 +369,7 @@ def test_setup(words, make, env, calls, never, said, venv):
     code, out, err = call(["scripts/setup.sh", *words.split()], path, **env)
     assert code == (1 if said.startswith("error") else 0)
     assert all(text in called() for text in calls) and not any(text in called() for text in never)
+    assert called().count("apt-get update") == ("apt-get" in called())
     assert said in err and ("libnccl" in said or "libnccl" not in err)
     assert ("hint: " in err) == ("OFFLINE" in env)
     assert os.path.exists(".venv") == (venv or "OFFLINE" not in env and "pip" in called() or code == 1)
@@ -338,7 +384,8 @@ def test_setup_as_user_says_the_command(command):
 
 
 @pytest.mark.parametrize("goal", ["test", "test-gpu", "test-all", "test without a source"])
-def test_make_test_installs_first(goal):
+def test_make_test_installs_first(goal, monkeypatch):
+    monkeypatch.setenv("CXX", "none")                       # as some machines have one
     names = [f"{name}_gpt2.cu" for name in ("train", "test", "profile")] + ["dev/tools/checkpoint.cpp"]
     names += [f"dev/data/{name}.cpp" for name in ("tokenize", "stories", "bigram")]
     names += [f"dev/test/test_{name}.cpp" for name in ("comm", "dataloader", "host", "checkpoints")]
@@ -371,7 +418,7 @@ def found_machine(mpi="", nccl=""):
              f'echo "cc -O9 -flto=auto -I{here}/mpi -L{here}/mpi -Wl,-rpath,/there -pthread"\n')
     stand_in("nvcc", f"""case $1 in
     -dryrun) printf '#$ INCLUDES="-I{here}/cuda/include"  \\n#$ LIBRARIES=  "-L{here}/cuda/lib"\\n' >&2 ;;
-    --list-gpu-code) printf 'sm_80\\nsm_90a\\n' ;;
+    --list-gpu-code) printf 'sm_%s\\n' 70 75 80 90 120 ;;
 esac
 """)
     stand_in("nvidia-smi", "exit 1\n")
@@ -426,6 +473,35 @@ def test_make_without_mpi_and_nccl():
     assert "NCCL=auto|0|1 MPI=auto|0|1" in call(["make", "help"])[1]
 
 
+@pytest.mark.parametrize("caps, words, codes", [
+    ("9.0", "", "sm_90a"), ("8.0", "", "sm_80"), ("8.0 9.0", "", "sm_80 sm_90a"), ("7.5 8.0", "", "sm_80"),
+    ("13.7", "", "sm_90a compute_80"), ("8.0 13.7", "", "sm_80 compute_80"), ("", "", "sm_90a compute_80"),
+    ("NVIDIA-SMI has failed", "", "sm_90a compute_80"), ("7.5", "ARCH=90", "sm_90a"),
+    ("7.5", "", "this GPU has compute capability 7.5, and 8.0 is needed: make train_gpt2cpu"),
+    ("9.0", "ARCH=70", "ARCH=70: choose auto or 80 90 120 90a"),
+    ("", "ARCH=75", "ARCH=75: choose auto or 80 90 120 90a")])
+def test_make_finds_gpus(caps, words, codes):
+    """What the CUDA program is compiled for; a GPU below 8.0 counts as none, and alone it ends make."""
+    found_machine()
+    stand_in("nvidia-smi", f"printf '%s\\n' {caps}\n" if caps else "exit 1\n")
+    code, lines, err = made("train_gpt2cu", "NCCL=0", "MPI=0", *words.split())
+    if code == 0:
+        assert " ".join(re.findall(r"code=(\w+)", lines[0])) == codes
+    else:
+        assert re.fullmatch(rf"Makefile:\d+: \*\*\* {codes}\.  Stop\.\n", err), err
+    # tests are compiled for the same GPUs, for two kinds if nvcc does not know one; nvcc looks at both
+    write("test_gpt2.cu", "")
+    nothing = "OPENMP= OPENBLAS= has_fuzzer= NCCL=0 MPI=0".split()
+    _, out, _ = call(["make", "-kn", "built-test", *nothing, "NVCC=" + os.path.abspath("bin/nvcc")])
+    two = 'sm_90a \\"sm_80,compute_80\\"'
+    built = [(path, " ".join(re.findall(r"code=(\S+)", line)))
+             for line in out.split("\n") for path in re.findall(r" -o build/(\S+)\.BF16 ", line)]
+    known = codes if code == 0 and "compute" not in codes else "sm_90a" if caps == "9.0" else two
+    usable = re.search(r"(^| )([89]|1\d)\.\d", caps)
+    assert sorted(built) == [(f"check/{name}_gpt2", known) for name in ("test", "train") if usable] + [
+        ("look/check/train_gpt2", two)]
+
+
 def test_make_plot():
     """Which runs make hands on, and how: blanks and quotes in a name are the name's."""
     copy("Makefile")
@@ -450,7 +526,7 @@ def test_plot_takes_the_venv():
 
 
 def test_what_readme_writes_is_ignored():
-    if call(["git", "-C", ROOT, "rev-parse"])[0] != 0:
+    if not shutil.which("git") or call(["git", "-C", ROOT, "rev-parse"])[0] != 0:
         pytest.skip("git does not know this folder")
     paths = ["data/mine/mine_train_000001.bin", "both.png", "runs/d12", "d12-hf/config.json", "gpt2_124M.bin"]
     assert call(["git", "-C", ROOT, "check-ignore", *paths])[1].split() == paths

@@ -113,14 +113,15 @@ static inline DeviceInfo device_init(int index = 0) {
         die("there are %d GPUs here, too few for a rank with number %d on this machine\n"
             "hint: start at most one rank a GPU", count, index);
     }
-    cudaCheck(cudaSetDevice(index));
-    device_index = index;
     cudaDeviceProp prop;
     cudaCheck(cudaGetDeviceProperties(&prop, index));
     if (prop.major < 8) {
-        die("%s has compute capability %d.%d; 8.0 or later is needed (A100, RTX 30, H100, ...)", prop.name,
-            prop.major, prop.minor);
+        die("%s has compute capability %d.%d; 8.0 or later is needed (A100, RTX 30, H100, ...)\n"
+            "hint: `make train_gpt2cpu` builds the CPU program; CUDA_VISIBLE_DEVICES leaves a GPU out",
+            prop.name, prop.major, prop.minor);
     }
+    cudaCheck(cudaSetDevice(index));
+    device_index = index;
     device_sm_count = prop.multiProcessorCount;
     device_is_hopper = prop.major == 9;
     DeviceInfo info;
