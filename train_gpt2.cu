@@ -4186,7 +4186,6 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     Sampling sampling = {};     // how their tokens are drawn
     Split split;                // this rank's part of the job
     int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
-    bool nccl_order = false;    // NCCL sums the gradients, in its own order; false: the tree of lanes does
     bool graphs = true;         // on one GPU a micro-step is a CUDA graph
 };
 
@@ -4339,7 +4338,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
 
     // At stage 2 the micro-steps that ranks do at one time are summed together. A power of two of them is a
     // subtree, so a rank keeps sums of as many lanes as are its own; else of as many as all ranks have.
-    const bool parts = shards_grads && !o.nccl_order && !is_power_of_two(o.split.world);
+    const bool parts = shards_grads && !is_power_of_two(o.split.world);
     const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
     visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), Memory::Shared);
     visit("gradient shards", &model->grads.shards,
@@ -5336,8 +5335,6 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
 // At stage 2 every micro-step is a lane and is exchanged at once. The ranks take micro-steps in turns: rank r
 // has micro-step j * world + r at time j. Those of one time are one subtree, or a few subtrees if the number
 // of ranks is no power of two. Two layers' gradients are in memory at a time.
-//
-// --reduction nccl sums in NCCL's order instead: the bits then depend on the number of ranks.
 
 // After a lane: adds the pairs that it completes (lane_buffer in lanes.h says which buffers these are), in n
 // elements from `offset` bytes on. With several lanes on a rank, gradients are fp32.
@@ -5402,27 +5399,16 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket) {
     }
 }
 
-// Stage 2 with --reduction nccl: adds NCCL's sum over the ranks to that of earlier micro-steps.
-static void gpt2_sum_nccl(GPT2* model, int bucket) {
-    const Bucket& b = model->layout.buckets[bucket];
-    float* sums = model->grads.shards + b.shards;
-    const bool is_first = model->micro < (uint32_t)model->options.split.world;
-    lane_sum({.out = {sums, Accumulate::No}, .chain = {sums}, .num_chain = is_first ? 0 : 1,
-              .pieces = {.data = (float*)(model->grads.data + b.grads) + b.mine}, .num_pieces = 1,
-              .n = b.shard}, model->stream);
-}
-
 // The gradients of all ranks have arrived, or soon will: sums them. The kernels run on the backward's stream.
 // On a second stream, the two sets of kernels would wait for each other's SMs (dev/bench/NOTES.md).
 static void gpt2_sum_bucket(GPT2* model, int bucket) {
     const Bucket& b = model->layout.buckets[bucket];
     const BucketExchange& x = model->exchange.buckets[bucket];
-    const bool stage2 = model->options.split.zero == 2, nccl = model->options.nccl_order;
+    const int zero = model->options.split.zero;
     stream_wait(model->stream, x.arrived);
-    if (stage2 && nccl) { gpt2_sum_nccl(model, bucket); }
-    else if (stage2) { gpt2_sum_micro_steps(model, bucket); }
-    else if (!nccl) { gpt2_sum_pieces(model, bucket); }
-    if (model->options.split.zero == 0 && !nccl) {
+    if (zero == 2) { gpt2_sum_micro_steps(model, bucket); }
+    else { gpt2_sum_pieces(model, bucket); }
+    if (zero == 0) {
         stream_follow(model, model->exchange.stream, model->stream);
         device_all_gather(model->grads.data + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
     }
@@ -5432,25 +5418,17 @@ static void gpt2_sum_bucket(GPT2* model, int bucket) {
 // before have arrived in the meantime: sums them. bucket -1: no more buckets follow.
 static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges) {
     if (!exchanges) { return; }
-    const Options& o = model->options;
-    const Split& split = o.split;
     Exchange& exchange = model->exchange;
     const int before = exchange.bucket_in_flight;
     exchange.bucket_in_flight = bucket;
     if (bucket >= 0) {
         const Bucket& b = model->layout.buckets[bucket];
         BucketExchange& x = exchange.buckets[bucket];
-        char* grads = model->grads.data + b.grads;
-        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
+        if (model->options.split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
         stream_follow(model, exchange.stream, model->stream);       // the slot's last sums are done, too
-        if (!o.nccl_order) {
-            x.slot = bucket == 0 ? 2 : exchange.next_slot++ % 2;
-            device_all_to_all(exchange_slot(model, x.slot), grads, b.shard * b.grad_bytes, exchange.stream);
-        } else if (split.zero == 0) {
-            device_all_reduce((float*)grads, b.padded, exchange.stream);
-        } else {
-            device_reduce_scatter((float*)grads, b.shard, exchange.stream);
-        }
+        x.slot = bucket == 0 ? 2 : exchange.next_slot++ % 2;
+        device_all_to_all(exchange_slot(model, x.slot), model->grads.data + b.grads, b.shard * b.grad_bytes,
+                          exchange.stream);
         event_record(x.arrived, exchange.stream);
     }
     if (before >= 0) { gpt2_sum_bucket(model, before); }
@@ -5956,9 +5934,9 @@ static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& fol
 // == 11 setting up a run ==
 // In the order in which main calls these functions. Flags and their checks are in llmc/run/run_config.h.
 #ifdef GPT2_CPU
-constexpr Build kBuild = {PRECISION_NAME, false, kDeviceHasNccl};
+constexpr Build kBuild = {PRECISION_NAME, false};
 #else
-constexpr Build kBuild = {PRECISION_NAME, true, kDeviceHasNccl};
+constexpr Build kBuild = {PRECISION_NAME, true};
 #endif
 
 // A run: its parts, and how far it is, between two steps.
@@ -6017,7 +5995,6 @@ static Options run_options() {
     o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};
     o.split = {comm.rank, comm.world, comm.world > 1 && o.trains ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
-    o.nccl_order = run.reduction == Reduction::Nccl;
     return o;
 }
 
@@ -6147,8 +6124,8 @@ static void print_model(const GPT2& model) {
     const Config& c = model.config;
     const Split& split = model.options.split;
     if (split.world > 1 && model.options.trains) {
-        printf("ranks: %d, ZeRO stage %d, gradients summed %s\n", split.world, split.zero,
-               model.options.nccl_order ? "in NCCL's order" : format("over %d lanes", run.lanes).c_str());
+        printf("ranks: %d, ZeRO stage %d, gradients summed over %d lanes\n", split.world, split.zero,
+               run.lanes);
     }
     report_model(c, model.param_specs, model.options.muon, run.verbose > 0);
     if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
@@ -6237,7 +6214,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
 // program in BF16.
 static void print_plan() {
     const bool here = strcmp(run.plan, "auto") == 0;
-    const Build build = kBuild.is_cuda ? kBuild : Build{"BF16", true, true};
+    const Build build = kBuild.is_cuda ? kBuild : Build{"BF16", true};
     const GpuKind* gpu = gpu_kind(run.plan);
     if (here && !kBuild.is_cuda) { die("--plan auto needs the CUDA program: this one has no GPU"); }
     if (!here && !gpu) { die("--plan %s: choose auto, or one of %s", run.plan, gpu_names().c_str()); }

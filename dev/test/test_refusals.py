@@ -24,7 +24,7 @@ VALUES = """
 --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
 --top-k -1 | --top-p 1.5 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
---matmul-dtype fp16 | --reduction ring nccl | -pi udp | -pn 4097
+--matmul-dtype fp16 | -pi udp | -pn 4097
 -pg -1 | --cooldown 1.1 | --muon-warmup -1
 """
 

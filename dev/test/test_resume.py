@@ -308,7 +308,7 @@ FIXED = flags_of("""
 --model L1,NH2,C32,T16,V256 --micro-batch 2 --sequence-length 8 --total-batch 512 --learning-rate 0.02
 --lr-schedule linear --warmup 3 --final-fraction 0.5 --weight-decay 0 --beta1 0.8 --beta2 0.9 --eps 1e-06
 --grad-clip 2 --seed 3 --shuffle 0 --overfit 1 --tf32 1 --master-weights 0 --kernels portable
---grad-dtype bf16 --lanes 4 --reduction nccl --optimizer muon --muon-lr 0.03 --muon-momentum 0.9
+--grad-dtype bf16 --lanes 4 --optimizer muon --muon-lr 0.03 --muon-momentum 0.9
 --muon-decay 0.1 --block parallel --norm rmsnorm --dropout 0.1 --residual-dtype fp32
 --matmul-dtype fp8-head --cooldown 0.6 --muon-warmup 9""")
 

@@ -124,7 +124,7 @@ def test_every_flag_has_a_row():
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
     known |= {"evaluate", "eval-data", "eval-every", "log-gpu", "verbose"}  # tests of their own
     known |= {"plan", "price"}
-    known |= {"gpus", "zero-stage", "lanes", "reduction", "process-init", "process-server",
+    known |= {"gpus", "zero-stage", "lanes", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node"}
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
     known |= {name for name, row in rows.items() if flags & {*re.split("[ ,]", row.strip()), "--" + name}}

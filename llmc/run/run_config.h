@@ -36,10 +36,9 @@ keeps. Host only.
 #include "schedulers.h"             // gives: kLrKinds
 
 // Options of this program's build.
-struct Build { const char* precision; bool is_cuda, has_nccl; };
+struct Build { const char* precision; bool is_cuda; };
 
 // Options of ENUM flags, in the order of the table's texts.
-enum class Reduction { Tree, Nccl };            // how gradients of all ranks are summed
 enum class GradDtype { Fp32, Bf16 };
 enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
@@ -76,7 +75,6 @@ struct RunConfig {
     const char* plan;
     double price;
     int zero, lanes;
-    Reduction reduction;
 
     // output
     int checkpoint_every, keep, major_every, resume;
@@ -233,8 +231,6 @@ static const Flag kFlags[] = {
     {"",    "lanes",           FLAG_INT,    &run.lanes,          "0",       0, 1 << 24, nullptr,
         "parts of a step whose gradients are summed by a tree, the same for any number of ranks; 0: chosen",
         FLAG_FIXED},
-    {"",    "reduction",       FLAG_ENUM,   &run.reduction,      "tree",    0, 0, "tree|nccl",
-        "gradients of all ranks are summed by the lanes' tree, or in NCCL's order", FLAG_FIXED},
     {"pi",  "process-init",    FLAG_ENUM,   &run.comm.init,      "auto",    0, 0, "auto|mpi|tcp|fs",
         "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
         FLAG_NOW},
@@ -283,7 +279,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "master-weights grad-dtype matmul-dtype process-init process-server process-folder processes "
      "process-rank gpus-per-node"},
     {"for measuring and debugging", "",
-     "overfit log-gpu tf32 kernels lanes reduction"}};
+     "overfit log-gpu tf32 kernels lanes"}};
 
 // The command line with `eval|sample|chat RUN` in front written out as flags. Sets run.chat, which has none.
 static inline std::vector<const char*> words_in_full(int argc, char** argv) {
@@ -381,10 +377,9 @@ static inline std::string executable_hash() {
 
 // ---- settings that a run keeps ----
 
-// With --reduction nccl or bf16 sums, each rank has one lane.
+// With bf16 sums each rank has one lane.
 static inline bool one_lane_each() {
-    return run.reduction == Reduction::Nccl ||
-           (run.grad_dtype == GradDtype::Bf16 && (run.zero < 2 || comm.world == 1));
+    return run.grad_dtype == GradDtype::Bf16 && (run.zero < 2 || comm.world == 1);
 }
 
 // The settings to be saved: before config_check settles what they leave open.
@@ -423,7 +418,7 @@ static inline std::string from_start(const std::string& pattern, const std::stri
 // program does. "": any value; the flag concerned only one start, or settings_known says it in today's words.
 constexpr struct { const char *name, *value; } kFormerFlags[] = {
     {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"},
-    {"fp8-head", ""}, {"start-timeout", ""}, {"gelu-fusion", "0"}};
+    {"fp8-head", ""}, {"start-timeout", ""}, {"gelu-fusion", "0"}, {"reduction", "tree"}};
 
 // Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
 static inline void settings_known(Facts* facts, const std::string& prefix) {
@@ -477,9 +472,8 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
     const int lanes = (int)fact_number(facts, "lanes", 1, INT_MAX);
     if (!one_lane_each()) { run.lanes = lanes; }
     else if (lanes != comm.world) {
-        warn("the run had %d lanes and goes on with one on each of %d ranks (--%s): its sums, and so its "
-             "bits, will differ", lanes, comm.world,
-             run.reduction == Reduction::Nccl ? "reduction nccl" : "grad-dtype bf16");
+        warn("the run had %d lanes and goes on with one on each of %d ranks (--grad-dtype bf16): its sums, "
+             "and so its bits, will differ", lanes, comm.world);
     }
     const std::string* precision = facts_find(facts, "precision");
     if (!precision || *precision != build.precision) {
@@ -493,25 +487,18 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
 // ---- checks over more than one flag ----
 
 // Settles and checks the number of lanes.
-static inline void lanes_check(int64_t micro_steps, const Build& build) {
+static inline void lanes_check(int64_t micro_steps) {
     const bool given = run.lanes != 0, one_each = one_lane_each();
-    if (!build.has_nccl && run.reduction == Reduction::Nccl) {
-        die("--reduction nccl needs NCCL, which this program was built without\n"
-            "hint: --reduction tree works everywhere");
-    }
-    if (run.reduction == Reduction::Nccl && run.grad_dtype == GradDtype::Bf16) {
-        die("--reduction nccl would sum --grad-dtype bf16 in bf16\nhint: --reduction tree sums in fp32");
-    }
     if (one_each && given && run.lanes != comm.world) {
-        die("--lanes %d: with %s each of the %d ranks has one lane\nhint: leave --lanes out", run.lanes,
-            run.reduction == Reduction::Nccl ? "--reduction nccl" : "--grad-dtype bf16", comm.world);
+        die("--lanes %d: with --grad-dtype bf16 each of the %d ranks has one lane\nhint: leave --lanes out",
+            run.lanes, comm.world);
     }
     const int zero = one_each ? 0 : run.zero;
     if (!given) { run.lanes = (int)(one_each ? comm.world : lanes_default(micro_steps, comm.world, zero)); }
     const std::string error = lanes_error(run.lanes, micro_steps, comm.world, zero);
     if (error.empty()) { return; }
     const int64_t good = lanes_default(micro_steps, comm.world, zero);
-    std::string hint = "--reduction nccl has no lanes";
+    std::string hint = "-zs 1 has fewer lanes";
     if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
         hint = format("--lanes %lld fits", (long long)good);
     }
@@ -541,7 +528,7 @@ static inline void variant_check(Config* c, bool is_descriptor) {
 }
 
 // Settles and checks -t, -z and the lanes.
-static inline void batch_check(const Config& c, const Build& build) {
+static inline void batch_check(const Config& c) {
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
         die("-t %d is longer than the model's longest sequence, %d\n"
@@ -573,7 +560,7 @@ static inline void batch_check(const Config& c, const Build& build) {
         die("-z %lld is %lld micro-steps of B*T = %lld tokens: at most %d", (long long)run.total_batch,
             (long long)micro_steps, (long long)tokens, INT_MAX);
     }
-    lanes_check(micro_steps, build);
+    lanes_check(micro_steps);
 }
 
 // The products' sizes are multiples of 16: channels, wte's padded rows, and B*T.
@@ -607,7 +594,7 @@ static inline int64_t max_steps_of(const char* text) {
 // block, norm and residual stream.
 static inline void config_check(Config* c, bool is_descriptor, const Build& build) {
     variant_check(c, is_descriptor);
-    batch_check(*c, build);
+    batch_check(*c);
     fp8_check(*c, build);
     for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-decay"}) {
         if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {
