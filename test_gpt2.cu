@@ -926,7 +926,7 @@ static void test_stalled_disk(const Config& c) {
     CHECK(validate(&model, &loader, &logger, 1), "the validation fails");
     disk.join();
     CHECK(patient, "a job would end while rows are read for validation");
-    reports.pending = 1;
+    reports.first = 1, reports.end = 2;         // step 1 waits for its report
     report_step(&reports, &logger, {});
     CHECK(lines == 4 && hasty == 0, "%d lines, %d of them while a job would soon end", lines, hasty);
     CHECK(!Job::is_patient(), "its patience lasts for %g s", comm_state->allowed.load());
