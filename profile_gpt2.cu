@@ -234,10 +234,11 @@ int main(int argc, char** argv) {
         profile.gemm_flops = 0;
         if (step == steps - 1) { cudaCheck(cudaProfilerStart()); }      // for ncu --profile-from-start off
         const Event begin = event_now(model.stream);
-        for (int micro = 0; micro < micro_steps; micro++) {
-            gpt2_micro_step(&model, x.data(), y.data(), B, T, micro, micro_steps);
+        MicroStep micro;
+        for (int i = 0; i < micro_steps; i++) {
+            micro = gpt2_micro_step(&model, x.data(), y.data(), B, T, i, micro_steps);
         }
-        gpt2_update(&model, run.lr, run.muon_lr);
+        gpt2_update(&model, micro, run.lr, run.muon_lr);
         const Event end = event_now(model.stream);
         gpt2_read_state(&model);                                        // waits
         const double ms = ms_between(begin, end);

@@ -120,20 +120,27 @@ struct Model : GPT2 {
 
 struct Batch { int B, T; std::vector<int> x, y; };
 
-// The gradients of a batch, in `micro_steps` parts.
+// The gradients of a batch, in `micro_steps` parts. last_micro_step: its last one's, which step_update needs.
+static MicroStep last_micro_step;
 static void accumulate(GPT2* model, const Batch& batch, int micro_steps = 1) {
     const int rows = batch.B / micro_steps;
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * batch.T;
-        gpt2_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro, micro_steps);
+        last_micro_step = gpt2_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro, micro_steps);
     }
+}
+
+static void step_update(GPT2* model, double lr, double muon_lr = 0.0) {
+    gpt2_update(model, last_micro_step, lr, muon_lr);
 }
 
 // The mean loss of a batch. LossOnly: its logits stay.
 static float mean_loss(GPT2* model, const Batch& batch, ClassifierMode mode = ClassifierMode::LossOnly) {
     const int B = batch.B, T = batch.T;
+    const MicroStep micro;
     gpt2_feed(model, batch.x.data(), batch.y.data(), B, T, mode);
-    gpt2_loss(model, B, T, mode, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No);
+    gpt2_loss(model, B, T, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No,
+              mode == ClassifierMode::LossAndGrad ? &micro : nullptr);
     return gpt2_read_state(model).loss;
 }
 
@@ -184,7 +191,9 @@ static Vector host_grad(GPT2* model, int i) {
     const float scale = gpt2_read_state(model).update.loss_scale;
     Vector all;
     for (int l = 0; l < s.copies; l++) {
-        const Grad grad = gpt2_grad(model, (ParamId)i, l, Accumulate::No);
+        MicroStep micro = last_micro_step;
+        micro.lane = 0;                         // whose buffer has the sum of all lanes
+        const Grad grad = gpt2_grad(model, (ParamId)i, l, micro);
         Vector values;
         if (grad.is_bf16) {
             const auto raw = from_device(model, (const uint16_t*)grad.data, s.elems);
@@ -320,7 +329,7 @@ static void test_model(const std::string& prefix, const Options& options, bool r
     const Doubles losses = json_numbers(json, "losses"), norms = json_numbers(json, "norms");
     for (size_t step = 0; step < losses.size(); step++) {
         accumulate(&model, r);
-        gpt2_update(&model, hyper("learning_rate"));
+        step_update(&model, hyper("learning_rate"));
         const DeviceState state = gpt2_read_state(&model);
         CHECK(fabs(state.loss - losses[step]) <= (kLowPrecision ? 0.03 : 5e-5),
               "step %zu: loss %.7f, PyTorch %.7f", step, state.loss, losses[step]);
@@ -372,7 +381,7 @@ static void dump_grads(const std::vector<std::string>& args) {
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * r.T;
         gpt2_feed(&model, &r.x[at], &r.y[at], rows, r.T, ClassifierMode::LossOnly);
-        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 1.0f / (float)(r.B * r.T), &model.state->loss,
+        gpt2_loss(&model, rows, r.T, 1.0f / (float)(r.B * r.T), &model.state->loss,
                   micro == 0 ? Accumulate::No : Accumulate::Yes);
         const Vector logits = host_logits(&model, rows * r.T);
         write(logits.data(), logits.size());
@@ -453,7 +462,7 @@ struct RandomModel : Model {
 
 static void one_step(GPT2* model, int B, uint32_t batch, int micro_steps = 1) {
     accumulate(model, random_batch(model->config, B, batch), micro_steps);
-    gpt2_update(model, 1e-3, 1e-2);
+    step_update(model, 1e-3, 1e-2);
     stream_sync(model->stream);     // the next step may be another model's, and they share a workspace
 }
 
@@ -540,7 +549,7 @@ static void test_lane_gradients(const Config& c) {
         std::vector<std::vector<Vector>> sums;          // of a part of the tree, of a tensor
         for (int lane = 0; lane < lanes; lane++) {
             const size_t at = (size_t)lane * batch.T;
-            gpt2_micro_step(&model, &batch.x[at], &batch.y[at], 1, batch.T, 0, lanes);
+            last_micro_step = gpt2_micro_step(&model, &batch.x[at], &batch.y[at], 1, batch.T, 0, lanes);
             sums.push_back(host_grads(&model));
         }
         for (int apart = 1; apart < lanes; apart *= 2) {
@@ -665,7 +674,7 @@ static void test_fp8(const Config& c, bool head, double bound) {
     o.fp8 = true, o.fp8_head = head, o.recompute = 2;   // -r as in the trainer
     RandomModel model(c, o, B), other(c, plain, B);
     auto update = [&](double lr) {
-        gpt2_update(&model, lr, 0.0);
+        step_update(&model, lr, 0.0);
         return gpt2_read_state(&model);
     };
     accumulate(&model, random_batch(c, B, 0));
@@ -733,7 +742,7 @@ static void test_fp8_rare_tokens() {
     const Batch batch = random_batch(c, B, 0);
     accumulate(&other, batch);
     accumulate(&model, batch);
-    gpt2_update(&model, 0.0, 0.0);
+    step_update(&model, 0.0, 0.0);
     accumulate(&model, batch);
     const Vector got = host_grad(&model, PARAM_wte), want = host_grad(&other, PARAM_wte);
     std::vector<bool> rare(c.V, true);
@@ -807,7 +816,7 @@ static void test_muon_updates(const Config& c) {
                 before[{i, l}] = host_param(&model, i, l, true);
             }
         }
-        gpt2_update(&model, 1e-3, lr);
+        step_update(&model, 1e-3, lr);
         for (const auto& it : before) {
             const int i = it.first.first, l = it.first.second;
             const ParamSpec& s = model.param_specs[i];
@@ -1104,7 +1113,7 @@ static void test_bf16_gradients(const Config& c) {
         const bool bf16 = model->options.grads_bf16;
         accumulate(model, random_batch(c, 8, 0), 4);
         grads[bf16] = host_grads(model);
-        gpt2_update(model, 1e-3);
+        step_update(model, 1e-3);
         norms[bf16] = gpt2_read_state(model).update.norm;
     }
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -1127,7 +1136,7 @@ static void test_small_steps(const Config& c) {
         const Vector start = host_params(&model);
         for (int step = 0; step < 20; step++) {
             accumulate(&model, random_batch(c, 8, 0));
-            gpt2_update(&model, 1e-5);
+            step_update(&model, 1e-5);
         }
         moved[without] = host_params(&model);
         for (size_t i = 0; i < start.size(); i++) { moved[without][i] -= start[i]; }

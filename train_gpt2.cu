@@ -165,47 +165,65 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
 // With FP8, whose layers keep bytes, the first layer then has a copy, and the others share a second one. A
 // model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
-// tensors have no elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
-// `second`, a norm ln2, in whose place a tied block reads ln1; `apart`, gradients of the branches that differ
-// from the stream's; `dropout`; `fp8` and `fp8_head`. Type void stands for the residual stream's type, floatX
-// or fp32.
+// tensors have no elements. IN(other): the tensor lies in the memory of another row, where it lives until the
+// next of that row's tensors is written; a DEBUG build fills the memory with NaN before that. Names that are 0
+// or 1: `sequential` and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads
+// ln1; `dropout`; `fp8` and `fp8_head`. Behind _8 are FP8's bytes of a tensor, row by row; behind _t8 the same,
+// transposed.
 //    name        type    where   kept    elements
-#define GPT2_ACTS(X)                                                                                      \
-    X(encoded,    void,   Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
-    X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                 \
-    X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                   \
-    X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                              \
-    X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                           \
-    X(att_keep,   uint32_t, Block, SAVED(1), dropout * B * NH * keep_words(T))  /* see AttentionKeep */   \
-    X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */      \
-    X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
-    X(residual2,  void,   Block,  sequential ? ALWAYS : 1, N * C)   /* (B,T,C) after attention */         \
-    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                               \
-    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: the same rows */      \
-    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                 \
-    X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                    \
-    X(fch_gelu,   floatX, Block,  SAVED(1), N * 4 * C)                                                    \
-    X(residual3,  void,   Block,  ALWAYS, N * C)            /* (B,T,C) after the MLP */                   \
-    X(lnf,        floatX, Global, ALWAYS, N * C)                                                          \
-    X(lnf_mean,   float,  Global, ALWAYS, N)                                                              \
-    X(lnf_rstd,   float,  Global, ALWAYS, N)                                                              \
-    X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
-    X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
-    X(dresidual,  void,   Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
-    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; FP8 */    \
-                                                /* bytes of fcproj's gradient; in a forward: a branch */  \
-                                                /* to be added, an evaluation's rows */                   \
-    X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1; a branch */      \
-    X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual through a branch's */    \
-    X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
-    X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */     \
-    X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) FP8 inputs, transposed: for the */ \
-    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * second * N * C)     /* weights' gradients */              \
-    X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)         /* (4C,B,T) */                        \
-    X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
-    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* FP8 input or output's gradient of the */  \
-    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C) /* next product; this one transposed, the */ \
-                                                /* logits' gradient in the logits' place */
+#define GPT2_ACTS(X)                                                                                         \
+    X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                    \
+    X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                    \
+    X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                      \
+    X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                 \
+    X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                              \
+    X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */         \
+    X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */                 \
+    X(x_mid,      floatX, Block,  sequential ? ALWAYS : 1, N * C)       /* (B,T,C) after attention */        \
+    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                                  \
+    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */      \
+    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                    \
+    X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                       \
+    X(act,        floatX, Block,  SAVED(1), N * 4 * C)      /* (B,T,4C) after GELU */                        \
+    X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                    \
+    X(lnf,        floatX, Global, ALWAYS, N * C)                                                             \
+    X(lnf_mean,   float,  Global, ALWAYS, N)                                                                 \
+    X(lnf_rstd,   float,  Global, ALWAYS, N)                                                                 \
+    X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */              \
+    X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                      \
+    X(dx,         floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */    \
+    X(dbranch,    floatX, Global, ALWAYS, trains * dropout * N * C)     /* dx through a branch's dropout */  \
+    X(dbranch2,   floatX, Global, ALWAYS, trains * dropout * parallel * N * C)                               \
+    X(narrow,     floatX, Global, ALWAYS, N * C)            /* one after the other: */                       \
+    X(waiting,    floatX, Global, IN(narrow), N * C)        /* (B,T,C) a branch that a norm will add */      \
+    X(counted,    floatX, Global, IN(narrow), N * C)        /* an evaluation's rows of lnf */                \
+    X(dlnf,       floatX, Global, IN(narrow), N * C)                                                         \
+    X(dln1,       floatX, Global, IN(narrow), N * C)                                                         \
+    X(datty,      floatX, Global, IN(narrow), N * C)                                                         \
+    X(dbranch_8,  uint8_t, Global, IN(narrow), fp8 * N * C)                                                  \
+    X(narrow2,    floatX, Global, ALWAYS, parallel * N * C)                                                  \
+    X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                             \
+    X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                            \
+    X(wide,       floatX, Global, ALWAYS, trains * N * 4 * C)                                                \
+    X(dfch,       floatX, Global, IN(wide), trains * N * 4 * C)         /* (B,T,4C) */                       \
+    X(dqkv,       floatX, Global, IN(wide), trains * N * 3 * C)         /* (B,T,3,NH,HS) */                  \
+    X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                    \
+    X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                    \
+    X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                             \
+    X(ln2_t8,     uint8_t, Block, ALWAYS, fp8 * second * N * C)                                              \
+    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * 4 * C)  /* (4C,B,T) */                                   \
+    X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                                \
+    X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                 \
+    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * (fp8_head ? std::max(4 * C, Vp) : 4 * C))               \
+    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                               \
+    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                               \
+    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * 3 * C)                                               \
+    X(dlogits_8,  uint8_t, Global, IN(rows8), fp8_head * N * Vp)                                             \
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C)                                                  \
+    X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                                \
+    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * 4 * C)                                            \
+    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * 3 * C)                                            \
+    X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)
 
 #define X(name, ...) PARAM_##name,
 enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
@@ -249,23 +267,25 @@ static std::vector<ParamSpec> param_table(const Config& c) {
     return specs;
 }
 
+// What decides which activations there are, and which are kept.
+struct ActNeeds { int recompute = 0; bool trains = true, dropout = false, fp8 = false, fp8_head = false; };
+
 // Fills specs and returns the bytes of all activations.
-static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true,
-                        bool drops = false, bool fp8 = false, bool fp8_head = false) {
+static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const ActNeeds& needs) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
-    const size_t second = c.block != Block::ParallelTied, apart = branches_apart(c, drops);
-    const size_t dropout = trains && drops, bytes_void = has_fp32_residual(c) ? bytes_float : bytes_floatX;
-    const size_t wide8 = fp8_head ? std::max(4 * C, Vp) : 4 * C;
+    const size_t second = c.block != Block::ParallelTied, trains = needs.trains, dropout = needs.dropout;
+    const size_t fp8 = needs.fp8, fp8_head = needs.fp8_head;
     const int ALWAYS = trains ? c.L : 1;
-    auto SAVED = [=](int level) { return recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
+    auto SAVED = [=](int level) { return needs.recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
     size_t offset = 0;
     int i = 0;
+#define IN(other) act_in(ACT_##other)
 #define X(name_, type_, where_, kept_, elems_)                                                               \
-    specs[i++] = act_spec(#name_, bytes_##type_, elems_,                                                     \
-                          Where::where_ == Where::Block ? (kept_) : 1, &offset);
+    specs[i++] = act_spec(#name_, bytes_##type_, elems_, Where::where_, kept_, specs, &offset);
     GPT2_ACTS(X)
 #undef X
+#undef IN
     return offset;
 }
 
@@ -4208,7 +4228,6 @@ struct Optimizer {              // state, fp32. From ZeRO stage 1 on, a rank has
 struct Grads {
     char* data;                 // lane_buffers(lanes) arenas; at ZeRO stage 2 one, a single micro-step's
     float* shards;              // ZeRO stage 2: lane_buffers() sums of this rank's shards
-    int lane;                   // which of this rank's lanes the last micro-step belongs to
 };
 
 struct Activations {
@@ -4252,7 +4271,6 @@ struct Exchange {
 struct Fp8 {
     Fp8Tensor* tensors;         // (fp8_tensors)
     uint8_t* weights;           // room for each matrix in e4m3 and its transpose
-    bool casts_weights;         // this micro-step does: a step's first
 };
 static int fp8_linears(const Config& c) { return 4 * c.L + 1; }         // the layers', then the LM head
 static int fp8_tensors(const Config& c) { return 3 * fp8_linears(c); }
@@ -4274,8 +4292,7 @@ struct GPT2 {
     DeviceState* state;
     Stream stream;
     Graph micro_step[2][2];     // of those that add to gradients, and of those with a split token (6.1)
-    uint32_t step, micro;       // keys of stochastic rounding and dropout; micro: the last micro-step's
-    int micro_steps;            // of this rank, in a step
+    uint32_t step;              // updates done: a key of stochastic rounding and dropout
 };
 
 static size_t decoder_bytes(const Config& c, int T, int rows);     // section 9: what writing texts needs
@@ -4346,7 +4363,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, Memory::Shared);
     // a slot for the embedding's bucket and two for the others: one is filled while the other is summed
     visit("exchange", &model->exchange.received,
-          o.split.world > 1 ? (layout.buckets[0].padded + 2 * layout.largest_but_first) * sizeof(float) : 0,
+          o.split.world > 1 ? (layout.buckets[layout.embedding()].padded + 2 * layout.largest_but_first) * sizeof(float) : 0,
           Memory::Shared);
 
     visit("master weights", &model->opt.master,
@@ -4356,7 +4373,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     visit("FP8 scales", &model->fp8.tensors, o.fp8 * fp8_tensors(c) * sizeof(Fp8Tensor), Memory::Zeroed);
     visit("FP8 weights", &model->fp8.weights,
-          o.fp8 * 2 * (c.L * layout.buckets[1].elems + o.fp8_head * model->param_specs[PARAM_wte].slot),
+          o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems + o.fp8_head * model->param_specs[PARAM_wte].slot),
           Memory::Plain);
     if (!o.muon) { return; }
     const MuonShare share = gpt2_muon_share(model);
@@ -4376,8 +4393,10 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
     model->layout = param_layout(model->param_specs, config.L, options.split, options.grads_bf16,
                                  options.muon);
     Activations& acts = model->acts;
-    const size_t passes = act_specs(acts.specs, config, B, T, options.recompute, options.trains,
-                                    options.dropout > 0.0, options.fp8, options.fp8_head);
+    const size_t passes = act_specs(acts.specs, config, B, T,
+                                    {.recompute = options.recompute, .trains = options.trains,
+                                     .dropout = options.dropout > 0.0, .fp8 = options.fp8,
+                                     .fp8_head = options.fp8_head});
     acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
     acts.text_bytes = acts.bytes - passes;
     Exchange& x = model->exchange;
@@ -4395,7 +4414,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
         if ((void*)at != (void*)&model.acts.data) { plan.push_back({name, bytes}); }
     });
     for (const ActSpec& a : model.acts.specs) {
-        plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
+        if (!a.is_shared) { plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies}); }
     }
     plan.push_back({"keys and values of texts", model.acts.text_bytes});
 #ifdef GPT2_CPU
@@ -4596,32 +4615,47 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
 }
 
 // ---- where gradients are ----
+// What holds for one micro-step.
+struct MicroStep {
+    uint32_t number = 0;        // among all of the job's in a step: keys of rounding and dropout
+    int count = 1;              // micro-steps of this rank in a step
+    int lane = 0;               // of this rank's lanes, the one to whose gradients it belongs
+    bool begins_lane = true;    // it stores gradients; the others of a lane add to them
+    bool ends_lane = true;
+    bool casts_weights = true;  // a step's first: with FP8 the weights have changed
+    bool exchanges = false;     // each bucket of gradients goes to the other ranks once it is complete
+};
+
 // Random numbers for rounding: the `tensor` of a RoundKey. An element's number counts through all buckets
 // (Bucket::first).
 constexpr uint32_t kRoundParams = 16, kRoundGrads = 17, kRoundGradSums = 18;
 
-// Rounds the last micro-step's gradients.
-static RoundKey gpt2_grad_key(const GPT2* model) {
-    return RoundKey{model->options.seed, model->step, model->micro, kRoundGrads};
+// Rounds a micro-step's gradients.
+static RoundKey gpt2_grad_key(const GPT2* model, const MicroStep& micro) {
+    return RoundKey{model->options.seed, model->step, micro.number, kRoundGrads};
 }
 
-// Where the backward stores a gradient: in the buffer of the micro-step's lane.
-static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
+// Where the backward stores a gradient: in the buffer of the micro-step's lane. At stage 2 each micro-step
+// stores its own, and the exchange adds them.
+static Grad gpt2_grad(const GPT2* model, ParamId id, int l, const MicroStep& micro) {
     const ParamAddress at = param_address(model->param_specs, model->layout, id, l);
     const Bucket& b = model->layout.buckets[at.bucket];
-    const int buffer = model->options.split.zero == 2 ? 0 : lane_buffer(model->grads.lane);
+    const bool stage2 = model->options.split.zero == 2;
+    const int buffer = stage2 ? 0 : lane_buffer(micro.lane);
     char* data = model->grads.data + buffer * model->layout.grads_bytes + b.grads + at.offset * b.grad_bytes;
-    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model), b.first + at.offset};
+    const Accumulate acc = stage2 || micro.begins_lane ? Accumulate::No : Accumulate::Yes;
+    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model, micro), b.first + at.offset};
 }
 
-// This rank's part of a bucket's gradients at the end of a step, summed over all micro-steps and ranks.
-static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
+// This rank's part of a bucket's gradients at the end of a step, summed over all micro-steps and ranks. last:
+// the step's last micro-step.
+static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, int bucket) {
     const Split& split = model->options.split;
     const Bucket& b = model->layout.buckets[bucket];
     if (split.zero == 2) { return {.data = model->grads.shards + b.shards}; }
-    RoundKey key = gpt2_grad_key(model);
+    RoundKey key = gpt2_grad_key(model, last);
     if (split.world > 1) {      // the sum over ranks was rounded with the key of the job's last micro-step
-        key.micro = (uint32_t)(split.world * model->micro_steps - 1);
+        key.micro = (uint32_t)(split.world * last.count - 1);
         key.tensor = kRoundGradSums;
     }
     return {model->grads.data + b.grads + b.held_at * b.grad_bytes, b.grads_bf16, key, b.first + b.held_at};
@@ -4631,13 +4665,13 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
 // train_step and gpt2_micro_step, then the functions that they call, in the order of the calls:
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
-static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
-                      Accumulate acc);                                          // after the forward
-static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges);
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // these three: the exchange
-static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges);
+static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
+                      const MicroStep* micro = nullptr);                        // after the forward
+static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro);
+static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n);   // these three: the exchange
+static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro);
 static void gpt2_await_params(GPT2* model, int bucket);
-static void gpt2_update(GPT2* model, double lr, double muon_lr = 0.0);
+static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double muon_lr = 0.0);
 
 static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
 
@@ -4651,55 +4685,58 @@ static char* gpt2_record(const GPT2* model) {
     return model->exchange.records + model->options.split.rank * model->exchange.record_bytes;
 }
 
-// This rank's micro-step number `micro` of `micro_steps`: adds to the gradients of the mean loss over the
-// total batch. Lanes are groups of micro-steps, explained where the exchange begins.
-static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
-                            int micro_steps) {
+// This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank; at stage 2 the
+// ranks take turns. Lanes are groups of micro-steps, explained where the exchange begins.
+static MicroStep micro_step_of(const GPT2* model, int i, int count) {
     const Split& split = model->options.split;
-    const int per_lane = micro_steps / model->options.lanes, lane = micro / per_lane;
-    const bool begins_lane = micro % per_lane == 0, ends_lane = micro % per_lane == per_lane - 1;
-    const bool is_last = micro == micro_steps - 1;
-    const bool exchanges = split.world > 1 && (split.zero == 2 || is_last);
-    const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
-    const float weight = (float)(1.0 / ((double)B * T * micro_steps * split.world));
-    float* losses = (float*)(gpt2_record(model) + model->exchange.losses_at);     // (lanes)
-    // The job's micro-steps are numbered rank by rank; at stage 2 the ranks take turns.
-    model->micro = (uint32_t)(split.zero == 2 ? micro * split.world + split.rank
-                                              : split.rank * micro_steps + micro);
-    model->micro_steps = micro_steps;
-    model->grads.lane = lane;
-    model->fp8.casts_weights = micro == 0;
+    const int per_lane = count / model->options.lanes;
+    return {.number = (uint32_t)(split.zero == 2 ? i * split.world + split.rank : split.rank * count + i),
+            .count = count,
+            .lane = i / per_lane,
+            .begins_lane = i % per_lane == 0,
+            .ends_lane = i % per_lane == per_lane - 1,
+            .casts_weights = i == 0,
+            .exchanges = split.world > 1 && (split.zero == 2 || i == count - 1)};
+}
 
+// Adds to the gradients of the mean loss over the total batch.
+static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int i,
+                                 int count) {
+    const MicroStep micro = micro_step_of(model, i, count);
+    const Accumulate add = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
+    const float weight = (float)(1.0 / ((double)B * T * count * model->options.split.world));
+    float* losses = (float*)(gpt2_record(model) + model->exchange.losses_at);     // (lanes)
     gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     auto work = [&] {
-        gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, losses + lane, add);
-        gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, exchanges);
+        gpt2_loss(model, B, T, weight, losses + micro.lane, add, &micro);
+        gpt2_backward(model, B, T, micro);
     };
     // In a graph a kernel begins 1 us sooner after the one before: 0.35 ms for 124M's 350. Arguments change,
     // so each micro-step records its graph anew. An exchange waits for events from outside, which a graph
     // cannot. FP8 does other work in its first step, and in the first micro-step of each.
-    if (model->options.graphs && split.world == 1 && !model->options.fp8) {
+    if (model->options.graphs && model->options.split.world == 1 && !model->options.fp8) {
         Graph* graphs = model->micro_step[add == Accumulate::Yes];
         graph_run(&graphs[model->feed.buckets.num_splits > 0], model->stream, work, true);
     } else {
         work();
     }
-    if (ends_lane && !exchanges) { gpt2_merge_lanes(model, 0, model->layout.elems); }
-    if (is_last) { model->grads.lane = 0; }     // so gpt2_grad finds the sum of all lanes: it is in buffer 0
+    if (micro.ends_lane && !micro.exchanges) { gpt2_merge_lanes(model, micro.lane, 0, model->layout.elems); }
+    return micro;
 }
 
 // False: a signal came before the last micro-step. There is no update then; the next step's gradients replace
 // those of this one.
 static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
-    const int micro_steps = rank_micro_steps();
-    for (int micro = 0; micro < micro_steps; micro++) {
+    const int count = rank_micro_steps();
+    MicroStep micro;
+    for (int i = 0; i < count; i++) {
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
         next_batch(loader, model->step);
-        gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
+        micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count);
     }
     saver_hold(saver);                          // weights change only after a checkpoint has its copies
-    gpt2_update(model, lr, muon_lr);
+    gpt2_update(model, micro, lr, muon_lr);
     return true;
 }
 
@@ -4744,216 +4781,191 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
     event_record(feed.staged[slot], model->stream);
 }
 
-// ---- the residual stream ----
+// ---- a layer's tensors ----
+// The input of a linear layer, its weight, or the gradient of its output: x; or with --matmul-dtype fp8 bytes
+// of it (llmc/ops/fp8.h), which are multiplied in its place. A product reads rows of bytes along the dimension
+// that it sums over, so each operand is there twice. A run's first step multiplies as without FP8 and takes
+// the largest elements alone; the second's scales come from these. If the first step is not finite, scales
+// stay 1 until later steps have found largest elements.
+// The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
+// below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
+// The first and the last layer stay in 16 bits: half of FP8's gap in the loss is theirs (NOTES.md). attproj
+// stays there, too: its casts take 124M the time that FP8 saves it.
+struct Operand {
+    floatX* x = nullptr;
+    uint8_t *bytes = nullptr, *bytes_t = nullptr;   // rows, and transposed; null: x is multiplied
+    Fp8Tensor* tensor = nullptr;        // its scale; null: it is none of FP8's
+    Fp8Stats* stats = nullptr;          // what the step's casts of it have seen
+    Fp8Format format = Fp8Format::E4m3;
+    bool kept = true;                   // in a backward: x is as the forward wrote it
+};
+
+// weight's x is (OC,C). bias: (OC), null in the LM head.
+struct Linear { Operand weight; const floatX* bias; int C, OC; Grad dweight, dbias; };
+struct Norm { const float *weight, *bias; float *mean, *rstd; Grad dweight, dbias; };
+struct Attention { float* lse; floatX *keys, *values; };       // keys, values: rows of the cache, or null
+
+// A sum of the residual stream, and the branches that were added last to make it. A branch ends with a linear
+// layer; the gradients of that one's output and bias are computed where the sum's gradient is.
+struct Branch { uint32_t mask; Grad dbias; Operand dout; };     // mask: the number of its dropout's
+struct Sum { floatX* x; int branches; Branch added[2]; };       // x (B,T,C); 0 branches: the embedding
+
+struct Layer {
+    Sum x, x_mid, x_out;                // before the layer, after its first branch, after the layer
+    Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,4C) = gelu(fch)
+    floatX *qkv, *fch;                  // (B,T,3,NH,HS) (B,T,4C)
+    Attention att;
+    Norm w_ln1, w_ln2;
+    Linear w_qkv, w_attproj, w_fc, w_fcproj;
+    Operand dfch, dqkv;                 // gradients, of these shapes
+    floatX *dln1, *dln2, *datty;
+};
+
+struct Head {
+    Sum x;                              // (B,T,C) after the last layer
+    Operand lnf;                        // (B,T,C)
+    Norm w_lnf;
+    Linear w;                           // wte
+    floatX* logits;                     // (B,T,Vp), then their gradient
+    float* losses;                      // (B,T)
+    Operand dlogits;
+    floatX* dlnf;
+};
+
 // A forward or backward pass over (B,T).
 struct Pass {
     GPT2* model;
     const ActSpec* act_specs;           // the model's; section 9 has its own, for one row
     int B, T;
-    bool trains;                        // with dropout and FP8
+    const MicroStep* micro = nullptr;   // null: nothing is trained, so there is neither dropout nor FP8
     float* scratch = nullptr;           // of a backward
-    Params params(int l) const { return gpt2_params(model, l); }
+
+    int N() const { return B * T; }
+    Stream stream() const { return model->stream; }
+    const Config& config() const { return model->config; }
+    bool drops() const { return micro && model->options.dropout > 0.0; }
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
     // In a backward: whether layer l's tensor is as the forward wrote it. No later layer shares its copy.
-    bool has(ActId id, int l) const { return l == model->config.L - 1 || l < act_specs[id].copies - 1; }
-    Stream stream() const { return model->stream; }
-};
+    bool kept(ActId id, int l) const { return l == config().L - 1 || l < act_specs[id].copies - 1; }
+    template <class T> T* param(ParamId id, int l) const { return (T*)gpt2_param_data(model, id, l); }
+    Grad grad(ParamId id, int l) const { return micro ? gpt2_grad(model, id, l, *micro) : Grad{}; }
+    bool exists(ParamId id) const { return model->param_specs[id].copies > 0; }    // RMSNorm has no biases
 
-// A point of the stream lies between two additions. Branches have just been added; norms read the sum:
-//     sum          its value                               norms that read it
-//     encoded      the embedding                           layer 0's
-//     residual2    x + attention(ln1(x))                   ln2; in sequential blocks only
-//     residual3    the output of layer l                   layer l + 1's; lnf after the last layer
-// A layer has the norm ln1; a parallel block has ln1 and ln2, which read the same x. Forward, backward and
-// section 9 go from point to point, so what meets at a point is said once, in the two functions below.
-enum class Branch { Attention, Mlp };
-enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
-struct ResidualPoint {
-    void* sum;                          // (B,T,C) floatX, or fp32
-    int branches, added_layer;          // branches just added, 0 for the embedding, and their layer
-    Branch branch[2];
-    int norms, layer;                   // norms that read the sum, and their layer
-    struct { ParamId weight, bias; floatX* out; Linear reader; } norm[2];       // (C) (C) (B,T,C); reads out
-    float *mean, *rstd;                 // (B,T) of the sum's rows, for both norms
-};
-static ResidualPoint point_after_attention(const Pass& pass, int l) {      // sequential blocks
-    const Acts a = pass.acts(l);
-    ResidualPoint x = {};
-    x.sum = a.residual2, x.branches = 1, x.branch[0] = Branch::Attention, x.added_layer = l;
-    x.norms = 1, x.norm[0] = {PARAM_ln2w, PARAM_ln2b, a.ln2, Linear::Fc}, x.layer = l;
-    x.mean = a.ln2_mean, x.rstd = a.ln2_rstd;
-    return x;
-}
-static ResidualPoint point_after_layer(const Pass& pass, int l) {          // -1: the embedding
-    const Config& c = pass.model->config;
-    ResidualPoint x = {};
-    x.sum = l < 0 ? pass.acts(0).encoded : pass.acts(l).residual3;
-    if (l >= 0) {
-        x.added_layer = l;
-        if (c.block != Block::Sequential) { x.branch[x.branches++] = Branch::Attention; }
-        x.branch[x.branches++] = Branch::Mlp;
+    // FP8 numbers the linear layers: 4 l + kQkv, kFc or kFcProj, and behind all layers the LM head, 4 L.
+    enum { kIn16Bits = -1, kQkv = 0, kFc = 2, kFcProj = 3 };
+    enum Fp8Role { kInput, kDout, kWeight };
+    Operand operand(floatX* x, int linear, Fp8Role role, uint8_t* bytes, uint8_t* bytes_t) const {
+        const Config& c = config();
+        const Options& o = model->options;
+        Operand y = {.x = x};
+        const bool is_head = linear == 4 * c.L;
+        const bool is_fp8 = is_head ? o.fp8_head : linear >= 0 && o.fp8 && fp8_layer(linear / 4, c.L);
+        if (!micro || !is_fp8) { return y; }
+        y.tensor = model->fp8.tensors +
+                   (role == kWeight ? fp8_saved(c) + linear : 2 * linear + (role == kDout));
+        y.stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) + (y.tensor - model->fp8.tensors);
+        if (model->step > 0) { y.bytes = bytes, y.bytes_t = bytes_t; }
+        return y;
     }
-    if (l + 1 < c.L) {
-        const Acts next = pass.acts(l + 1);
-        x.norms = c.block == Block::Parallel ? 2 : 1, x.layer = l + 1;
-        x.norm[0] = {PARAM_ln1w, PARAM_ln1b, next.ln1, Linear::Qkv};
-        x.norm[1] = {PARAM_ln2w, PARAM_ln2b, next.ln2, Linear::Fc};
-        x.mean = next.ln1_mean, x.rstd = next.ln1_rstd;
-    } else {
-        const Acts a = pass.acts(0);
-        x.norms = 1, x.norm[0] = {PARAM_lnfw, PARAM_lnfb, a.lnf, Linear::Head};
-        x.mean = a.lnf_mean, x.rstd = a.lnf_rstd;
+    Linear linear_of(ParamId weight, ParamId bias, int l, int linear) const {
+        const ParamSpec& s = model->param_specs[weight];
+        const Layout& layout = model->layout;
+        const size_t place = 2 * (linear / 4 * layout.buckets[layout.layer(0)].elems + s.offset);
+        uint8_t* bytes = model->options.fp8 ? model->fp8.weights + place : nullptr;
+        const bool has_bias = bias != NUM_PARAMS;
+        return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes ? bytes + s.slot : nullptr),
+                has_bias ? param<floatX>(bias, l) : nullptr, (int)s.cols, (int)s.rows,
+                grad(weight, l), has_bias ? grad(bias, l) : Grad{}};
     }
-    return x;
-}
-// Weights or biases of a norm that reads the point; null: RMSNorm has no biases.
-static const float* point_param(const GPT2* model, const ResidualPoint& x, ParamId id) {
-    const Params p = gpt2_params(model, x.layer);
-    return model->param_specs[id].copies > 0 ? ((const float* const*)&p)[id] : nullptr;
-}
-
-// The dropout of branch k that point x adds, or of the embedding. rows: B*T of a micro-step.
-// Masks have numbers: 0 the embedding's, then two for each layer's branches, then one for each attention.
-static Dropout gpt2_dropout(const GPT2* model, const ResidualPoint& x, int k, int rows) {
-    const uint32_t tensor = x.branches == 0 ? 0 : 1 + 2 * (uint32_t)x.added_layer + (uint32_t)x.branch[k];
-    return dropout_of(model->options.dropout, {model->options.seed, model->step, tensor},
-                      (uint64_t)model->micro * (uint64_t)rows);
-}
-
-// The dropout of layer l's attention probabilities. has_bits: its bits are in memory from the forward.
-static AttentionKeep gpt2_attention_keep(const Pass& pass, int l, bool has_bits) {
-    const GPT2* model = pass.model;
-    const int B = pass.B, T = pass.T, NH = model->config.NH;
-    const uint32_t tensor = 1 + 2 * (uint32_t)model->config.L + (uint32_t)l;
-    const Dropout dropout = dropout_of(model->options.dropout, {model->options.seed, model->step, tensor},
-                                       (uint64_t)model->micro * (uint64_t)B * (uint64_t)NH * (uint64_t)T);
-    uint32_t* bits = pass.acts(l).att_keep;
-    if (!has_bits) { attention_dropout({bits, dropout, B, T, NH}, model->stream); }
-    return {bits, dropout.scale};
-}
-
-// Arguments for the norms that read a point whose sum is in memory.
-static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualPoint& x, int rows) {
-    const Config& c = model->config;
-    NormForward<floatX, float> norm = {};
-    for (int k = 0; k < x.norms; k++) {
-        norm.y[k] = {x.norm[k].out, point_param(model, x, x.norm[k].weight),
-                     point_param(model, x, x.norm[k].bias)};
+    Norm norm_of(ParamId weight, ParamId bias, int l, float* mean, float* rstd) const {
+        return {param<float>(weight, l), exists(bias) ? param<float>(bias, l) : nullptr, mean, rstd,
+                grad(weight, l), exists(bias) ? grad(bias, l) : Grad{}};
     }
-    norm.mean = x.mean, norm.rstd = x.rstd;
-    norm.inp = (floatX*)x.sum;
-    norm.kind = c.norm, norm.N = rows, norm.C = c.C;
-    norm.residual_fp32 = has_fp32_residual(c);
-    return norm;
-}
 
-// ---- linear layers ----
-// out (N,OC) = inp (N,C) weight^T + bias. N is the pass's B*T; the weight's shape says C and OC.
-// With --matmul-dtype fp8 they multiply FP8 bytes (llmc/ops/fp8.h), in training only. A run's first step
-// multiplies as without FP8 and takes the largest elements alone; the second's scales come from these. If the
-// first step is not finite, scales stay 1 until later steps have found largest elements.
-// The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
-// below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
-// The first and the last layer stay in 16 bits: half of FP8's gap in the loss is theirs (NOTES.md). attproj
-// stays there, too: its casts take 124M the time that FP8 saves it.
-// rows8: where the rows of an input's bytes lie. A norm writes them in the place of its output.
-constexpr struct { ParamId weight, bias; ActId rows8, inp8; } kLinears[] = {
-    {PARAM_qkvw, PARAM_qkvb, ACT_ln1, ACT_qkv_inp8},
-    {PARAM_attprojw, PARAM_attprojb, NUM_ACTS, NUM_ACTS},       // never in FP8
-    {PARAM_fcw, PARAM_fcb, ACT_ln2, ACT_fc_inp8},
-    {PARAM_fcprojw, PARAM_fcprojb, ACT_rows8, ACT_fcproj_inp8},
-    {PARAM_wte, NUM_PARAMS, ACT_lnf, ACT_head_inp8}};   // no bias
-enum class Fp8Mode { Off, Measure, On };
-static Fp8Mode fp8_mode(const Pass& pass, int l, Linear which) {
-    const Options& o = pass.model->options;
-    const bool wanted = which == Linear::Head ? o.fp8_head : o.fp8 && fp8_layer(l, pass.model->config.L);
-    if (!pass.trains || !wanted || which == Linear::AttProj) { return Fp8Mode::Off; }
-    return pass.model->step == 0 ? Fp8Mode::Measure : Fp8Mode::On;
-}
-
-// One layer in one pass. An FP8 product reads each operand as rows of K bytes: an input or an output's
-// gradient row by row for a product with the weights, and transposed for the weights' gradient.
-struct Fp8Operand { Fp8Tensor* tensor; uint8_t *bytes, *transposed; Fp8Format format = Fp8Format::E4m3; };
-struct LinearLayer {
-    int N, C, OC;
-    const floatX *weight, *bias;        // (OC,C) (OC); bias: null in the LM head
-    Fp8Mode fp8;
-    Fp8Operand inp8, dout8, weight8;    // (N,C) (N,OC) (OC,C); see GPT2_ACTS
-};
-static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
-    const GPT2* model = pass.model;
-    const auto& names = kLinears[(int)which];
-    const ParamSpec& s = model->param_specs[names.weight];
-    const bool head = which == Linear::Head;
-    auto param = [&](ParamId id) { return (const floatX*)gpt2_param_data(model, id, l); };
-    LinearLayer p = {pass.B * pass.T, (int)s.cols, (int)s.rows, param(names.weight),
-                     head ? nullptr : param(names.bias), fp8_mode(pass, l, which), {}, {}, {}};
-    if (p.fp8 == Fp8Mode::Off) { return p; }
-    const Acts acts = pass.acts(l);
-    const int L = model->config.L, i = head ? 4 * L : 4 * l + (int)which;
-    const size_t layer = model->layout.buckets[1].elems;
-    uint8_t* weight = model->fp8.weights + 2 * (head ? L * layer : l * layer + s.offset);
-    Fp8Tensor* tensors = model->fp8.tensors;
-    auto act = [&](ActId id) { return ((uint8_t* const*)&acts)[id]; };
-    p.inp8 = {tensors + 2 * i, act(names.rows8), act(names.inp8)};
-    if (which == Linear::Fc && model->config.block == Block::ParallelTied) {
-        p.inp8 = linear_layer(pass, l, Linear::Qkv).inp8;               // both branches read ln1
+    // Masks have numbers: 0 the embedding's, then two for each layer's branches.
+    Branch branch(int l, bool is_mlp, int place) const {
+        const Acts a = acts(0);
+        floatX* dout = !drops() ? a.dx : place == 0 ? a.dbranch : a.dbranch2;
+        if (l < 0) { return {0, {}, {.x = dout}}; }                 // the embedding
+        const uint32_t mask = 1 + 2 * (uint32_t)l + is_mlp;
+        if (!is_mlp) { return {mask, grad(PARAM_attprojb, l), {.x = dout}}; }
+        return {mask, grad(PARAM_fcprojb, l),
+                operand(dout, 4 * l + kFcProj, kDout, a.dbranch_8, a.dbranch_t8)};
     }
-    // linear_dinp of fcproj reads its own rows while it writes fc's. columns8 its linear_dweight has read.
-    p.dout8 = {tensors + 2 * i + 1, which == Linear::FcProj ? (uint8_t*)acts.dnarrow : acts.rows8,
-               acts.columns8};
-    if (head) { p.dout8.transposed = (uint8_t*)acts.logits, p.dout8.format = Fp8Format::E5m2; }
-    p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
-    return p;
-}
-
-// What the step's casts of a tensor have seen.
-static Fp8Stats* fp8_stats(const GPT2* model, const Fp8Tensor* tensor) {
-    return (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) + (tensor - model->fp8.tensors);
-}
-
-// The cast of a.inp to the operand's bytes. Measure: it only takes its largest element.
-static Fp8Cast<floatX, float> operand_cast(const Pass& pass, const Fp8Operand& to, Fp8Mode mode,
-                                           Fp8Cast<floatX, float> a) {
-    if (mode == Fp8Mode::On) { a.out = to.bytes, a.out_t = to.transposed; }
-    a.tensor = to.tensor, a.stats = fp8_stats(pass.model, to.tensor);
-    a.scratch = pass.scratch;
-    return a;
-}
-
-// out = inp weight^T + bias + residual; residual: (N,OC) or null. GELU lies between fc and fcproj: fc stores
-// its sum in fch, and GELU of that in out, with FP8 as fcproj's bytes.
-static void linear_forward(const Pass& pass, int l, Linear which, floatX* out, const floatX* inp,
-                           const floatX* residual = nullptr) {
-    const LinearLayer p = linear_layer(pass, l, which);
-    floatX* fch = pass.acts(l).fch;
-    const bool is_fp8 = p.fp8 == Fp8Mode::On;           // then a norm or fc has written the bytes
-    if (p.fp8 == Fp8Mode::Measure) {
-        fp8_cast(operand_cast(pass, p.inp8, p.fp8, {.inp = inp, .N = p.N, .C = p.C}), pass.stream());
+    Sum after_layer(int l) const {                                  // -1: the embedding
+        if (l < 0) { return {acts(0).embedded, 0, {branch(-1, false, 0)}}; }
+        if (config().block == Block::Sequential) { return {acts(l).x_out, 1, {branch(l, true, 0)}}; }
+        return {acts(l).x_out, 2, {branch(l, false, 0), branch(l, true, 1)}};
     }
-    if (!is_fp8) {
-        return matmul_forward({.out = out, .inp = inp, .weight = p.weight, .bias = p.bias,
-                               .residual = residual, .pre_gelu = which == Linear::Fc ? fch : nullptr,
-                               .N = p.N, .C = p.C, .OC = p.OC}, pass.stream());
+    Head head_of() const {
+        const Acts a = acts(0);
+        const int head = 4 * config().L;
+        Head y = {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
+                  norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
+                  linear_of(PARAM_wte, NUM_PARAMS, 0, head), a.logits, a.losses,
+                  operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
+        y.dlogits.format = Fp8Format::E5m2;
+        return y;
     }
-    if (pass.model->fp8.casts_weights) {                // first its largest element, then with that the cast
-        for (Fp8Mode mode : {Fp8Mode::Measure, Fp8Mode::On}) {
-            fp8_cast(operand_cast(pass, p.weight8, mode, {.inp = p.weight, .source = Fp8Source::Weight,
-                                  .N = p.OC, .C = p.C}), pass.stream());
+    Layer layer_of(int l) const {
+        const Acts a = acts(l);
+        const int first = 4 * l;                                    // of the layer's linear layers
+        Layer y = {};
+        y.x = after_layer(l - 1), y.x_mid = {a.x_mid, 1, {branch(l, false, 0)}}, y.x_out = after_layer(l);
+        y.ln1 = operand(a.ln1, first + kQkv, kInput, a.ln1_8, a.ln1_t8);
+        y.ln2 = operand(a.ln2, first + kFc, kInput, a.ln2_8, a.ln2_t8);
+        y.atty = {.x = a.atty};
+        y.act = operand(a.act, first + kFcProj, kInput, a.act_8, a.act_t8);
+        y.ln1.kept = kept(ACT_ln1, l), y.ln2.kept = kept(ACT_ln2, l), y.act.kept = kept(ACT_act, l);
+        y.qkv = a.qkv, y.fch = a.fch;
+        y.att = {a.att_lse, nullptr, nullptr};
+        y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
+        if (exists(PARAM_ln2w)) { y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd); }
+        y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv);
+        y.w_attproj = linear_of(PARAM_attprojw, PARAM_attprojb, l, kIn16Bits);
+        y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc);
+        y.w_fcproj = linear_of(PARAM_fcprojw, PARAM_fcprojb, l, first + kFcProj);
+        y.dfch = operand(a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
+        y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
+        y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty;
+        return y;
+    }
+
+    // To the bytes of an operand; in a run's first step it only takes the largest element.
+    Fp8Cast<floatX, float> cast_to(const Operand& to, Fp8Cast<floatX, float> a) const {
+        a.out = to.bytes, a.out_t = to.bytes_t, a.tensor = to.tensor, a.stats = to.stats, a.scratch = scratch;
+        return a;
+    }
+    void cast(const Operand& y, int C) const {
+        if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.x, .N = N(), .C = C}), stream()); }
+    }
+    // Its rows of bytes are there.
+    void transpose(const Operand& y, int C) const {
+        if (y.bytes) { fp8_transpose({y.bytes_t, y.bytes, N(), C}, stream()); }
+    }
+    Dropout dropout(uint32_t mask) const {
+        const GPT2& m = *model;
+        return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
+    }
+    // out, and out2 if it is not {}, = norms of x
+    NormForward<floatX, float> norms(const Operand& out, const Sum& x, const Norm& w, const Operand& out2,
+                                     const Norm& w2) const {
+        NormForward<floatX, float> n = {};
+        const Operand* outs[] = {&out, &out2};
+        const Norm* weights[] = {&w, &w2};
+        for (int k = 0; k < 2; k++) {
+            const Operand& y = *outs[k];
+            n.y[k] = {y.bytes ? nullptr : y.x, weights[k]->weight, weights[k]->bias};
+            if (y.bytes) { n.y[k].fp8 = y.bytes, n.y[k].tensor = y.tensor, n.y[k].stats = y.stats; }
         }
+        n.mean = w.mean, n.rstd = w.rstd;
+        n.inp = x.x;
+        n.kind = config().norm, n.N = N(), n.C = config().C;
+        return n;
     }
-    Fp8Cast<floatX, float> gelu = {};
-    if (which == Linear::Fc) {
-        gelu = operand_cast(pass, linear_layer(pass, l, Linear::FcProj).inp8, p.fp8,
-                            {.inp = fch, .source = Fp8Source::Gelu, .N = p.N, .C = p.OC});
-    }
-    fp8_matmul({.out = which == Linear::Fc ? fch : out, .a = p.inp8.bytes, .b = p.weight8.bytes,
-                .a_tensor = p.inp8.tensor, .b_tensor = p.weight8.tensor, .bias = p.bias,
-                .residual = residual, .M = p.N, .N = p.OC, .K = p.C, .fast = true,
-                .cast = gelu}, pass.stream());
-}
+};
 
-// ---- forward ----
+// ---- the forward's verbs ----
 // For section 9: a forward over one text also copies keys and values of its first `count` positions into
 // `rows` rows of the decoder's cache.
 struct CacheFill {
@@ -4963,115 +4975,166 @@ struct CacheFill {
     int rows, count;
 };
 
-// Who adds a branch to the stream? Its last GEMM does, where it can. With dropout, or with a stream in fp32,
-// the next norm adds it: the branch's output then waits in `waiting`, and beside a stream in fp32 so does the
-// embedding. Nothing else uses that memory before the backward.
+// What a layer is made of. A page such as gpt2_layer calls these; it says neither what is fused nor what is
+// FP8's. The engines below compute again what -r has not kept, or write text, by the same pages.
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
-    bool drops, adds_in_gemm;
-    floatX* waiting[2];                 // (B,T,C)
+    // A branch's last product adds it to the stream, where it can. With dropout, and when text is written, the
+    // branch waits: the next norm adds it. Nothing else uses that memory before the backward.
+    bool waits;
+    floatX* waiting_memory[2];          // (N,C)
+    struct { const floatX* before; const floatX* branch[2]; int count; } waiting = {};
+
+    explicit Forward(const Pass& pass, const CacheFill* cache = nullptr)
+        : Pass(pass), cache(cache), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
+
+    virtual Layer layer(int l) const {
+        Layer y = layer_of(l);
+        if (cache) {
+            const size_t at = l * cache->layer_stride;
+            y.att.keys = cache->keys + at, y.att.values = cache->values + at;
+        }
+        return y;
+    }
+
+    virtual Head head() const { return head_of(); }
+    // Parameters of a bucket may still be on their way from other ranks.
+    virtual void await(int bucket) { gpt2_await_params(model, bucket); }
+
+    // x = token plus position embedding
+    virtual void embed(const Sum& x) {
+        encoder_forward({x.x, model->feed.inputs.tokens, param<floatX>(PARAM_wte, 0),
+                         param<floatX>(PARAM_wpe, 0), B, T, config().C}, stream());
+        if (waits) { waiting = {nullptr, {x.x}, 1}; }               // its dropout is in place
+    }
+
+    // out, and out2 if it is given, = norm(x), after the additions to x that wait
+    virtual void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {}, const Norm& w2 = {}) {
+        NormForward<floatX, float> n = norms(out, x, w, out2, w2);
+        if (waiting.count > 0) {
+            n.residual = x.x, n.inp = waiting.before;
+            for (int k = 0; k < waiting.count; k++) {
+                n.branch[k] = waiting.branch[k];
+                if (drops()) { n.dropout[k] = dropout(x.added[k].mask); }
+            }
+            waiting = {};
+        }
+        norm_forward(n, stream());
+        for (const Operand* y : {&out, &out2}) {
+            if (y->bytes) { fp8_transpose({y->bytes_t, y->bytes, N(), config().C}, stream()); }
+            else { cast(*y, config().C); }
+        }
+    }
+
+    // out = inp weight^T + bias + residual
+    virtual void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* residual = nullptr) {
+        if (!inp.bytes) {
+            return matmul_forward({.out = out, .inp = inp.x, .weight = w.weight.x, .bias = w.bias,
+                                   .residual = residual, .N = N(), .C = w.C, .OC = w.OC}, stream());
+        }
+        fp8_product(out, inp, w, residual, {});
+    }
+
+    // out = gelu(fch), fch = inp weight^T + bias
+    virtual void linear_gelu(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) {
+        if (!inp.bytes) {
+            matmul_forward({.out = out.x, .inp = inp.x, .weight = w.weight.x, .bias = w.bias,
+                            .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC}, stream());
+            return cast(out, w.OC);
+        }
+        fp8_product(fch, inp, w, nullptr, cast_to(out, {.inp = fch, .source = Fp8Source::Gelu, .N = N(), .C = w.OC}));
+    }
+
+    // out = before + (inp weight^T + bias)
+    virtual void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) {
+        if (!waits) { return linear(out.x, inp, w, before.x); }
+        if (waiting.count == 0) { waiting.before = before.x; }
+        floatX* branch = waiting_memory[waiting.count];
+        linear(branch, inp, w);
+        waiting.branch[waiting.count++] = branch;
+    }
+
+    // out = causal self-attention of qkv
+    virtual void attention(floatX* out, const floatX* qkv, const Attention& att) {
+        const int C = config().C, NH = config().NH;
+        if (cache) {
+            cache_store({att.keys, att.values, qkv, cache->rows, cache->count, model->T, C}, stream());
+        }
+        attention_forward({out, att.lse, qkv, B, T, NH, C / NH}, stream());
+    }
+
+    void fp8_product(floatX* out, const Operand& inp, const Linear& w, const floatX* residual,
+                     const Fp8Cast<floatX, float>& then) {
+        if (micro->casts_weights) {             // first its largest element, then with that the cast
+            const Fp8Cast<floatX, float> weight = {.inp = w.weight.x, .source = Fp8Source::Weight, .N = w.OC, .C = w.C};
+            fp8_cast(cast_to({.tensor = w.weight.tensor, .stats = w.weight.stats}, weight), stream());
+            fp8_cast(cast_to(w.weight, weight), stream());
+        }
+        fp8_matmul({.out = out, .a = inp.bytes, .b = w.weight.bytes, .a_tensor = inp.tensor,
+                    .b_tensor = w.weight.tensor, .bias = w.bias, .residual = residual, .M = N(), .N = w.OC,
+                    .K = w.C, .fast = true, .cast = then}, stream());
+    }
 };
 
-// out = attention(inp) + before: (B,T,C) each; before: null for 0
-static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const floatX* before,
-                                   const floatX* inp) {
-    const int B = f.B, T = f.T, C = f.model->config.C, NH = f.model->config.NH;
-    const Acts a = f.acts(l);
-    linear_forward(f, l, Linear::Qkv, a.qkv, inp);                                              // (B,T,3C)
-    if (f.cache) {
-        const size_t at = l * f.cache->layer_stride;
-        cache_store({f.cache->keys + at, f.cache->values + at, a.qkv, f.cache->rows, f.cache->count,
-                     f.model->T, C}, f.stream());
-    }
-    AttentionKeep keep = {};
-    if (f.drops) { keep = gpt2_attention_keep(f, l, false); }
-    attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, f.stream());          // (B,T,C)
-    linear_forward(f, l, Linear::AttProj, out, a.atty, before);                                 // (B,T,C)
+// ---- pages ----
+// GPT-2 (Radford et al. 2019): x + attention(norm(x)), then x + mlp(norm(x))
+static void gpt2_layer(Forward& e, int l) {
+    const Layer a = e.layer(l);
+    e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
+    e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,3,NH,HS)
+    e.attention(a.atty.x, a.qkv, a.att);                    // (B,T,C)
+    e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
+    e.norm(a.ln2, a.x_mid, a.w_ln2);                        // (B,T,C)
+    e.linear_gelu(a.act, a.fch, a.ln2, a.w_fc);             // (B,T,4C)
+    e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);      // (B,T,C)
 }
 
-// out = mlp(inp) + before: as in gpt2_attention_forward
-static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX* before, const floatX* inp) {
-    const Acts a = f.acts(l);
-    linear_forward(f, l, Linear::Fc, a.fch_gelu, inp);                              // (B,T,4C), and a.fch
-    linear_forward(f, l, Linear::FcProj, out, a.fch_gelu, before);                              // (B,T,C)
+// Parallel blocks (GPT-J, Wang and Komatsuzaki 2021): x + attention(norm(x)) + mlp(norm2(x)); tied: one norm
+static void parallel_layer(Forward& e, int l) {
+    const Layer a = e.layer(l);
+    const bool tied = e.config().block == Block::ParallelTied;
+    if (tied) { e.norm(a.ln1, a.x, a.w_ln1); }
+    else { e.norm(a.ln1, a.x, a.w_ln1, a.ln2, a.w_ln2); }
+    e.linear(a.qkv, a.ln1, a.w_qkv);
+    e.attention(a.atty.x, a.qkv, a.att);
+    e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);
+    e.linear_gelu(a.act, a.fch, tied ? a.ln1 : a.ln2, a.w_fc);
+    e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);
 }
 
-// The norms that read point x; for FP8 products as bytes, which are also transposed, once for all that read
-// them. Where no GEMM has added x's branches, the kernel first adds them to the sum of `before`, the point
-// before x; null: x is the embedding.
-static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const ResidualPoint* before) {
-    const int N = f.B * f.T;
-    NormForward<floatX, float> norm = point_norms(f.model, x, N);
-    for (int k = 0; k < x.norms; k++) {
-        const LinearLayer reader = linear_layer(f, x.layer, x.norm[k].reader);
-        if (reader.fp8 != Fp8Mode::On) { continue; }
-        norm.y[k].out = nullptr;
-        norm.y[k].fp8 = reader.inp8.bytes, norm.y[k].tensor = reader.inp8.tensor;
-        norm.y[k].stats = fp8_stats(f.model, reader.inp8.tensor);
-    }
-    if (!f.adds_in_gemm) {
-        norm.residual = (floatX*)x.sum;
-        norm.inp = before ? (floatX*)before->sum : nullptr;
-        for (int k = 0; k < std::max(x.branches, 1); k++) {
-            norm.branch[k] = f.waiting[k];
-            if (f.drops) { norm.dropout[k] = gpt2_dropout(f.model, x, k, N); }
-        }
-        // the embedding does not wait if it has the stream's type: its dropout is in place
-        if (!before && !norm.residual_fp32) { norm.branch[0] = norm.residual; }
-    }
-    norm_forward(norm, f.model->stream);
-    for (int k = 0; k < x.norms; k++) {
-        const LinearLayer reader = linear_layer(f, x.layer, x.norm[k].reader);
-        const Fp8Operand& to = reader.inp8;
-        if (reader.fp8 == Fp8Mode::On) { fp8_transpose({to.transposed, to.bytes, N, reader.C}, f.stream()); }
-    }
+static void model_layer(Forward& e, int l) {
+    if (e.config().block == Block::Sequential) { gpt2_layer(e, l); }
+    else { parallel_layer(e, l); }
 }
 
-// All activations up to lnf, from the inputs on the device. LossAndGrad: with dropout.
-static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = ClassifierMode::LossOnly,
+// ---- forward ----
+// All activations up to lnf, from the inputs on the device.
+static void forward_pass(Forward& e) {
+    const Layout& layout = e.model->layout;
+    for (int bucket : {layout.embedding(), layout.biases(), layout.norms()}) { e.await(bucket); }
+    e.embed(e.layer(0).x);
+    for (int l = 0; l < e.config().L; l++) {
+        e.await(layout.layer(l));
+        model_layer(e, l);
+    }
+    const Head head = e.head();
+    e.norm(head.lnf, head.x, head.w_lnf);
+}
+
+// micro: a pass that trains, with dropout; null: one that does not.
+static void gpt2_forward(GPT2* model, int B, int T, const MicroStep* micro = nullptr,
                          const CacheFill* cache = nullptr) {
-    const Config& c = model->config;
-    const bool trains = mode == ClassifierMode::LossAndGrad, drops = trains && model->options.dropout > 0.0;
-    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T, trains}, cache, drops,
-                 !branches_apart(c, drops), {}};
-    f.waiting[0] = f.acts(0).dnarrow, f.waiting[1] = f.acts(0).dnarrow2;
-    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
-        gpt2_await_params(model, model->layout.bucket_of(kind, Where::Global, 0));
-    }
-    const Params p = f.params(0);
-    ResidualPoint x = point_after_layer(f, -1);
-    floatX* embedding = has_fp32_residual(c) ? f.waiting[0] : (floatX*)x.sum;
-    encoder_forward({embedding, model->feed.inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
-    gpt2_add_and_norm(f, x, nullptr);                                           // ln1(x)
-    for (int l = 0; l < c.L; l++) {
-        gpt2_await_params(model, model->layout.bucket_of(Kind::Matrix, Where::Block, l));
-        const Acts a = f.acts(l);
-        const ResidualPoint end = point_after_layer(f, l);
-        // outputs of the branches, and what their last GEMMs add
-        floatX* att_out = f.adds_in_gemm ? (floatX*)a.residual2 : f.waiting[0];
-        floatX* mlp_out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[c.block != Block::Sequential];
-        const floatX* before_att = f.adds_in_gemm ? (floatX*)x.sum : nullptr;
-        const floatX* before_mlp = f.adds_in_gemm ? att_out : nullptr;
-        gpt2_attention_forward(f, l, att_out, before_att, a.ln1);               // x + attention(ln1(x))
-        if (c.block == Block::Sequential) {
-            const ResidualPoint mid = point_after_attention(f, l);
-            gpt2_add_and_norm(f, mid, &x);                                      // ln2
-            gpt2_mlp_forward(f, l, mlp_out, before_mlp, a.ln2);                 // + mlp(ln2(.))
-            gpt2_add_and_norm(f, end, &mid);                                    // the next ln1, or lnf
-        } else {
-            const floatX* inp = c.block == Block::Parallel ? a.ln2 : a.ln1;     // tied: both read ln1
-            gpt2_mlp_forward(f, l, mlp_out, before_mlp, inp);                   // + mlp(ln2(x))
-            gpt2_add_and_norm(f, end, &x);                                      // the next norms, or lnf
-        }
-        x = end;
-    }
+    Forward e({model, cache ? cache->act_specs : model->acts.specs, B, T, micro}, cache);
+    forward_pass(e);
 }
 
 // ---- loss ----
 // Logits (rows,Vp) of rows of lnf, (rows,C). To a linear layer it does not matter whose tokens the rows are.
-static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, bool trains = false) {
-    const Pass pass = {model, model->acts.specs, 1, rows, trains};
-    linear_forward(pass, 0, Linear::Head, pass.acts(0).logits, lnf);
+static void gpt2_logits(GPT2* model, floatX* lnf, int rows, const MicroStep* micro = nullptr) {
+    Forward e({model, model->acts.specs, 1, rows, micro});
+    Head head = e.head();
+    head.lnf.x = lnf;
+    e.linear(head.logits, head.lnf, head.w);
 }
 
 // An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
@@ -5081,236 +5144,200 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
     const Config& c = model->config;
     const int rows = std::min(N, round_up(count, 256));
     const Acts a = gpt2_acts(model, 0);
-    floatX* const counted = a.dnarrow;          // (rows,C) free since the forward ended
-    gather_rows({counted, a.lnf, model->feed.inputs.counted, rows, c.C}, model->stream);
-    gpt2_logits(model, counted, rows);
+    gather_rows({a.counted, a.lnf, model->feed.inputs.counted, rows, c.C}, model->stream);      // (rows,C)
+    gpt2_logits(model, a.counted, rows);
     classifier({a.logits, a.losses, model->feed.inputs.targets, 0.0f, nullptr, count, c.V, c.Vp,
                 ClassifierMode::LossOnly}, model->stream);
 }
 
-// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad puts
-// the gradient of the mean in place of the logits, or writes its bytes for FP8 products.
-static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
-                      Accumulate acc) {
+// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step it
+// puts the gradient of the mean in place of the logits, or writes its bytes for FP8 products.
+static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
+                      const MicroStep* micro) {
     const Config& c = model->config;
     const int N = B * T;
-    const Acts a = gpt2_acts(model, 0);
-    const bool trains = mode == ClassifierMode::LossAndGrad;
-    const LinearLayer head = linear_layer({model, model->acts.specs, B, T, trains}, 0, Linear::Head);
-    gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, a.lnf, N, trains);
-    Classifier<floatX, float> loss = {a.logits, a.losses, model->feed.inputs.targets, weight,
-                                      &model->state->update.loss_scale, N, c.V, c.Vp, mode};
-    if (head.fp8 == Fp8Mode::On) { loss.fp8_grad = head.dout8.bytes, loss.fp8_tensor = head.dout8.tensor; }
-    classifier(loss, model->stream);
-    loss_sum({mean, a.losses, weight, acc, N}, model->stream);
+    const Head head = Pass{model, model->acts.specs, B, T, micro}.head_of();
+    gpt2_forward(model, B, T, micro);
+    gpt2_logits(model, head.lnf.x, N, micro);
+    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
+                .dloss = weight, .loss_scale = &model->state->update.loss_scale, .N = N, .V = c.V,
+                .Vp = c.Vp, .mode = micro ? ClassifierMode::LossAndGrad : ClassifierMode::LossOnly,
+                .fp8_grad = head.dlogits.bytes, .fp8_tensor = head.dlogits.bytes ? head.dlogits.tensor : nullptr}, model->stream);
+    loss_sum({mean, head.losses, weight, acc, N}, model->stream);
 }
 
-// ---- backward ----
-// A lane's first micro-step stores gradients, later ones add: no memset. exchanges: each bucket of gradients
-// goes to the other ranks as soon as it is complete.
+// ---- the backward's verbs ----
+// Which op sums the gradient of which bias: fc's the product that gives dfch, qkv's attention_backward's verb,
+// attproj's and fcproj's the norm that reads the sum to which their branch was added.
 struct Backward : Pass {
-    Accumulate acc;
-    bool exchanges;
-    Grad dwte;                          // see gpt2_backward
-    Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
+    // A layer's matrices are a bucket, which goes to the other ranks when the last of them has its gradient.
+    int bucket = 0, weights_left = 0;
+    // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last gradient is
+    // computed, which hides a part of its way.
+    bool postpones = false;
+    struct { Operand dout, inp; Linear w; } postponed;
+
+    explicit Backward(const Pass& pass) : Pass(pass) {}
+
+    void begin_layer(int l) {
+        bucket = model->layout.layer(l), weights_left = model->layout.layer_matrices, postpones = l == 0;
+    }
+    void weight_backward(const Operand& dout, const Operand& inp, const Linear& w) {
+        if (dout.bytes) {
+            fp8_matmul({.grad = w.dweight, .scratch = scratch, .a = dout.bytes_t, .b = inp.bytes_t,
+                        .a_tensor = dout.tensor, .b_tensor = inp.tensor, .M = w.OC, .N = w.C, .K = N(),
+                        .a_format = dout.format}, stream());
+        } else {
+            matmul_backward_weight({w.dweight, scratch, dout.x, inp.x, N(), w.C, w.OC}, stream());
+        }
+    }
+    // dweight (+)= dout^T inp
+    void next_weight(const Operand& dout, const Operand& inp, const Linear& w) {
+        const bool is_last = --weights_left == 0;
+        if (is_last && postpones) { postponed = {dout, inp, w}; return; }
+        weight_backward(dout, inp, w);
+        if (is_last) { gpt2_bucket_complete(model, bucket, *micro); }
+    }
+
+    // dinp = dout weight + residual, and the weight's gradient
+    void linear_backward(floatX* dinp, const Operand& dout, const Operand& inp, const Linear& w,
+                         const floatX* residual = nullptr) {
+        next_weight(dout, inp, w);
+        if (dout.bytes) { return fp8_product(dinp, dout, w, residual, {}); }
+        matmul_backward_input({.dinp = dinp, .dout = dout.x, .weight = w.weight.x, .residual = residual, .pre_gelu = nullptr, .N = N(), .C = w.C, .OC = w.OC}, stream());
+    }
+
+    // dfch = (dout weight) * gelu'(fch), and its column sums, the gradient of the bias of fc
+    void linear_gelu_backward(const Operand& dfch, const Operand& dout, const Operand& act, const Linear& w,
+                              const floatX* fch, const Grad& dbias) {
+        next_weight(dout, act, w);
+        if (dout.bytes) {
+            return fp8_product(dfch.x, dout, w, nullptr,
+                               cast_to(dfch, {.dbias = dbias, .inp = dfch.x, .pre_gelu = fch, .source = Fp8Source::GeluGrad, .N = N(), .C = w.C}));
+        }
+        matmul_backward_input({.dinp = dfch.x, .dout = dout.x, .weight = w.weight.x, .residual = nullptr,
+                               .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
+                               .scratch = scratch}, stream());
+        cast(dfch, w.C);
+    }
+
+    // dqkv from datty, and its column sums, the gradient of the bias of qkv
+    void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
+                            const Attention& att, const Grad& dbias) {
+        const int C = config().C, NH = config().NH;
+        AttentionBackward<floatX, float> args = {dqkv.x, scratch, datty, atty, qkv, att.lse, B, T, NH, C / NH};
+        if (dqkv.bytes) { args.fp8 = dqkv.bytes, args.tensor = dqkv.tensor, args.stats = dqkv.stats; }
+        ::attention_backward(args, stream());
+        if (dqkv.bytes) {
+            return fp8_transpose({dqkv.bytes_t, dqkv.bytes, N(), 3 * C, dbias, scratch, dqkv.tensor, true}, stream());
+        }
+        bias_backward({dbias, scratch, dqkv.x, N(), 3 * C, true}, stream());
+        cast(dqkv, 3 * C);
+    }
+
+    // dx, the gradient of the stream at x, (+)= that of the norm, or of two that read x. dx is then the
+    // gradient of each branch that was added to make x, or with dropout what passes its mask.
+    void norm_backward(const floatX* dout, const Sum& x, const Norm& w, const floatX* dout2 = nullptr,
+                       const Norm& w2 = {}, Accumulate acc = Accumulate::Yes) {
+        NormBackward<floatX, float> n = {};
+        n.dresidual = acts(0).dx, n.dresidual_acc = acc;
+        n.y[0] = {dout, w.weight, w.dweight, w.dbias};
+        n.y[1] = {dout2, w2.weight, w2.dweight, w2.dbias};
+        for (int k = 0; k < std::max(x.branches, 1); k++) {
+            if (drops()) { n.branch[k].dout = x.added[k].dout.x, n.branch[k].dropout = dropout(x.added[k].mask); }
+            n.branch[k].dbias = x.added[k].dbias;
+        }
+        n.scratch = scratch;
+        n.inp = x.x, n.mean = w.mean, n.rstd = w.rstd;
+        n.kind = config().norm, n.N = N(), n.C = config().C;
+        ::norm_backward(n, stream());
+        for (int k = 0; k < x.branches; k++) { cast(x.added[k].dout, config().C); }
+    }
+
+    void fp8_product(floatX* out, const Operand& dout, const Linear& w, const floatX* residual,
+                     const Fp8Cast<floatX, float>& then) {
+        fp8_matmul({.out = out, .a = dout.bytes, .b = w.weight.bytes_t, .a_tensor = dout.tensor,
+                    .b_tensor = w.weight.tensor, .residual = residual, .M = N(), .N = w.C, .K = w.OC,
+                    .fast = dout.format == Fp8Format::E4m3, .a_format = dout.format, .cast = then}, stream());
+    }
 };
 
-// A linear layer's backward is these three, in this order. dout: the gradient of its output. From fcproj to
-// fc the gradient passes GELU's slope in fcproj's linear_dinp. There its columns are summed, too, for fc's
-// bias. linear_dout sums qkv's, and the norms' backward the others'. With FP8 the classifier has written the
-// LM head's gradient as bytes, attention qkv's, and fcproj's linear_dinp fc's.
-static void linear_dout(const Backward& b, int l, Linear which, const floatX* dout) {
-    const LinearLayer p = linear_layer(b, l, which);
-    const bool is_fp8 = p.fp8 == Fp8Mode::On;
-    const Grad dbias = which == Linear::Qkv ? b.grad(PARAM_qkvb, l) : Grad{};
-    if (is_fp8 && (which == Linear::Qkv || which == Linear::Head)) {
-        return fp8_transpose({p.dout8.transposed, p.dout8.bytes, p.N, p.OC, dbias, b.scratch,
-                              p.dout8.tensor, which == Linear::Qkv}, b.stream());
-    }
-    if (which == Linear::Head || (is_fp8 && which == Linear::Fc)) { return; }
-    if (which == Linear::Qkv) { bias_backward({dbias, b.scratch, dout, p.N, p.OC, true}, b.stream()); }
-    if (p.fp8 != Fp8Mode::Off) {
-        fp8_cast(operand_cast(b, p.dout8, p.fp8, {.inp = dout, .N = p.N, .C = p.OC}), b.stream());
-    }
-}
-static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {
-    const LinearLayer p = linear_layer(b, l, which);
-    const Grad dweight = which == Linear::Head ? b.dwte : b.grad(kLinears[(int)which].weight, l);
-    if (p.fp8 != Fp8Mode::On) {
-        return matmul_backward_weight({dweight, b.scratch, dout, inp, p.N, p.C, p.OC}, b.stream());
-    }
-    fp8_matmul({.grad = dweight, .scratch = b.scratch, .a = p.dout8.transposed, .b = p.inp8.transposed,
-                .a_tensor = p.dout8.tensor, .b_tensor = p.inp8.tensor, .M = p.OC, .N = p.C, .K = p.N,
-                .a_format = p.dout8.format}, b.stream());
-}
-// residual: another gradient of the input, or null.
-static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, const floatX* dout,
-                        const floatX* residual = nullptr) {
-    const LinearLayer p = linear_layer(b, l, which);
-    if (p.fp8 != Fp8Mode::On) {
-        const bool gelu = which == Linear::FcProj;
-        return matmul_backward_input({dinp, dout, p.weight, residual, gelu ? b.acts(l).fch : nullptr, p.N,
-                                      p.C, p.OC, gelu ? b.grad(PARAM_fcb, l) : Grad{}, b.scratch},
-                                     b.stream());
-    }
-    Fp8Cast<floatX, float> slope = {};
-    if (which == Linear::FcProj) {
-        slope = operand_cast(b, linear_layer(b, l, Linear::Fc).dout8, p.fp8,
-                             {.dbias = b.grad(PARAM_fcb, l), .inp = dinp, .pre_gelu = b.acts(l).fch,
-                              .source = Fp8Source::GeluGrad, .N = p.N, .C = p.C});
-    }
-    fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
-                .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC,
-                .fast = which != Linear::Head, .a_format = p.dout8.format,
-                .cast = slope}, b.stream());
+// The pages of the backward mirror those of the forward, from the last line to the first.
+static void gpt2_layer_backward(Backward& e, int l) {
+    const Layer a = e.layer_of(l);
+    e.linear_gelu_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);  // (B,T,4C)
+    e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);                                               // (B,T,C)
+    e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
+    e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);                         // (B,T,C)
+    e.attention_backward(a.dqkv, a.datty, a.atty.x, a.qkv, a.att, a.w_qkv.dbias);                   // (B,T,3,NH,HS)
+    e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);                                              // (B,T,C)
+    e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
 
-// The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
-static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
-    linear_dweight(b, l, Linear::Qkv, b.acts(l).dwide, inp);
-    gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.exchanges);
+static void parallel_layer_backward(Backward& e, int l) {
+    const Layer a = e.layer_of(l);
+    const bool tied = e.config().block == Block::ParallelTied;
+    e.linear_gelu_backward(a.dfch, a.x_out.added[1].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);
+    e.linear_backward(a.dln2, a.dfch, tied ? a.ln1 : a.ln2, a.w_fc);
+    e.linear_backward(a.datty, a.x_out.added[0].dout, a.atty, a.w_attproj);
+    e.attention_backward(a.dqkv, a.datty, a.atty.x, a.qkv, a.att, a.w_qkv.dbias);
+    e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv, tied ? a.dln2 : nullptr);
+    if (tied) { e.norm_backward(a.dln1, a.x, a.w_ln1); }
+    else { e.norm_backward(a.dln1, a.x, a.w_ln1, a.dln2, a.w_ln2); }
 }
 
-// A branch's backward, from dout: dinp, the gradient of its input inp, and the gradients of its tensors. The
-// last bias's is missing: gpt2_norms_backward computes it. dinp_mlp: the MLP's gradient of the same input,
-// added to dinp, or null. For layer 0, gpt2_backward calls gpt2_layer_complete itself, later.
-static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* dinp_mlp,
-                                    floatX* dout, const floatX* inp) {
-    const GPT2* model = b.model;
-    const int C = model->config.C, NH = model->config.NH;
-    const Acts a = b.acts(l);
-    linear_dout(b, l, Linear::AttProj, dout);
-    linear_dweight(b, l, Linear::AttProj, dout, a.atty);
-    linear_dinp(b, l, Linear::AttProj, a.dnarrow, dout);                                        // (B,T,C)
-    AttentionKeep keep = {};
-    if (model->options.dropout > 0.0) {
-        keep = gpt2_attention_keep(b, l, b.has(ACT_att_keep, l));
+// What -r has not kept is computed again, by the forward's page: norms and GELU. FP8 keeps bytes in its place.
+struct Recompute : Forward {
+    explicit Recompute(const Pass& pass) : Forward(pass) {}
+    static bool lacks(const Operand& y) { return !y.kept && !y.bytes; }
+    void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2, const Norm& w2) override {
+        if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
     }
-    AttentionBackward<floatX, float> att = {a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B,
-                                            b.T, NH, C / NH, keep};
-    const LinearLayer qkv = linear_layer(b, l, Linear::Qkv);
-    if (qkv.fp8 == Fp8Mode::On) {
-        att.fp8 = qkv.dout8.bytes, att.tensor = qkv.dout8.tensor, att.stats = fp8_stats(model, att.tensor);
+    void linear_gelu(const Operand& out, floatX* fch, const Operand&, const Linear& w) override {
+        if (lacks(out)) { gelu_forward({out.x, fch, (size_t)N() * w.OC}, stream()); }
     }
-    attention_backward(att, b.stream());                                                        // (B,T,3C)
-    linear_dout(b, l, Linear::Qkv, a.dwide);
-    if (l > 0) { gpt2_layer_complete(b, l, inp); }
-    linear_dinp(b, l, Linear::Qkv, dinp, a.dwide, dinp_mlp);                                    // (B,T,C)
-}
+    void linear(floatX*, const Operand&, const Linear&, const floatX*) override {}
+    void linear_add(const Sum&, const Sum&, const Operand&, const Linear&) override {}
+    void attention(floatX*, const floatX*, const Attention&) override {}
+};
 
-// Whether the MLP and qkv of layer l find their input, which -r has not kept, by computing it again. FP8 has
-// kept bytes in its place.
-static bool gpt2_recomputes(const Backward& b, int l, ActId input) {
-    return !b.has(input, l) && fp8_mode(b, l, Linear::Fc) != Fp8Mode::On;
-}
-
-static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* dout, const floatX* inp) {
-    const Acts a = b.acts(l);
-    if (gpt2_recomputes(b, l, ACT_fch_gelu)) {
-        gelu_forward({a.fch_gelu, a.fch, (size_t)b.B * b.T * 4 * b.model->config.C}, b.stream());
-    }
-    linear_dout(b, l, Linear::FcProj, dout);
-    linear_dweight(b, l, Linear::FcProj, dout, a.fch_gelu);
-    linear_dinp(b, l, Linear::FcProj, a.dwide, dout);                                           // (B,T,4C)
-    linear_dout(b, l, Linear::Fc, a.dwide);
-    linear_dweight(b, l, Linear::Fc, a.dwide, inp);
-    linear_dinp(b, l, Linear::Fc, dinp, a.dwide);                                               // (B,T,C)
-}
-
-// Backward of the norms that read point x: dresidual (+)= their gradients; it is then the gradient of x's
-// sum. It is also the gradient of each branch that x adds, unless there is dropout or a stream in fp32: then
-// dbranch is. The kernel also sums the columns of these: the gradients of the branches' last biases.
-static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accumulate acc) {
-    const Config& c = b.model->config;
-    const Acts a = b.acts(0);
-    const int N = b.B * b.T;
-    const bool drops = b.model->options.dropout > 0.0;
-    const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
-    floatX* const dbranch[2] = {a.dbranch, a.dbranch2};
-    NormBackward<floatX, float> n = {};
-    n.dresidual = (floatX*)a.dresidual;
-    n.dresidual_acc = acc;
-    for (int k = 0; k < x.norms; k++) {
-        n.y[k].dout = dout[k];
-        n.y[k].weight = point_param(b.model, x, x.norm[k].weight);
-        n.y[k].dweight = b.grad(x.norm[k].weight, x.layer);
-        if (c.norm == NormKind::Layer) { n.y[k].dbias = b.grad(x.norm[k].bias, x.layer); }
-    }
-    for (int k = 0; k < std::max(x.branches, 1); k++) {
-        if (branches_apart(c, drops)) { n.branch[k].dout = dbranch[k]; }
-        if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, x, k, N); }
-        if (x.branches == 0) { continue; }                          // the embedding
-        const ParamId bias = x.branch[k] == Branch::Attention ? PARAM_attprojb : PARAM_fcprojb;
-        n.branch[k].dbias = b.grad(bias, x.added_layer);
-    }
-    n.scratch = b.scratch;
-    n.inp = (floatX*)x.sum;
-    n.mean = x.mean, n.rstd = x.rstd;
-    n.kind = c.norm, n.N = N, n.C = c.C;
-    n.residual_fp32 = has_fp32_residual(c);
-    norm_backward(n, b.stream());
-}
-
+// ---- backward ----
 // Gradients of every parameter from dlogits, in the forward's order reversed.
-static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges) {
+static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     const Config& c = model->config;
-    const Options& o = model->options;
-    const int N = B * T;
-    const bool apart = branches_apart(c, o.dropout > 0.0);
-    Stream stream = model->stream;
-    Backward b = {{model, model->acts.specs, B, T, true, model->acts.scratch}, acc, exchanges, {}};
-    auto recompute = [&](int l, const ResidualPoint& x) {
-        if (gpt2_recomputes(b, l, ACT_ln1)) { norm_forward(point_norms(model, x, N), stream); }
-    };
-    auto complete = [&](Kind kind) {
-        gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), exchanges);
-    };
-
-    const Acts shared = b.acts(0);                    // tensors that all layers share
-    floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2;
-    floatX* const dresidual = (floatX*)shared.dresidual;
-    floatX* const dbranch = apart ? shared.dbranch : dresidual;
-    floatX* const dbranch2 = apart ? shared.dbranch2 : dresidual;
+    const Layout& layout = model->layout;
+    const bool grads_bf16 = model->options.grads_bf16;
+    Backward e({model, model->acts.specs, B, T, &micro, model->acts.scratch});
+    Head head = e.head_of();
     // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
     // parts are summed in fp32, at the start of scratch; other ops use the rest.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    b.dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
-    if (o.grads_bf16) { b.scratch += wte_elems; }
-    linear_dout(b, 0, Linear::Head, shared.logits);
-    linear_dweight(b, 0, Linear::Head, shared.logits, shared.lnf);
-    linear_dinp(b, 0, Linear::Head, shared.dnarrow, shared.logits);                             // dlnf
-    gpt2_norms_backward(b, point_after_layer(b, c.L - 1), Accumulate::No);                  // lnf
+    const Grad dwte = head.w.dweight;
+    if (grads_bf16) {
+        head.w.dweight = {e.scratch, Accumulate::No};
+        e.scratch += wte_elems;
+    }
+    e.transpose(head.dlogits, head.w.OC);
+    e.linear_backward(head.dlnf, head.dlogits, head.lnf, head.w);
+    e.norm_backward(head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
     for (int l = c.L - 1; l >= 0; l--) {
-        const Acts a = b.acts(l);
-        const ResidualPoint x = point_after_layer(b, l - 1);
-        if (c.block == Block::Sequential) {
-            const ResidualPoint mid = point_after_attention(b, l);
-            recompute(l, mid);
-            gpt2_mlp_backward(b, l, dln1, dbranch, a.ln2);
-            gpt2_norms_backward(b, mid, Accumulate::Yes);                                       // ln2
-            recompute(l, x);
-            gpt2_attention_backward(b, l, dln1, nullptr, dbranch, a.ln1);
-        } else {
-            const bool tied = c.block == Block::ParallelTied;       // both branches' gradients are ln1's
-            recompute(l, x);
-            gpt2_mlp_backward(b, l, dln2, dbranch2, tied ? a.ln1 : a.ln2);
-            gpt2_attention_backward(b, l, dln1, tied ? dln2 : nullptr, dbranch, a.ln1);
-        }
-        gpt2_norms_backward(b, x, Accumulate::Yes);                                             // ln1, both
+        Recompute recompute(e);
+        model_layer(recompute, l);
+        e.begin_layer(l);
+        if (c.block == Block::Sequential) { gpt2_layer_backward(e, l); }
+        else { parallel_layer_backward(e, l); }
     }
 
-    // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last gradient
-    // is computed, which hides a part of its way.
-    complete(Kind::Norm);
-    complete(Kind::Bias);
-    b.dwte.acc = Accumulate::Yes;
-    encoder_backward({b.dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->feed.buckets, B, T, c.maxT,
-                      c.C}, stream);
-    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), b.dwte.data, wte_elems}, stream); }
-    complete(Kind::Matrix);
-    gpt2_layer_complete(b, 0, shared.ln1);
-    gpt2_bucket_complete(model, -1, exchanges);
+    gpt2_bucket_complete(model, layout.norms(), micro);
+    gpt2_bucket_complete(model, layout.biases(), micro);
+    head.w.dweight.acc = Accumulate::Yes;
+    encoder_backward({head.w.dweight, e.grad(PARAM_wpe, 0), e.scratch, e.after_layer(-1).added[0].dout.x,
+                      model->feed.buckets, B, T, c.maxT, c.C}, e.stream());
+    if (grads_bf16) { grad_accumulate({dwte, head.w.dweight.data, wte_elems}, e.stream()); }
+    gpt2_bucket_complete(model, layout.embedding(), micro);
+    e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);
+    gpt2_bucket_complete(model, layout.layer(0), micro);
+    gpt2_bucket_complete(model, -1, micro);
 }
 
 // ---- exchange between GPUs ----
@@ -5338,8 +5365,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
 
 // After a lane: adds the pairs that it completes (lane_buffer in lanes.h says which buffers these are), in n
 // elements from `offset` bytes on. With several lanes on a rank, gradients are fp32.
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
-    const int lane = model->grads.lane;
+static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
     if (merges == 0) { return; }
     auto buffer = [&](int k) { return (float*)(model->grads.data + k * model->layout.grads_bytes + offset); };
@@ -5362,24 +5388,24 @@ static char* exchange_slot(const GPT2* model, int slot) {
 
 // Sums the ranks' pieces of a bucket at stages 0 and 1: piece r is rank r's sum of its lanes, stored by that
 // rank's last micro-step.
-static void gpt2_sum_pieces(GPT2* model, int bucket) {
+static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
     const Bucket& b = model->layout.buckets[bucket];
     const BucketExchange& x = model->exchange.buckets[bucket];
     const size_t bytes = b.shard * b.grad_bytes, first = b.first + b.mine;
-    const RoundKey key = {model->options.seed, model->step, (uint32_t)model->micro_steps - 1, kRoundGrads};
+    const RoundKey key = {model->options.seed, model->step, (uint32_t)last.count - 1, kRoundGrads};
     lane_sum({.out = {(float*)(model->grads.data + b.grads + model->options.split.rank * bytes),
-                      Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, bucket).key, first},
+                      Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, last, bucket).key, first},
               .pieces = {exchange_slot(model, x.slot), b.grads_bf16, key, first},
-              .piece_micros = (uint32_t)model->micro_steps, .num_pieces = model->options.split.world,
+              .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
               .n = b.shard}, model->stream);
 }
 
 // Stage 2: adds the ranks' micro-steps of one time to the sums of lanes in grads.shards, subtree by subtree.
-static void gpt2_sum_micro_steps(GPT2* model, int bucket) {
+static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro) {
     const Bucket& b = model->layout.buckets[bucket];
     const BucketExchange& x = model->exchange.buckets[bucket];
     const Split& split = model->options.split;
-    const int first_lane = (int)model->micro - split.rank, lanes = model->options.lanes * split.world;
+    const int first_lane = (int)micro.number - split.rank, lanes = model->options.lanes * split.world;
     auto shards = [&](int k) { return model->grads.shards + k * model->layout.shard_elems + b.shards; };
     LaneSum<floatX, float> a = {};
     a.piece_micros = 1;
@@ -5401,13 +5427,13 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket) {
 
 // The gradients of all ranks have arrived, or soon will: sums them. The kernels run on the backward's stream.
 // On a second stream, the two sets of kernels would wait for each other's SMs (dev/bench/NOTES.md).
-static void gpt2_sum_bucket(GPT2* model, int bucket) {
+static void gpt2_sum_bucket(GPT2* model, int bucket, const MicroStep& micro) {
     const Bucket& b = model->layout.buckets[bucket];
     const BucketExchange& x = model->exchange.buckets[bucket];
     const int zero = model->options.split.zero;
     stream_wait(model->stream, x.arrived);
-    if (zero == 2) { gpt2_sum_micro_steps(model, bucket); }
-    else { gpt2_sum_pieces(model, bucket); }
+    if (zero == 2) { gpt2_sum_micro_steps(model, bucket, micro); }
+    else { gpt2_sum_pieces(model, bucket, micro); }
     if (zero == 0) {
         stream_follow(model, model->exchange.stream, model->stream);
         device_all_gather(model->grads.data + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
@@ -5416,22 +5442,22 @@ static void gpt2_sum_bucket(GPT2* model, int bucket) {
 
 // The backward has computed a bucket's gradients: sends them to the other ranks. The gradients of the bucket
 // before have arrived in the meantime: sums them. bucket -1: no more buckets follow.
-static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges) {
-    if (!exchanges) { return; }
+static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro) {
+    if (!micro.exchanges) { return; }
     Exchange& exchange = model->exchange;
     const int before = exchange.bucket_in_flight;
     exchange.bucket_in_flight = bucket;
     if (bucket >= 0) {
         const Bucket& b = model->layout.buckets[bucket];
         BucketExchange& x = exchange.buckets[bucket];
-        if (model->options.split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
+        if (model->options.split.zero < 2) { gpt2_merge_lanes(model, micro.lane, b.grads, b.padded); }
         stream_follow(model, exchange.stream, model->stream);       // the slot's last sums are done, too
-        x.slot = bucket == 0 ? 2 : exchange.next_slot++ % 2;
+        x.slot = bucket == model->layout.embedding() ? 2 : exchange.next_slot++ % 2;
         device_all_to_all(exchange_slot(model, x.slot), model->grads.data + b.grads, b.shard * b.grad_bytes,
                           exchange.stream);
         event_record(x.arrived, exchange.stream);
     }
-    if (before >= 0) { gpt2_sum_bucket(model, before); }
+    if (before >= 0) { gpt2_sum_bucket(model, before, micro); }
 }
 
 // An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
@@ -5489,11 +5515,11 @@ static void check_ranks(GPT2* model, int64_t step) {
 }
 
 // ---- update ----
-// The rows of a launch that begins at a bucket. Buckets 1 to L, the layers' matrices, are rows of one launch.
+// The rows of a launch that begins at a bucket. The layers' buckets are rows of one launch.
 static Rows gpt2_update_rows(const GPT2* model, int bucket) {
-    const int L = model->config.L;
-    if (bucket != 1 || L == 1) { return {}; }
-    const Bucket &b = model->layout.buckets[1], &next = model->layout.buckets[2];
+    const int L = model->config.L, layer = model->layout.layer(0);
+    if (bucket != layer || L == 1) { return {}; }
+    const Bucket &b = model->layout.buckets[layer], &next = model->layout.buckets[layer + 1];
     const size_t grads = model->options.split.zero == 2 ? b.shard * sizeof(float) : next.grads - b.grads;
     return {L, next.params - b.params, grads, next.first - b.first};
 }
@@ -5501,7 +5527,7 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
 // Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the first of
 // these layers' buckets.
 static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updates, int layers) {
-    const size_t stride = model->layout.buckets[1].padded;
+    const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
     auto product = [&](int i) { return model->opt.muon_products + i * share.place; };
     for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
@@ -5514,18 +5540,18 @@ static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updat
 
 // Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
 // a whole matrix, so its bits do not depend on the number of ranks.
-static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
+static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare share = gpt2_muon_share(model);
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
     muonX* updates = (muonX*)model->opt.muon_updates;
     for (int first = 0; first < model->config.L; first += share.together) {
-        const int layers = std::min(share.together, model->config.L - first), bucket = 1 + first;
+        const int layers = std::min(share.together, model->config.L - first), bucket = model->layout.layer(first);
         const Bucket& b = model->layout.buckets[bucket];
         rows.count = layers;
         muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
-                       .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = b.held,
+                       .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update, .n = b.held,
                        .update_row = b.padded, .rows = rows, .momentum = momentum}, model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
@@ -5551,17 +5577,16 @@ static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
 
 // Computes the norm, decides whether to skip, and runs AdamW and Muon: all on the device, from the same
 // numbers on every rank.
-static void gpt2_update(GPT2* model, double lr, double muon_lr) {
+static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double muon_lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const Exchange& exchange = model->exchange;
-    const int L = model->config.L;
-    const int order[] = {L + 2, L + 1, 0, 1};           // as the next forward needs the parameters
+    const auto order = model->layout.update_order();
 
     // this rank's record, of its shards; then the ranks gather all records
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
-        StoredGrads grads = gpt2_summed_grads(model, bucket);
+        StoredGrads grads = gpt2_summed_grads(model, last, bucket);
         if (split.zero == 0) {
             grads.data = (const char*)grads.data + b.mine * b.grad_bytes;
             grads.first += b.mine;
@@ -5588,12 +5613,12 @@ static void gpt2_update(GPT2* model, double lr, double muon_lr) {
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
         const Rows rows = gpt2_update_rows(model, bucket);
-        if (b.muon) { gpt2_update_muon(model, rows, muon_lr); continue; }
+        if (b.muon) { gpt2_update_muon(model, last, rows, muon_lr); continue; }
         adamw_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
                       .m = model->opt.m + b.state, .v = model->opt.v + b.v,
-                      .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update,
+                      .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update,
                       .n = b.held, .rows = rows,
                       .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
                       .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
@@ -5631,7 +5656,7 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     const size_t C = c.C, n = rows, cache = (size_t)c.L * n * T * C;
     d.rows = rows;
     Places p = {(uintptr_t)base};
-    p.at += act_specs(d.act_specs, c, 1, T, 0, false);
+    p.at += act_specs(d.act_specs, c, 1, T, {.trains = false});
     p.take(&d.keys, cache), p.take(&d.values, cache);
     p.take(&d.residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
     p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
@@ -5671,7 +5696,7 @@ static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, i
     const size_t cache_row = (size_t)model->T * model->config.C, at = row * cache_row;
     const CacheFill cache = {d->act_specs, d->keys + at, d->values + at, d->rows * cache_row, rows, count};
     gpt2_feed(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
-    gpt2_forward(model, 1, T, ClassifierMode::LossOnly, &cache);
+    gpt2_forward(model, 1, T, nullptr, &cache);
 }
 
 // Prepares the next step of every text and returns its position; all texts have the same number of tokens. A
@@ -5702,61 +5727,59 @@ static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts,
     return kept - 1;
 }
 
-// Adds a point's branches, or the embedding, to the stream and computes the point's norms.
-static void decoder_add_and_norm(Decoder* d, const ResidualPoint& x) {
-    const size_t row_elems = (size_t)d->rows * d->model->config.C;
-    NormForward<floatX, float> norm = point_norms(d->model, x, d->rows);
-    for (int k = 0; k < x.norms; k++) { norm.y[k].out = d->normalised + k * row_elems; }
-    norm.mean = d->mean, norm.rstd = d->rstd;
-    norm.residual = d->residual;
-    norm.inp = x.branches > 0 ? norm.residual : nullptr;
-    for (int k = 0; k < std::max(x.branches, 1); k++) { norm.branch[k] = d->branches + k * row_elems; }
-    norm_forward(norm, d->model->stream);
-}
+// The engine that writes: each of `rows` rows is one new token of its own text.
+struct Decoding : Forward {
+    Decoder* d;
 
-// out (rows,C) = attention(inp (rows,C)), as gpt2_attention_forward has it
-static void decoder_attention(Decoder* d, int l, floatX* out, const floatX* inp) {
-    const Params p = gpt2_params(d->model, l);
-    const int n = d->rows, C = d->model->config.C, NH = d->model->config.NH, T = d->model->T;
-    const size_t at = (size_t)l * n * T * C;
-    Stream stream = d->model->stream;
-    decode_matmul({d->qkv, inp, p.qkvw, p.qkvb, false, n, C, 3 * C}, stream);
-    decode_attention({d->atty, d->keys + at, d->values + at, d->qkv, d->positions, n, T, NH, C / NH}, stream);
-    decode_matmul({out, d->atty, p.attprojw, p.attprojb, false, n, C, C}, stream);
-}
-
-// out (rows,C) = mlp(inp (rows,C))
-static void decoder_mlp(Decoder* d, int l, floatX* out, const floatX* inp) {
-    const Params p = gpt2_params(d->model, l);
-    const int n = d->rows, C = d->model->config.C;
-    decode_matmul({d->fch, inp, p.fcw, p.fcb, true, n, C, 4 * C}, d->model->stream);
-    decode_matmul({out, d->fch, p.fcprojw, p.fcprojb, false, n, 4 * C, C}, d->model->stream);
-}
+    explicit Decoding(Decoder* d) : Forward({d->model, d->act_specs, 1, d->rows}), d(d) {
+        waits = true;
+        waiting_memory[0] = d->branches, waiting_memory[1] = d->branches + (size_t)d->rows * config().C;
+    }
+    void await(int) override {}                 // decoder_begin has waited for all
+    Layer layer(int l) const override {
+        const size_t row = config().C, at = (size_t)l * d->rows * model->T * row;
+        Layer y = layer_of(l);
+        y.x.x = y.x_mid.x = y.x_out.x = d->residual;
+        y.ln1.x = d->normalised, y.ln2.x = d->normalised + d->rows * row;
+        y.qkv = d->qkv, y.atty.x = d->atty, y.act.x = d->fch;
+        y.att = {nullptr, d->keys + at, d->values + at};
+        for (Norm* norm : {&y.w_ln1, &y.w_ln2}) { norm->mean = d->mean, norm->rstd = d->rstd; }
+        return y;
+    }
+    Head head() const override {
+        Head y = head_of();
+        y.x.x = d->residual, y.lnf.x = d->normalised, y.logits = d->logits;
+        y.w_lnf.mean = d->mean, y.w_lnf.rstd = d->rstd;
+        return y;
+    }
+    void embed(const Sum&) override {
+        decode_encoder({d->branches, d->tokens, d->positions, param<floatX>(PARAM_wte, 0),
+                        param<floatX>(PARAM_wpe, 0), N(), config().C}, stream());
+        waiting = {nullptr, {d->branches}, 1};
+    }
+    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX*) override {
+        decode_matmul({out, inp.x, w.weight.x, w.bias, false, N(), w.C, w.OC}, stream());
+    }
+    void linear_gelu(const Operand& out, floatX*, const Operand& inp, const Linear& w) override {
+        decode_matmul({out.x, inp.x, w.weight.x, w.bias, true, N(), w.C, w.OC}, stream());
+    }
+    void attention(floatX* out, const floatX* qkv, const Attention& att) override {
+        const int C = config().C, NH = config().NH;
+        decode_attention({out, att.keys, att.values, qkv, d->positions, N(), model->T, NH, C / NH}, stream());
+    }
+};
 
 // Enqueues one step: one more token of every text. The tokens arrive in drawn[slot] (rows).
 static void decoder_step(Decoder* d, int slot) {
     GPT2* model = d->model;
     const Config& c = model->config;
     Stream stream = model->stream;
-    const int n = d->rows, C = c.C;
-    const Pass pass = {model, d->act_specs, 1, model->T, false};    // for the points; no activations are read
-    floatX* const branch[2] = {d->branches, d->branches + (size_t)n * C};           // (rows,C) each
-    const floatX* const normalised[2] = {d->normalised, d->normalised + (size_t)n * C};
+    const int n = d->rows;
     graph_run(&d->step, stream, [&] {
-        const Params p = gpt2_params(model, 0);
-        decode_encoder({branch[0], d->tokens, d->positions, p.wte, p.wpe, n, C}, stream);
-        for (int l = 0; l < c.L; l++) {
-            decoder_add_and_norm(d, point_after_layer(pass, l - 1));
-            decoder_attention(d, l, branch[0], normalised[0]);
-            if (c.block == Block::Sequential) {
-                decoder_add_and_norm(d, point_after_attention(pass, l));
-                decoder_mlp(d, l, branch[0], normalised[0]);
-            } else {
-                decoder_mlp(d, l, branch[1], normalised[c.block == Block::Parallel]);
-            }
-        }
-        decoder_add_and_norm(d, point_after_layer(pass, c.L - 1));                  // lnf
-        decode_matmul({d->logits, d->normalised, p.wte, nullptr, false, n, C, c.V}, stream);
+        Decoding e(d);
+        forward_pass(e);
+        const Head head = e.head();
+        decode_matmul({head.logits, head.lnf.x, head.w.weight.x, nullptr, false, n, c.C, c.V}, stream);
         sample_tokens({d->tokens, d->positions, d->draws, d->ids, d->logits, model->options.sampling,
                        model->options.seed, n, c.V}, stream);
     });
@@ -6295,7 +6318,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
         const int live = (int)std::min(B, rows - i * B);
         next_batch(loader, model->step);      // always B rows: the first ones follow the last
         gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
-        gpt2_loss(model, live, T, ClassifierMode::LossOnly, weight, &model->state->loss, Accumulate::No);
+        gpt2_loss(model, live, T, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&losses[i], &model->state->loss, sizeof(float), model->stream);
     });
     std::vector<double> all(losses, losses + batches);
