@@ -126,7 +126,8 @@ static void accumulate(GPT2* model, const Batch& batch, int micro_steps = 1) {
     const int rows = batch.B / micro_steps;
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * batch.T;
-        last_micro_step = gpt2_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro, micro_steps);
+        last_micro_step = gpt2_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro,
+                                          micro_steps);
     }
 }
 

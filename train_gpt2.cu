@@ -165,11 +165,10 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
 // With FP8, whose layers keep bytes, the first layer then has a copy, and the others share a second one. A
 // model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
-// tensors have no elements. IN(other): the tensor lies in the memory of another row, where it lives until the
-// next of that row's tensors is written; a DEBUG build fills the memory with NaN before that. Names that are 0
-// or 1: `sequential` and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads
-// ln1; `dropout`; `fp8` and `fp8_head`. Behind _8 are FP8's bytes of a tensor, row by row; behind _t8 the same,
-// transposed.
+// tensors have no elements. IN(other): the tensor lies in the memory of another row, and lives until another
+// tensor is written there; a DEBUG build first fills the memory with NaN. Names that are 0 or 1: `sequential`
+// and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`;
+// `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by row; NAME_t8 the same, transposed.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                         \
     X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                    \
@@ -4362,8 +4361,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
           shards_grads ? layout.shard_elems * sizeof(float) * buffers : 0, Memory::Plain);
     visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, Memory::Shared);
     // a slot for the embedding's bucket and two for the others: one is filled while the other is summed
-    visit("exchange", &model->exchange.received,
-          o.split.world > 1 ? (layout.buckets[layout.embedding()].padded + 2 * layout.largest_but_first) * sizeof(float) : 0,
+    const size_t slots = layout.buckets[layout.embedding()].padded + 2 * layout.largest_but_first;
+    visit("exchange", &model->exchange.received, o.split.world > 1 ? slots * sizeof(float) : 0,
           Memory::Shared);
 
     visit("master weights", &model->opt.master,
@@ -4373,8 +4372,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     visit("FP8 scales", &model->fp8.tensors, o.fp8 * fp8_tensors(c) * sizeof(Fp8Tensor), Memory::Zeroed);
     visit("FP8 weights", &model->fp8.weights,
-          o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems + o.fp8_head * model->param_specs[PARAM_wte].slot),
-          Memory::Plain);
+          o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems +
+                       o.fp8_head * model->param_specs[PARAM_wte].slot), Memory::Plain);
     if (!o.muon) { return; }
     const MuonShare share = gpt2_muon_share(model);
     visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, Memory::Shared);
@@ -4782,11 +4781,11 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 }
 
 // ---- a layer's tensors ----
-// The input of a linear layer, its weight, or the gradient of its output: x; or with --matmul-dtype fp8 bytes
-// of it (llmc/ops/fp8.h), which are multiplied in its place. A product reads rows of bytes along the dimension
-// that it sums over, so each operand is there twice. A run's first step multiplies as without FP8 and takes
-// the largest elements alone; the second's scales come from these. If the first step is not finite, scales
-// stay 1 until later steps have found largest elements.
+// The input of a linear layer, its weight, or the gradient of its output. With --matmul-dtype fp8 its bytes
+// (llmc/ops/fp8.h) are multiplied. A product reads both operands along the dimension that it sums
+// over, so the bytes are there twice. A run's first step multiplies as without FP8 and only takes the largest
+// elements; the second's scales come from these. If the first step is not finite, scales stay 1 until later
+// steps have found largest elements.
 // The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
 // below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
 // The first and the last layer stay in 16 bits: half of FP8's gap in the loss is theirs (NOTES.md). attproj
@@ -4849,6 +4848,19 @@ struct Pass {
     bool kept(ActId id, int l) const { return l == config().L - 1 || l < act_specs[id].copies - 1; }
     template <class T> T* param(ParamId id, int l) const { return (T*)gpt2_param_data(model, id, l); }
     Grad grad(ParamId id, int l) const { return micro ? gpt2_grad(model, id, l, *micro) : Grad{}; }
+    // Before a tensor is written. A DEBUG build fills its memory, and that of all that lies there, with NaN.
+    template <class T> T* fresh(T* tensor) const {
+#ifdef DEBUG
+        size_t bytes = 0;
+        for (int i = 0; i < NUM_ACTS && tensor; i++) {
+            const ActSpec& s = act_specs[i];
+            const bool there = model->acts.data + s.offset == (char*)tensor;
+            if (there) { bytes = std::max(bytes, s.elems * s.elem_bytes); }
+        }
+        device_fill(tensor, 0xFF, bytes, stream());
+#endif
+        return tensor;
+    }
     bool exists(ParamId id) const { return model->param_specs[id].copies > 0; }    // RMSNorm has no biases
 
     // FP8 numbers the linear layers: 4 l + kQkv, kFc or kFcProj, and behind all layers the LM head, 4 L.
@@ -4863,7 +4875,8 @@ struct Pass {
         if (!micro || !is_fp8) { return y; }
         y.tensor = model->fp8.tensors +
                    (role == kWeight ? fp8_saved(c) + linear : 2 * linear + (role == kDout));
-        y.stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) + (y.tensor - model->fp8.tensors);
+        y.stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) +
+                  (y.tensor - model->fp8.tensors);
         if (model->step > 0) { y.bytes = bytes, y.bytes_t = bytes_t; }
         return y;
     }
@@ -4911,7 +4924,9 @@ struct Pass {
         const Acts a = acts(l);
         const int first = 4 * l;                                    // of the layer's linear layers
         Layer y = {};
-        y.x = after_layer(l - 1), y.x_mid = {a.x_mid, 1, {branch(l, false, 0)}}, y.x_out = after_layer(l);
+        y.x = after_layer(l - 1);
+        y.x_mid = {a.x_mid, 1, {branch(l, false, 0)}};
+        y.x_out = after_layer(l);
         y.ln1 = operand(a.ln1, first + kQkv, kInput, a.ln1_8, a.ln1_t8);
         y.ln2 = operand(a.ln2, first + kFc, kInput, a.ln2_8, a.ln2_t8);
         y.atty = {.x = a.atty};
@@ -4937,6 +4952,7 @@ struct Pass {
         return a;
     }
     void cast(const Operand& y, int C) const {
+        fresh(y.bytes), fresh(y.bytes_t);
         if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.x, .N = N(), .C = C}), stream()); }
     }
     // Its rows of bytes are there.
@@ -4979,8 +4995,8 @@ struct CacheFill {
 // FP8's. The engines below compute again what -r has not kept, or write text, by the same pages.
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
-    // A branch's last product adds it to the stream, where it can. With dropout, and when text is written, the
-    // branch waits: the next norm adds it. Nothing else uses that memory before the backward.
+    // A branch's last product adds it to the stream. With dropout, and when text is written, the branch waits
+    // instead, and the next norm adds it. Nothing else uses that memory before the backward.
     bool waits;
     floatX* waiting_memory[2];          // (N,C)
     struct { const floatX* before; const floatX* branch[2]; int count; } waiting = {};
@@ -5009,7 +5025,8 @@ struct Forward : Pass {
     }
 
     // out, and out2 if it is given, = norm(x), after the additions to x that wait
-    virtual void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {}, const Norm& w2 = {}) {
+    virtual void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {},
+                      const Norm& w2 = {}) {
         NormForward<floatX, float> n = norms(out, x, w, out2, w2);
         if (waiting.count > 0) {
             n.residual = x.x, n.inp = waiting.before;
@@ -5021,7 +5038,7 @@ struct Forward : Pass {
         }
         norm_forward(n, stream());
         for (const Operand* y : {&out, &out2}) {
-            if (y->bytes) { fp8_transpose({y->bytes_t, y->bytes, N(), config().C}, stream()); }
+            if (y->bytes) { transpose(*y, config().C); }
             else { cast(*y, config().C); }
         }
     }
@@ -5042,14 +5059,15 @@ struct Forward : Pass {
                             .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC}, stream());
             return cast(out, w.OC);
         }
-        fp8_product(fch, inp, w, nullptr, cast_to(out, {.inp = fch, .source = Fp8Source::Gelu, .N = N(), .C = w.OC}));
+        fp8_product(fch, inp, w, nullptr, cast_to(out, {.inp = fch, .source = Fp8Source::Gelu, .N = N(),
+                                                        .C = w.OC}));
     }
 
     // out = before + (inp weight^T + bias)
     virtual void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) {
         if (!waits) { return linear(out.x, inp, w, before.x); }
         if (waiting.count == 0) { waiting.before = before.x; }
-        floatX* branch = waiting_memory[waiting.count];
+        floatX* branch = fresh(waiting_memory[waiting.count]);
         linear(branch, inp, w);
         waiting.branch[waiting.count++] = branch;
     }
@@ -5066,9 +5084,10 @@ struct Forward : Pass {
     void fp8_product(floatX* out, const Operand& inp, const Linear& w, const floatX* residual,
                      const Fp8Cast<floatX, float>& then) {
         if (micro->casts_weights) {             // first its largest element, then with that the cast
-            const Fp8Cast<floatX, float> weight = {.inp = w.weight.x, .source = Fp8Source::Weight, .N = w.OC, .C = w.C};
-            fp8_cast(cast_to({.tensor = w.weight.tensor, .stats = w.weight.stats}, weight), stream());
-            fp8_cast(cast_to(w.weight, weight), stream());
+            const Fp8Cast<floatX, float> values = {.inp = w.weight.x, .source = Fp8Source::Weight, .N = w.OC,
+                                                   .C = w.C};
+            fp8_cast(cast_to({.tensor = w.weight.tensor, .stats = w.weight.stats}, values), stream());
+            fp8_cast(cast_to(w.weight, values), stream());
         }
         fp8_matmul({.out = out, .a = inp.bytes, .b = w.weight.bytes, .a_tensor = inp.tensor,
                     .b_tensor = w.weight.tensor, .bias = w.bias, .residual = residual, .M = N(), .N = w.OC,
@@ -5150,8 +5169,8 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
                 ClassifierMode::LossOnly}, model->stream);
 }
 
-// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step it
-// puts the gradient of the mean in place of the logits, or writes its bytes for FP8 products.
+// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step
+// it puts the gradient of the mean in place of the logits, or writes its bytes for FP8 products.
 static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
                       const MicroStep* micro) {
     const Config& c = model->config;
@@ -5159,21 +5178,23 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
     const Head head = Pass{model, model->acts.specs, B, T, micro}.head_of();
     gpt2_forward(model, B, T, micro);
     gpt2_logits(model, head.lnf.x, N, micro);
+    const Operand& dlogits = head.dlogits;
     classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
                 .dloss = weight, .loss_scale = &model->state->update.loss_scale, .N = N, .V = c.V,
                 .Vp = c.Vp, .mode = micro ? ClassifierMode::LossAndGrad : ClassifierMode::LossOnly,
-                .fp8_grad = head.dlogits.bytes, .fp8_tensor = head.dlogits.bytes ? head.dlogits.tensor : nullptr}, model->stream);
+                .fp8_grad = dlogits.bytes, .fp8_tensor = dlogits.bytes ? dlogits.tensor : nullptr},
+               model->stream);
     loss_sum({mean, head.losses, weight, acc, N}, model->stream);
 }
 
 // ---- the backward's verbs ----
-// Which op sums the gradient of which bias: fc's the product that gives dfch, qkv's attention_backward's verb,
-// attproj's and fcproj's the norm that reads the sum to which their branch was added.
+// Who sums the gradient of which bias: linear_gelu_backward fc's, attention_backward qkv's, and norm_backward
+// that of attproj or fcproj, whose branch was added to the sum which the norm reads.
 struct Backward : Pass {
     // A layer's matrices are a bucket, which goes to the other ranks when the last of them has its gradient.
     int bucket = 0, weights_left = 0;
-    // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last gradient is
-    // computed, which hides a part of its way.
+    // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last gradient
+    // is computed, which hides a part of its way.
     bool postpones = false;
     struct { Operand dout, inp; Linear w; } postponed;
 
@@ -5203,17 +5224,19 @@ struct Backward : Pass {
     void linear_backward(floatX* dinp, const Operand& dout, const Operand& inp, const Linear& w,
                          const floatX* residual = nullptr) {
         next_weight(dout, inp, w);
+        fresh(dinp);
         if (dout.bytes) { return fp8_product(dinp, dout, w, residual, {}); }
-        matmul_backward_input({.dinp = dinp, .dout = dout.x, .weight = w.weight.x, .residual = residual, .pre_gelu = nullptr, .N = N(), .C = w.C, .OC = w.OC}, stream());
+        matmul_backward_input({dinp, dout.x, w.weight.x, residual, nullptr, N(), w.C, w.OC}, stream());
     }
 
     // dfch = (dout weight) * gelu'(fch), and its column sums, the gradient of the bias of fc
     void linear_gelu_backward(const Operand& dfch, const Operand& dout, const Operand& act, const Linear& w,
                               const floatX* fch, const Grad& dbias) {
         next_weight(dout, act, w);
+        fresh(dfch.x);
         if (dout.bytes) {
-            return fp8_product(dfch.x, dout, w, nullptr,
-                               cast_to(dfch, {.dbias = dbias, .inp = dfch.x, .pre_gelu = fch, .source = Fp8Source::GeluGrad, .N = N(), .C = w.C}));
+            return fp8_product(dfch.x, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = dfch.x,
+                               .pre_gelu = fch, .source = Fp8Source::GeluGrad, .N = N(), .C = w.C}));
         }
         matmul_backward_input({.dinp = dfch.x, .dout = dout.x, .weight = w.weight.x, .residual = nullptr,
                                .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
@@ -5225,11 +5248,13 @@ struct Backward : Pass {
     void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
                             const Attention& att, const Grad& dbias) {
         const int C = config().C, NH = config().NH;
-        AttentionBackward<floatX, float> args = {dqkv.x, scratch, datty, atty, qkv, att.lse, B, T, NH, C / NH};
-        if (dqkv.bytes) { args.fp8 = dqkv.bytes, args.tensor = dqkv.tensor, args.stats = dqkv.stats; }
-        ::attention_backward(args, stream());
+        AttentionBackward<floatX, float> a = {dqkv.x, scratch, datty, atty, qkv, att.lse, B, T, NH, C / NH};
+        fresh(dqkv.x);
+        if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
+        ::attention_backward(a, stream());
         if (dqkv.bytes) {
-            return fp8_transpose({dqkv.bytes_t, dqkv.bytes, N(), 3 * C, dbias, scratch, dqkv.tensor, true}, stream());
+            return fp8_transpose({dqkv.bytes_t, dqkv.bytes, N(), 3 * C, dbias, scratch, dqkv.tensor, true},
+                                 stream());
         }
         bias_backward({dbias, scratch, dqkv.x, N(), 3 * C, true}, stream());
         cast(dqkv, 3 * C);
@@ -5244,8 +5269,9 @@ struct Backward : Pass {
         n.y[0] = {dout, w.weight, w.dweight, w.dbias};
         n.y[1] = {dout2, w2.weight, w2.dweight, w2.dbias};
         for (int k = 0; k < std::max(x.branches, 1); k++) {
-            if (drops()) { n.branch[k].dout = x.added[k].dout.x, n.branch[k].dropout = dropout(x.added[k].mask); }
-            n.branch[k].dbias = x.added[k].dbias;
+            const Branch& added = x.added[k];
+            if (drops()) { n.branch[k].dout = added.dout.x, n.branch[k].dropout = dropout(added.mask); }
+            n.branch[k].dbias = added.dbias;
         }
         n.scratch = scratch;
         n.inp = x.x, n.mean = w.mean, n.rstd = w.rstd;
@@ -5265,12 +5291,12 @@ struct Backward : Pass {
 // The pages of the backward mirror those of the forward, from the last line to the first.
 static void gpt2_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
-    e.linear_gelu_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);  // (B,T,4C)
-    e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);                                               // (B,T,C)
+    e.linear_gelu_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);
+    e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
-    e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);                         // (B,T,C)
-    e.attention_backward(a.dqkv, a.datty, a.atty.x, a.qkv, a.att, a.w_qkv.dbias);                   // (B,T,3,NH,HS)
-    e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);                                              // (B,T,C)
+    e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
+    e.attention_backward(a.dqkv, a.datty, a.atty.x, a.qkv, a.att, a.w_qkv.dbias);
+    e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
     e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
 
@@ -5286,7 +5312,7 @@ static void parallel_layer_backward(Backward& e, int l) {
     else { e.norm_backward(a.dln1, a.x, a.w_ln1, a.dln2, a.w_ln2); }
 }
 
-// What -r has not kept is computed again, by the forward's page: norms and GELU. FP8 keeps bytes in its place.
+// Computes again what -r has not kept, norms and GELU, by the forward's page. FP8 keeps bytes in their place.
 struct Recompute : Forward {
     explicit Recompute(const Pass& pass) : Forward(pass) {}
     static bool lacks(const Operand& y) { return !y.kept && !y.bytes; }
@@ -5547,12 +5573,14 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
     muonX* updates = (muonX*)model->opt.muon_updates;
     for (int first = 0; first < model->config.L; first += share.together) {
-        const int layers = std::min(share.together, model->config.L - first), bucket = model->layout.layer(first);
+        const int layers = std::min(share.together, model->config.L - first);
+        const int bucket = model->layout.layer(first);
         const Bucket& b = model->layout.buckets[bucket];
         rows.count = layers;
         muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
-                       .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update, .n = b.held,
-                       .update_row = b.padded, .rows = rows, .momentum = momentum}, model->stream);
+                       .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update,
+                       .n = b.held, .update_row = b.padded, .rows = rows, .momentum = momentum},
+                      model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {

@@ -168,9 +168,10 @@ static inline void* pinned_malloc(size_t bytes, const char* what) {
     return p;
 }
 static inline void pinned_free(void* p) { device_sync(); pinned_ends(p); free(p); }
-static inline void device_zero(void* p, size_t bytes, Stream stream) {
-    on_stream(stream, [=] { memset(p, 0, bytes); });
+static inline void device_fill(void* p, int byte, size_t bytes, Stream stream) {
+    on_stream(stream, [=] { memset(p, byte, bytes); });
 }
+static inline void device_zero(void* p, size_t bytes, Stream stream) { device_fill(p, 0, bytes, stream); }
 static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream stream) {
     on_stream(stream, [=] { memcpy(to, from, bytes); });
 }
