@@ -113,7 +113,6 @@ static struct TestHooks {
     size_t shared_memory = SIZE_MAX;        // bytes that a block may ask for
     int norm_blocks = INT_MAX;              // of the norms' backward: with a few, each takes many rounds
     size_t muon_bytes = kMuonBytes;
-    bool fp32_builds_follow = false;        // FP32 builds treat an fp32 stream as 16-bit builds do
 } hooks;
 
 // == 3 shapes and tables ==
@@ -123,17 +122,6 @@ static struct TestHooks {
 // Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
 static size_t bytes_floatX = sizeof(floatX);
 constexpr size_t bytes_float = sizeof(float), bytes_uint32_t = sizeof(uint32_t), bytes_uint8_t = 1;
-
-// Whether the residual stream is fp32 beside 16-bit branches. The norms then add the branches to it (the
-// embedding is the first), and each branch has a gradient of its own. FP32 builds do not need this; in tests
-// they take the same path, to the same numbers.
-static bool has_fp32_residual(const Config& c) {
-    return c.residual_fp32 && (bytes_floatX == 2 || hooks.fp32_builds_follow);
-}
-
-// Whether a branch and its gradient stand apart from the stream's: its last GEMM then cannot add it, and the
-// norm does.
-static bool branches_apart(const Config& c, bool drops) { return drops || has_fp32_residual(c); }
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
@@ -166,12 +154,11 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
 // With FP8, whose layers keep bytes, the first layer then has a copy, and the others share a second one. A
 // model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
 // tensors have no elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
-// `second`, a norm ln2, in whose place a tied block reads ln1; `apart`, gradients of the branches that differ
-// from the stream's; `dropout`; `fp8` and `fp8_head`. Type void stands for the residual stream's type, floatX
-// or fp32.
+// `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`, with which the branches' gradients
+// differ from the stream's; `fp8` and `fp8_head`.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
-    X(encoded,    void,   Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
+    X(encoded,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
     X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                 \
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                   \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                              \
@@ -179,25 +166,25 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(att_keep,   uint32_t, Block, SAVED(1), dropout * B * NH * keep_words(T))  /* see AttentionKeep */   \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */      \
     X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
-    X(residual2,  void,   Block,  sequential ? ALWAYS : 1, N * C)   /* (B,T,C) after attention */         \
+    X(residual2,  floatX, Block,  sequential ? ALWAYS : 1, N * C)   /* (B,T,C) after attention */         \
     X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                               \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: the same rows */      \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                 \
     X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                    \
     X(fch_gelu,   floatX, Block,  SAVED(1), N * 4 * C)                                                    \
-    X(residual3,  void,   Block,  ALWAYS, N * C)            /* (B,T,C) after the MLP */                   \
+    X(residual3,  floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the MLP */                   \
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                          \
     X(lnf_mean,   float,  Global, ALWAYS, N)                                                              \
     X(lnf_rstd,   float,  Global, ALWAYS, N)                                                              \
     X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
-    X(dresidual,  void,   Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
+    X(dresidual,  floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
     X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; FP8 */    \
                                                 /* bytes of fcproj's gradient; in a forward: a branch */  \
                                                 /* to be added, an evaluation's rows */                   \
     X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1; a branch */      \
-    X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual through a branch's */    \
-    X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
+    X(dbranch,    floatX, Global, ALWAYS, dropout * N * C)          /* dresidual through a branch's */    \
+    X(dbranch2,   floatX, Global, ALWAYS, dropout * parallel * N * C)           /* dropout; the MLP's */  \
     X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */     \
     X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) FP8 inputs, transposed: for the */ \
     X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * second * N * C)     /* weights' gradients */              \
@@ -254,8 +241,7 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
                         bool drops = false, bool fp8 = false, bool fp8_head = false) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
-    const size_t second = c.block != Block::ParallelTied, apart = branches_apart(c, drops);
-    const size_t dropout = trains && drops, bytes_void = has_fp32_residual(c) ? bytes_float : bytes_floatX;
+    const size_t second = c.block != Block::ParallelTied, dropout = trains && drops;
     const size_t wide8 = fp8_head ? std::max(4 * C, Vp) : 4 * C;
     const int ALWAYS = trains ? c.L : 1;
     auto SAVED = [=](int level) { return recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
@@ -552,19 +538,16 @@ template <int kCount> __device__ __forceinline__ void row_sums(float (&x)[kCount
 // The forward. A block takes kRows rows, which stay in registers as words; after keep_packed their floats are
 // computed again. Two rows share the loads of weight and bias. kAdds: there may be branches. With up to 4
 // vectors an SM has room for 1024 threads, else for 512.
-template <int kRows, int kVectors, bool kAdds, class Residual>
+template <int kRows, int kVectors, bool kAdds>
 __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1) > 4 ? 1 : 2)
     norm_forward_kernel(NormForwardX a) {
-    constexpr int kWide = sizeof(Residual) / sizeof(floatX);            // words of 16 bytes of a vector
     __shared__ float exchange[2][kRowThreads / kWarp * kRows];
     const int C = a.C, first = blockIdx.x * kRows, c0 = threadIdx.x * kWidth, c_step = blockDim.x * kWidth;
     const bool rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
-    const Residual* inp = (const Residual*)a.inp;
-    Residual* residual = (Residual*)a.residual;
 
     // 1. Load: all loads are on their way before the first is needed. What is missing is zeros.
-    uint4 x[kRows][kVectors][kWide], branch[2][kRows][kVectors];
+    uint4 x[kRows][kVectors], branch[2][kRows][kVectors];
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
         const size_t at = (size_t)(first + r) * C;
@@ -572,15 +555,15 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             const int c = c0 + v * c_step;
-            const Pack<Residual> pack = load(inp + at, c, !kAdds || inp ? end : 0);
-            memcpy(x[r][v], &pack, sizeof(pack));
+            const x128 pack = load(a.inp + at, c, !kAdds || a.inp ? end : 0);
+            memcpy(&x[r][v], &pack, sizeof(pack));
             for (int i = 0; i < (kAdds ? 2 : 0); i++) {
                 const x128 added = load(a.branch[i] + at, c, a.branch[i] ? end : 0);
                 memcpy(&branch[i][r][v], &added, sizeof(added));
             }
         }
     }
-    auto vector = [&](int r, int v) { return to_floats(as_pack<Residual>(x[r][v][0], x[r][v][kWide - 1])); };
+    auto vector = [&](int r, int v) { return to_floats(as_pack(x[r][v])); };
 
     // 2. Add the branches, round and store.
 #pragma unroll
@@ -594,9 +577,9 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
             if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], first + r, c); }
             for (int k = 0; k < kWidth; k++) { sum.at[k] += added.at[k]; }
         }
-        const Pack<Residual> rounded = to_pack<Residual>(sum);
-        store(residual + (size_t)(first + r) * C, c, residual && first + r < a.N ? C : 0, rounded);
-        memcpy(x[r][v], &rounded, sizeof(rounded));
+        const x128 rounded = to_pack<floatX>(sum);
+        store(a.residual + (size_t)(first + r) * C, c, a.residual && first + r < a.N ? C : 0, rounded);
+        memcpy(&x[r][v], &rounded, sizeof(rounded));
     }
 
     // 3. Mean, and the variance around it without what lies beyond C.
@@ -704,12 +687,11 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 // Rows longer than a block are cut into tiles, blockIdx.y; norm_backward_sums_kernel has then taken their
 // sums before. kCount is 1 for one norm and one branch, and 2 for everything else. A norm or branch that is
 // missing of two reads as zeros, and its sums are not stored.
-template <int kCount, int kVectors, class Residual> struct NormSlots {      // of a thread, 16 bytes each
-    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);         // of a vector of the stream
-    static constexpr int kRows = kWide == 1 && kCount == 1 && kVectors == 1 ? 2 : 1;    // else no registers
+template <int kCount, int kVectors> struct NormSlots {                      // of a thread, 16 bytes each
+    static constexpr int kRows = kCount == 1 && kVectors == 1 ? 2 : 1;      // else no registers
     static constexpr int kItems = kRows * kVectors;     // item m is vector m % kVectors of row m / kVectors
     static constexpr int kStages = 2;                                   // more have no shared memory
-    static constexpr int kTensors = 2 * kWide + kCount;                 // inp, douts, dresidual
+    static constexpr int kTensors = 2 + kCount;                         // inp, douts, dresidual
     static constexpr int kAll = kStages * kItems * kTensors;
     static constexpr int exchange_bytes(int warps) { return 2 * warps * 2 * kRows * (int)sizeof(float); }
     static_assert(kAll * (int)sizeof(x128) * kRowThreads + exchange_bytes(kRowThreads / kWarp) <= 99 * 1024,
@@ -740,8 +722,7 @@ __global__ void __launch_bounds__(kNormSumsThreads)
     float2 sum = {0.0f, 0.0f};
 #pragma unroll 4
     for (int c = threadIdx.x * kWidth; c < C; c += kNormSumsThreads * kWidth) {
-        const Floats x = a.residual_fp32 ? load_floats((const float*)a.inp + at, c, C)
-                                         : load_floats(a.inp + at, c, C);
+        const Floats x = load_floats(a.inp + at, c, C);
         Floats dout[2], weight[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -758,20 +739,17 @@ __global__ void __launch_bounds__(kNormSumsThreads)
     if (threadIdx.x == 0) { sums[row] = sum; }
 }
 
-template <int kCount, int kVectors, class Residual>
+template <int kCount, int kVectors>
 __global__ void __launch_bounds__(kRowThreads)
     norm_backward_kernel(NormBackwardX a,
                          float* partial,                // (gridDim.x,2*norms+branches,C)
                          const float2* known,           // (N) sums of rows longer than a block; else null
                          int norms, int branches) {
-    typedef NormSlots<kCount, kVectors, Residual> Slots;
+    typedef NormSlots<kCount, kVectors> Slots;
     if (kVectors > 1) { known = nullptr; }              // such rows fit a block
-    constexpr int kWide = Slots::kWide, kRows = Slots::kRows, kTensors = Slots::kTensors;
-    constexpr int kItems = Slots::kItems;
-    constexpr int kDresidual = kTensors - kWide, kRowSums = 2 * kRows;
+    constexpr int kRows = Slots::kRows, kTensors = Slots::kTensors, kItems = Slots::kItems;
+    constexpr int kDresidual = kTensors - 1, kRowSums = 2 * kRows;
     extern __shared__ x128 staged[];                    // (stage, row, tensor, thread), then the exchange
-    const Residual* inp = (const Residual*)a.inp;
-    Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
     const int C = a.C, c0 = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, c_step = blockDim.x * kWidth;
     const int step = gridDim.x * blockDim.y * kRows;
@@ -797,17 +775,12 @@ __global__ void __launch_bounds__(kRowThreads)
             const int row = first + m / kVectors, c = c0 + m % kVectors * c_step;
             const bool live = row < a.N && c < C;
             const size_t at = live ? (size_t)row * C + c : 0;
-            for (int w = 0; w < kWide; w++) {
-                cp_async_16_or_zero(slot + w * threads, (const x128*)(inp + at) + w, live);
-            }
+            cp_async_16_or_zero(slot, a.inp + at, live);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
-                cp_async_16_or_zero(slot + (kWide + i) * threads, a.y[i].dout + at, live && i < norms);
+                cp_async_16_or_zero(slot + (1 + i) * threads, a.y[i].dout + at, live && i < norms);
             }
-            for (int w = 0; w < kWide; w++) {
-                cp_async_16_or_zero(slot + (kDresidual + w) * threads, (const x128*)(dresidual + at) + w,
-                                    live && add);
-            }
+            cp_async_16_or_zero(slot + kDresidual * threads, a.dresidual + at, live && add);
         }
         cp_async_commit();
     };
@@ -839,9 +812,9 @@ __global__ void __launch_bounds__(kRowThreads)
         load_statistics(first + step);
         Floats x, d[kCount], g;
         auto unpack = [&](const uint4 (&item)[kTensors], int v) {
-            x = to_floats(as_pack<Residual>(item[0], item[kWide - 1]));
+            x = to_floats(as_pack(item[0]));
 #pragma unroll
-            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(item[kWide + i])); }
+            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(item[1 + i])); }
             g = norm_gradient(d, weight[v]);
         };
 
@@ -880,8 +853,8 @@ __global__ void __launch_bounds__(kRowThreads)
         s = s + 1 == Slots::kStages ? 0 : s + 1;
         turn ^= 1;
 
-        // Second pass: the gradient of x, added to the residual stream's; that of a branch that has its own,
-        // behind a dropout or rounded; and the columns of what is stored.
+        // Second pass: the gradient of x, added to the residual stream's; that of a branch behind a dropout;
+        // and the columns of what is stored.
 #pragma unroll
         for (int m = 0; m < kItems; m++) {
             const int r = m / kVectors, v = m % kVectors, c = c0 + v * c_step;
@@ -889,14 +862,14 @@ __global__ void __launch_bounds__(kRowThreads)
                         minus_gx = divide(-rstd[r] * sums[2 * r + 1], C, inverse_C);
             const int end = first + r < a.N ? C : 0;
             const size_t at = (size_t)(first + r) * C;
-            Floats result = to_floats(as_pack<Residual>(words[m][kDresidual], words[m][kTensors - 1]));
+            Floats result = to_floats(as_pack(words[m][kDresidual]));
             unpack(words[m], m % kVectors);
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
             }
-            const Pack<Residual> rounded = to_pack<Residual>(result);
-            store(dresidual + at, c, end, rounded);
+            const x128 rounded = to_pack<floatX>(result);
+            store(a.dresidual + at, c, end, rounded);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
                 Floats stored = to_floats(rounded);
@@ -958,15 +931,12 @@ static void norm_forward(const NormForwardX& a, Stream stream) {
         kernel<<<ceil_div(a.N, rows), round_up(ceil_div(vectors, held), kWarp), 0, stream>>>(a);
     };
     constexpr int kMost = ceil_div(kMaxC, kRowThreads * kWidth);        // 3 in 16 bits, 6 in FP32 builds
-    const bool fp32 = kLowPrecision && a.residual_fp32, fits = vectors <= kRowThreads;
-    if (fp32 && fits) { launch(norm_forward_kernel<2, 1, true, float>, 2, 1); }
-    else if (fp32) { launch(norm_forward_kernel<1, kMost, true, float>, 1, kMost); }
-    else if (a.branch[0] && fits) { launch(norm_forward_kernel<2, 1, true, floatX>, 2, 1); }
-    else if (a.branch[0]) { launch(norm_forward_kernel<1, kMost, true, floatX>, 1, kMost); }
+    if (a.branch[0] && vectors <= kRowThreads) { launch(norm_forward_kernel<2, 1, true>, 2, 1); }
+    else if (a.branch[0]) { launch(norm_forward_kernel<1, kMost, true>, 1, kMost); }
     else if (vectors > kMost * kWarp && vectors <= 2 * kRowThreads) {
-        launch(norm_forward_kernel<2, 2, false, floatX>, 2, 2);
+        launch(norm_forward_kernel<2, 2, false>, 2, 2);
     } else {
-        launch(norm_forward_kernel<1, kMost, false, floatX>, 1, kMost);         // C=768: a warp a row
+        launch(norm_forward_kernel<1, kMost, false>, 1, kMost);         // C=768: a warp a row
     }
 }
 
@@ -979,10 +949,10 @@ static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
            (norm_is_long(C) ? N * sizeof(float2) : 0);
 }
 
-template <int kCount, int kVectors, class Residual>
+template <int kCount, int kVectors>
 static void norm_backward_launch(const NormBackwardX& a, int norms, int branches, Stream stream) {
-    typedef NormSlots<kCount, kVectors, Residual> Slots;
-    const auto kernel = norm_backward_kernel<kCount, kVectors, Residual>;
+    typedef NormSlots<kCount, kVectors> Slots;
+    const auto kernel = norm_backward_kernel<kCount, kVectors>;
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2. Long rows are cut into tiles.
     const int vectors = ceil_div(a.C, kWidth * kVectors), tiles = ceil_div(vectors, kRowThreads);
     const int x = round_up(ceil_div(vectors, tiles), kWarp), y = kVectors > 1 ? 1 : std::max(1, 192 / x);
@@ -1010,12 +980,9 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     check_width(a, a.C);
     const int norms = a.y[1].dout ? 2 : 1;
     const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
-    const bool fp32 = kLowPrecision && a.residual_fp32, one = norms == 1 && branches == 1;
-    for (int i = 0; i < branches; i++) { assert(!fp32 || a.branch[i].dout); }
-    const bool two_vectors = one && !fp32 && norm_is_long(a.C) && !norm_is_long(a.C / 2);
-    const auto launch = fp32 ? (one ? norm_backward_launch<1, 1, float> : norm_backward_launch<2, 1, float>)
-                        : two_vectors ? norm_backward_launch<1, 2, floatX>
-                        : one ? norm_backward_launch<1, 1, floatX> : norm_backward_launch<2, 1, floatX>;
+    const bool two_vectors = norm_is_long(a.C) && !norm_is_long(a.C / 2);
+    const auto launch = norms == 2 || branches == 2 ? norm_backward_launch<2, 1>
+                        : two_vectors ? norm_backward_launch<1, 2> : norm_backward_launch<1, 1>;
     launch(a, norms, branches, stream);
 }
 
@@ -4769,7 +4736,7 @@ struct Pass {
 enum class Branch { Attention, Mlp };
 enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
 struct ResidualPoint {
-    void* sum;                          // (B,T,C) floatX, or fp32
+    floatX* sum;                        // (B,T,C)
     int branches, added_layer;          // branches just added, 0 for the embedding, and their layer
     Branch branch[2];
     int norms, layer;                   // norms that read the sum, and their layer
@@ -4841,9 +4808,8 @@ static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualP
                      point_param(model, x, x.norm[k].bias)};
     }
     norm.mean = x.mean, norm.rstd = x.rstd;
-    norm.inp = (floatX*)x.sum;
+    norm.inp = x.sum;
     norm.kind = c.norm, norm.N = rows, norm.C = c.C;
-    norm.residual_fp32 = has_fp32_residual(c);
     return norm;
 }
 
@@ -4963,12 +4929,11 @@ struct CacheFill {
     int rows, count;
 };
 
-// Who adds a branch to the stream? Its last GEMM does, where it can. With dropout, or with a stream in fp32,
-// the next norm adds it: the branch's output then waits in `waiting`, and beside a stream in fp32 so does the
-// embedding. Nothing else uses that memory before the backward.
+// Who adds a branch to the stream? Its last GEMM does. With dropout the next norm adds it: the branch's
+// output then waits in `waiting`. Nothing else uses that memory before the backward.
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
-    bool drops, adds_in_gemm;
+    bool drops;
     floatX* waiting[2];                 // (B,T,C)
 };
 
@@ -4997,8 +4962,8 @@ static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX*
 }
 
 // The norms that read point x; for FP8 products as bytes, which are also transposed, once for all that read
-// them. Where no GEMM has added x's branches, the kernel first adds them to the sum of `before`, the point
-// before x; null: x is the embedding.
+// them. With dropout the kernel first adds x's branches to the sum of `before`, the point before x; null: x
+// is the embedding.
 static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const ResidualPoint* before) {
     const int N = f.B * f.T;
     NormForward<floatX, float> norm = point_norms(f.model, x, N);
@@ -5009,15 +4974,13 @@ static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const Re
         norm.y[k].fp8 = reader.inp8.bytes, norm.y[k].tensor = reader.inp8.tensor;
         norm.y[k].stats = fp8_stats(f.model, reader.inp8.tensor);
     }
-    if (!f.adds_in_gemm) {
-        norm.residual = (floatX*)x.sum;
-        norm.inp = before ? (floatX*)before->sum : nullptr;
+    if (f.drops) {
+        norm.residual = x.sum;
+        norm.inp = before ? before->sum : nullptr;
         for (int k = 0; k < std::max(x.branches, 1); k++) {
-            norm.branch[k] = f.waiting[k];
-            if (f.drops) { norm.dropout[k] = gpt2_dropout(f.model, x, k, N); }
+            norm.branch[k] = before ? f.waiting[k] : x.sum;         // the embedding's dropout is in place
+            norm.dropout[k] = gpt2_dropout(f.model, x, k, N);
         }
-        // the embedding does not wait if it has the stream's type: its dropout is in place
-        if (!before && !norm.residual_fp32) { norm.branch[0] = norm.residual; }
     }
     norm_forward(norm, f.model->stream);
     for (int k = 0; k < x.norms; k++) {
@@ -5032,26 +4995,24 @@ static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = Classi
                          const CacheFill* cache = nullptr) {
     const Config& c = model->config;
     const bool trains = mode == ClassifierMode::LossAndGrad, drops = trains && model->options.dropout > 0.0;
-    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T, trains}, cache, drops,
-                 !branches_apart(c, drops), {}};
+    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T, trains}, cache, drops, {}};
     f.waiting[0] = f.acts(0).dnarrow, f.waiting[1] = f.acts(0).dnarrow2;
     for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
         gpt2_await_params(model, model->layout.bucket_of(kind, Where::Global, 0));
     }
     const Params p = f.params(0);
     ResidualPoint x = point_after_layer(f, -1);
-    floatX* embedding = has_fp32_residual(c) ? f.waiting[0] : (floatX*)x.sum;
-    encoder_forward({embedding, model->feed.inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
+    encoder_forward({x.sum, model->feed.inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
     gpt2_add_and_norm(f, x, nullptr);                                           // ln1(x)
     for (int l = 0; l < c.L; l++) {
         gpt2_await_params(model, model->layout.bucket_of(Kind::Matrix, Where::Block, l));
         const Acts a = f.acts(l);
         const ResidualPoint end = point_after_layer(f, l);
         // outputs of the branches, and what their last GEMMs add
-        floatX* att_out = f.adds_in_gemm ? (floatX*)a.residual2 : f.waiting[0];
-        floatX* mlp_out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[c.block != Block::Sequential];
-        const floatX* before_att = f.adds_in_gemm ? (floatX*)x.sum : nullptr;
-        const floatX* before_mlp = f.adds_in_gemm ? att_out : nullptr;
+        floatX* att_out = drops ? f.waiting[0] : a.residual2;
+        floatX* mlp_out = drops ? f.waiting[c.block != Block::Sequential] : end.sum;
+        const floatX* before_att = drops ? nullptr : x.sum;
+        const floatX* before_mlp = drops ? nullptr : att_out;
         gpt2_attention_forward(f, l, att_out, before_att, a.ln1);               // x + attention(ln1(x))
         if (c.block == Block::Sequential) {
             const ResidualPoint mid = point_after_attention(f, l);
@@ -5219,8 +5180,8 @@ static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* do
 }
 
 // Backward of the norms that read point x: dresidual (+)= their gradients; it is then the gradient of x's
-// sum. It is also the gradient of each branch that x adds, unless there is dropout or a stream in fp32: then
-// dbranch is. The kernel also sums the columns of these: the gradients of the branches' last biases.
+// sum. It is also the gradient of each branch that x adds, unless there is dropout: then dbranch is. The
+// kernel also sums the columns of these: the gradients of the branches' last biases.
 static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accumulate acc) {
     const Config& c = b.model->config;
     const Acts a = b.acts(0);
@@ -5229,7 +5190,7 @@ static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accum
     const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
     floatX* const dbranch[2] = {a.dbranch, a.dbranch2};
     NormBackward<floatX, float> n = {};
-    n.dresidual = (floatX*)a.dresidual;
+    n.dresidual = a.dresidual;
     n.dresidual_acc = acc;
     for (int k = 0; k < x.norms; k++) {
         n.y[k].dout = dout[k];
@@ -5238,17 +5199,15 @@ static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accum
         if (c.norm == NormKind::Layer) { n.y[k].dbias = b.grad(x.norm[k].bias, x.layer); }
     }
     for (int k = 0; k < std::max(x.branches, 1); k++) {
-        if (branches_apart(c, drops)) { n.branch[k].dout = dbranch[k]; }
-        if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, x, k, N); }
+        if (drops) { n.branch[k].dout = dbranch[k], n.branch[k].dropout = gpt2_dropout(b.model, x, k, N); }
         if (x.branches == 0) { continue; }                          // the embedding
         const ParamId bias = x.branch[k] == Branch::Attention ? PARAM_attprojb : PARAM_fcprojb;
         n.branch[k].dbias = b.grad(bias, x.added_layer);
     }
     n.scratch = b.scratch;
-    n.inp = (floatX*)x.sum;
+    n.inp = x.sum;
     n.mean = x.mean, n.rstd = x.rstd;
     n.kind = c.norm, n.N = N, n.C = c.C;
-    n.residual_fp32 = has_fp32_residual(c);
     norm_backward(n, b.stream());
 }
 
@@ -5257,7 +5216,7 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
     const Config& c = model->config;
     const Options& o = model->options;
     const int N = B * T;
-    const bool apart = branches_apart(c, o.dropout > 0.0);
+    const bool drops = o.dropout > 0.0;
     Stream stream = model->stream;
     Backward b = {{model, model->acts.specs, B, T, true, model->acts.scratch}, acc, exchanges, {}};
     auto recompute = [&](int l, const ResidualPoint& x) {
@@ -5269,9 +5228,8 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
 
     const Acts shared = b.acts(0);                    // tensors that all layers share
     floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2;
-    floatX* const dresidual = (floatX*)shared.dresidual;
-    floatX* const dbranch = apart ? shared.dbranch : dresidual;
-    floatX* const dbranch2 = apart ? shared.dbranch2 : dresidual;
+    floatX* const dbranch = drops ? shared.dbranch : shared.dresidual;
+    floatX* const dbranch2 = drops ? shared.dbranch2 : shared.dresidual;
     // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
     // parts are summed in fp32, at the start of scratch; other ops use the rest.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
@@ -5612,7 +5570,7 @@ struct Decoder {
     int rows;
     ActSpec act_specs[NUM_ACTS];        // of that forward
     floatX *keys, *values;              // (L,rows,T,C) the cache
-    floatX* residual;                   // (rows,C) the stream; it may point to fp32
+    floatX* residual;                   // (rows,C) the stream
     floatX *branches, *normalised;      // (2,rows,C) the norms' inputs and outputs
     floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
     float *mean, *rstd;                 // (rows)
@@ -5633,8 +5591,7 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     Places p = {(uintptr_t)base};
     p.at += act_specs(d.act_specs, c, 1, T, 0, false);
     p.take(&d.keys, cache), p.take(&d.values, cache);
-    p.take(&d.residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
-    p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
+    p.take(&d.residual, n * C), p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
     p.take(&d.qkv, n * 3 * C), p.take(&d.atty, n * C), p.take(&d.fch, n * 4 * C), p.take(&d.logits, n * c.V);
     p.take(&d.mean, n), p.take(&d.rstd, n);
     p.take(&d.tokens, n), p.take(&d.positions, n), p.take(&d.draws, n), p.take(&d.ids, n);
@@ -6128,7 +6085,6 @@ static void print_model(const GPT2& model) {
                run.lanes);
     }
     report_model(c, model.param_specs, model.options.muon, run.verbose > 0);
-    if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
     if (model.options.fp8) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
