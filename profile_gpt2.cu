@@ -42,14 +42,14 @@ WORK(EncoderBackward) {
     return {(kX * a.B * a.T + 2 * kS * a.buckets.num_segments + kS * a.maxT) * a.C, 0};
 }
 WORK(NormForward) {
-    const double stream = (a.residual_fp32 ? kS : kX) * (!!a.inp + !!a.residual);
+    const int stream = !!a.inp + !!a.residual;
     const int others = !!a.branch[0] + !!a.branch[1] + !!a.y[0].out + !!a.y[1].out;
-    return {(stream + kX * others + !!a.y[0].fp8 + !!a.y[1].fp8) * a.N * a.C, 0};
+    return {(kX * (stream + others) + !!a.y[0].fp8 + !!a.y[1].fp8) * a.N * a.C, 0};
 }
 WORK(NormBackward) {
-    const double stream = (a.residual_fp32 ? kS : kX) * (a.dresidual_acc == Accumulate::Yes ? 3 : 2);
+    const int stream = a.dresidual_acc == Accumulate::Yes ? 3 : 2;
     const int others = !!a.branch[0].dout + !!a.branch[1].dout + !!a.y[0].dout + !!a.y[1].dout;
-    return {(stream + kX * others) * a.N * a.C, 0};
+    return {kX * (stream + others) * a.N * a.C, 0};
 }
 WORK(MatmulForward) { return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + !!a.pre_gelu)); }
 WORK(MatmulBackwardInput) { return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + !!a.pre_gelu), kX, kX); }

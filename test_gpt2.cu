@@ -68,11 +68,6 @@ template <class S, class F> static void with_output(const GradOf<S>& grad, F f) 
 #endif
     f(grad.data);
 }
-template <class Real, class F> static void with_output(const ResidualOf<Real>& residual, F f) {
-    if (!residual.data) { return; }
-    if (residual.is_fp32) { f((float*)residual.data); }
-    else { f(residual.data); }
-}
 
 template <class Args> static void break_outputs(const Args& args, Stream stream) {
     if (!break_name) { return; }
@@ -143,17 +138,6 @@ static float mean_loss(GPT2* model, const Batch& batch, ClassifierMode mode = Cl
     gpt2_loss(model, B, T, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No,
               mode == ClassifierMode::LossAndGrad ? &micro : nullptr);
     return gpt2_read_state(model).loss;
-}
-
-// While there is one, an FP32 build, too, lets a stream in fp32 go its own way.
-struct StreamApart {
-    StreamApart() { hooks.fp32_builds_follow = true; }
-    ~StreamApart() { hooks.fp32_builds_follow = false; }
-};
-
-static Config with_fp32_stream(Config c) {
-    c.residual_fp32 = true;
-    return c;
 }
 
 // ---- a model's tensors on the host ----
@@ -280,12 +264,10 @@ static Doubles json_numbers(const Facts& json, const std::string& name) {
     return numbers;
 }
 
-static void test_model(const std::string& prefix, const Options& options, bool residual_fp32,
-                       double logits_bound, double grad_bound) {
+static void test_model(const std::string& prefix, const Options& options, double logits_bound,
+                       double grad_bound) {
     const std::string path = prefix + "_model.bin";
-    Config c = checkpoint_config(path.c_str());
-    c.residual_fp32 = residual_fp32;
-    const StreamApart apart;
+    const Config c = checkpoint_config(path.c_str());
     const Reference r = reference_load(prefix + "_tensors.bin", c);
     Facts json;
     const std::string unread = json_file_read(prefix + ".json", &json);
@@ -567,26 +549,11 @@ static void test_lane_gradients(const Config& c) {
 }
 
 // ---- one model, computed in several ways ----
-static std::string variant_name(const Config& c, double dropout) {
-    return format("C=%d block %d, norm %d, dropout %g", c.C, (int)c.block, (int)c.norm, dropout);
-}
-
-// A short run of few rows; it has the same bits as a CUDA graph of each micro-step, at each recompute level.
-static Vector run_levels(const std::string& what, const Config& c, Options o) {
-    o.graphs = false;
-    const Vector base = short_run(c, o, 2, 2, 2);       // of a graph's runs the first is not recorded
-    o.graphs = true;
-    for (int recompute : {0, 1, 2}) {
-        o.recompute = recompute;
-        CHECK(same_bits(base, short_run(c, o, 2, 2, 2)), "%s: -r %d has other bits than without a graph",
-              what.c_str(), recompute);
-    }
-    return base;
-}
-
-// Without dropout, and with it: levels of recomputing, and a batch in 1, 2 and 4 micro-steps.
-static Vector test_variant(const Config& c, double dropout) {
-    const std::string what = variant_name(c, dropout);
+// A batch in 1, 2 and 4 micro-steps. And a short run of few rows, which has the same bits as a CUDA graph of
+// each micro-step, at each recompute level.
+static void test_variant(const Config& c, double dropout) {
+    const std::string what = format("C=%d block %d, norm %d, dropout %g", c.C, (int)c.block, (int)c.norm,
+                                    dropout);
     Options o = default_options();
     o.dropout = dropout;
     const Batch batch = random_batch(c, 4, 0);
@@ -598,23 +565,14 @@ static Vector test_variant(const Config& c, double dropout) {
         check_grads(format("%s, in %d micro-steps", what.c_str(), micro_steps), &model, whole,
                     kLowPrecision ? 1e-2 : 1e-6);
     }
-    return run_levels(what, c, o);
-}
-
-// A stream in fp32 beside the same model's of the branches' type. The way that a stream in fp32 takes, where
-// the norms add and each branch has a gradient of its own, leads to the same numbers in an FP32 build, too.
-// With dropout the norms add in any case.
-static void test_residual_fp32(const Config& c, double dropout, const Vector& plain) {
-    const StreamApart apart;
-    const std::string what = variant_name(c, dropout) + ", stream in fp32";
-    Options o = default_options();
-    o.dropout = dropout;
-    const Vector fp32 = run_levels(what, with_fp32_stream(c), o);
-    const double error = relative_error(fp32, plain, 2);
-    CHECK(error <= (kLowPrecision ? 2e-2 : 1e-4), "%s: differs by %g", what.c_str(), error);
-    const bool same = same_bits(fp32, plain);
-    if (kLowPrecision) { CHECK(!same, "%s: the same bits", what.c_str()); }
-    if (!kDeviceIsAsync && dropout > 0.0) { CHECK(same, "%s: other bits by the other way", what.c_str()); }
+    o.graphs = false;
+    const Vector base = short_run(c, o, 2, 2, 2);       // of a graph's runs the first is not recorded
+    o.graphs = true;
+    for (int recompute : {0, 1, 2}) {
+        o.recompute = recompute;
+        CHECK(same_bits(base, short_run(c, o, 2, 2, 2)), "%s: -r %d has other bits than without a graph",
+              what.c_str(), recompute);
+    }
 }
 
 // With one norm's weights in both, parallel branches are tied ones.
@@ -638,7 +596,7 @@ static void test_variants(Config c) {
     for (Block block : {Block::Sequential, Block::Parallel, Block::ParallelTied}) {
         for (NormKind norm : {NormKind::Layer, NormKind::Rms}) {
             c.block = block, c.norm = norm;
-            for (double dropout : {0.0, 0.2}) { test_residual_fp32(c, dropout, test_variant(c, dropout)); }
+            for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); }
         }
     }
 }
@@ -1021,7 +979,6 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
 // Texts that are written with kept keys and values, past T, three at once: logits against those of whole
 // forwards, the device's draws against sample_token's; then the same texts as the trainer writes them.
 static void test_writing(const char* name, const Config& c) {
-    const StreamApart apart;                    // where c has it
     const int T = c.maxT, count = T + 9, kRow = 1;
     const std::vector<int> prompt = {7, c.V - 1, 0, 250, 7};
     Options o = default_options();
@@ -1459,9 +1416,6 @@ template <class X, class S> struct Side {
     }
     X* x(const char* name, const Start& start) const { return pointer<X>(k->tensor<floatX>(name, start)); }
     S* s(const char* name, const Start& start) const { return pointer<S>(k->tensor<float>(name, start)); }
-    X* stream(const char* name, const Start& start, bool fp32) const {      // of the residual stream
-        return pointer<X>(fp32 ? k->tensor<float>(name, start) : k->tensor<floatX>(name, start));
-    }
     auto* muon(const char* name, const Start& start) const {
         return pointer<typename MuonValue<X>::type>(k->tensor<muonX>(name, start));
     }
@@ -1573,13 +1527,12 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
     }
 }
 
-// starts: nothing comes before the branches. fp32: the residual stream.
-struct NormCase { NormKind kind; int norms, branches; bool drops, starts, fp32; };
+// starts: nothing comes before the branches.
+struct NormCase { NormKind kind; int norms, branches; bool drops, starts; };
 
 static std::string norm_title(const char* op, const NormCase& is, int N, int C) {
-    return format("%s N=%d C=%d %s norms=%d branches=%d drops=%d starts=%d fp32=%d", op, N, C,
-                  is.kind == NormKind::Rms ? "rms" : "layer", is.norms, is.branches, is.drops, is.starts,
-                  is.fp32);
+    return format("%s N=%d C=%d %s norms=%d branches=%d drops=%d starts=%d", op, N, C,
+                  is.kind == NormKind::Rms ? "rms" : "layer", is.norms, is.branches, is.drops, is.starts);
 }
 static Dropout norm_dropout(const NormCase& is, int branch) {
     return dropout_of(is.drops ? 0.2 : 0.0, {1337, 4, 7 + (uint32_t)branch}, 5000000000ull);
@@ -1632,9 +1585,9 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
             a.y[i].stats = at.exact(kStats[i], std::vector<Fp8Stats>(1));
         }
         a.mean = layer ? at.s("mean", Out(N)) : nullptr, a.rstd = at.s("rstd", Out(N));
-        a.inp = is.starts ? nullptr : at.stream("inp", In(n, 1.0, 0.5), is.fp32);
+        a.inp = is.starts ? nullptr : at.x("inp", In(n, 1.0, 0.5));
         if (is.branches > 0) {
-            auto* residual = at.stream("residual", Out(n), is.fp32);
+            auto* residual = at.x("residual", Out(n));
             if (is_added) { a.inp = residual; }
             else { a.residual = residual; }
         }
@@ -1642,7 +1595,7 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
             a.branch[i] = at.x(kNormNames[i][6], In(n, 1.0, 0.1));     // a mean of zero has no digits
             a.dropout[i] = norm_dropout(is, i);
         }
-        a.kind = is.kind, a.N = N, a.C = C, a.residual_fp32 = is.fp32;
+        a.kind = is.kind, a.N = N, a.C = C;
         call(a);
     };
     compute(k, [&](auto at) { forward(at, false); });
@@ -1661,7 +1614,6 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
 // bf16: of the vectors' gradients; sums: the branches' biases want theirs.
 static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc, bool bf16, bool sums) {
     const bool layer = is.kind == NormKind::Layer;
-    const bool apart = is.drops || is.fp32;         // the branches' gradients from the stream's
     const int n = N * C, rows = 2 * is.norms + (is.branches == 2 ? 2 : 1);
     Case k(norm_title("norm_backward", is, N, C) + format(" acc=%d bf16=%d sums=%d", (int)acc, bf16, sums));
     compute(k, [&](auto at) {
@@ -1669,7 +1621,7 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
         auto stats = args<NormForward>(twin);       // mean and rstd of each row, known to both sides
         Doubles y(n), mean(N), rstd(N);
         auto a = args<NormBackward>(at);
-        a.inp = at.stream("inp", In(n, 1.0, 0.5), is.fp32);
+        a.inp = at.x("inp", In(n, 1.0, 0.5));
         for (int i = 0; i < is.norms; i++) {
             const auto& name = kNormNames[i];
             a.y[i] = {at.x(name[1], In(n)), at.s(name[2], In(C, 0.3, 1.0)),
@@ -1678,7 +1630,7 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
         }
         for (int i = 0; i < is.branches; i++) {
             const auto& name = kNormNames[i];
-            a.branch[i] = {apart ? at.x(name[6], Out(n)) : nullptr, norm_dropout(is, i), {}};
+            a.branch[i] = {is.drops ? at.x(name[6], Out(n)) : nullptr, norm_dropout(is, i), {}};
             // its twin's: below
             if (sums && !at.is_twin) { a.branch[i].dbias = at.grad(name[7], In(C), acc, bf16); }
         }
@@ -1687,13 +1639,13 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
         stats.kind = is.kind, stats.N = N, stats.C = C;
         norm_forward_cpu<double>(stats, 0);
         a.mean = layer ? at.s("mean", Of(mean)) : nullptr, a.rstd = at.s("rstd", Of(rstd));
-        a.dresidual = at.stream("dresidual", acc == Accumulate::Yes ? InOut(n) : Out(n), is.fp32);
+        a.dresidual = at.x("dresidual", acc == Accumulate::Yes ? InOut(n) : Out(n));
         a.scratch = at.s("scratch", Scratch(norm_backward_scratch_bytes(N, C, rows) / 4));
-        a.dresidual_acc = acc, a.kind = is.kind, a.N = N, a.C = C, a.residual_fp32 = is.fp32;
+        a.dresidual_acc = acc, a.kind = is.kind, a.N = N, a.C = C;
         call(a);
     });
     for (int i = 0; i < is.branches && sums; i++) {         // of the values as stored
-        const char* summed = apart ? kNormNames[i][6] : "dresidual";
+        const char* summed = is.drops ? kNormNames[i][6] : "dresidual";
         const Twin at = {&k};
         k.take(summed);
         op<BiasBackward>(at, {at.grad(kNormNames[i][7], In(C), acc, bf16), nullptr, k[summed].twin.data(), N,
@@ -1702,17 +1654,15 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
     k.expect();
 }
 
-// Every member of the family. Where all is fp32, a stream in fp32 is no other.
+// Every member of the family.
 static void test_norm(int N, int C) {
     for (NormKind kind : {NormKind::Layer, NormKind::Rms}) {
         for (int norms : {1, 2}) {
             for (int branches : {0, 1, 2}) {
-                const int forms = branches == 0 ? 1 : 4;
-                for (int i = 0; i < (kLowPrecision ? 2 : 1) * forms; i++) {
-                    const NormCase is = {kind, norms, branches, i % 2 == 1 && forms > 1, i / 2 % 2 == 1,
-                                         i >= forms};
+                for (int i = 0; i < (branches == 0 ? 1 : 4); i++) {
+                    const NormCase is = {kind, norms, branches, i % 2 == 1, i / 2 == 1};
                     test_norm_forward(is, N, C);
-                    if (is.starts || (is.fp32 && branches == 0)) { continue; }
+                    if (is.starts) { continue; }
                     const bool gpt2 = kind == NormKind::Layer && norms == 1 && branches == 1 && !is.drops;
                     for (Accumulate acc : kBothAccumulate) {
                         const bool odd = (norms + branches + i + (int)acc) % 2 == 1;
@@ -1727,10 +1677,8 @@ static void test_norm(int N, int C) {
 
 // Each of the kernel's forms.
 static void test_fp8_norm(int N, int C) {
-    for (bool fp32 : {false, true}) {
-        test_norm_forward({NormKind::Layer, 1, 0, false, false, fp32}, N, C, true);
-        test_norm_forward({NormKind::Rms, 2, 2, true, false, fp32}, N, C, true);
-    }
+    test_norm_forward({NormKind::Layer, 1, 0, false, false}, N, C, true);
+    test_norm_forward({NormKind::Rms, 2, 2, true, false}, N, C, true);
 }
 
 static void test_matmul(int N, int C, int OC) {
@@ -2911,13 +2859,8 @@ int main(int argc, char** argv) {
             const bool given = !references.empty();
             if (!given) { references = {committed_reference("ugly"), committed_reference("head64")}; }
             for (const std::string& prefix : references) {
-                for (bool fp32 : {false, true}) {
-                    if (fp32 && !variants) { continue; }
-                    const char* stream = fp32 ? ", residual stream in fp32" : "";
-                    TEST(format("model against PyTorch: %s%s", prefix.c_str(), stream).c_str()) {
-                        test_model(prefix, default_options(), fp32, given ? 2e-5 : 1e-5,
-                                   given ? 1e-4 : 2e-5);
-                    }
+                TEST(format("model against PyTorch: %s", prefix.c_str()).c_str()) {
+                    test_model(prefix, default_options(), given ? 2e-5 : 1e-5, given ? 1e-4 : 2e-5);
                 }
             }
         }
@@ -2962,11 +2905,10 @@ int main(int argc, char** argv) {
             TEST("writing") {
                 test_writing("C=40 V=509 T=33", kTiny);
                 test_writing("head size 64, V=300 T=70", kTensorCore);
-                for (Config c : {kTiny, kSmall, kTensorCore}) {         // norms between the decoding's GEMMs
-                    if (!variants || (c.C > 40 && !kDeviceIsAsync)) { continue; }
-                    c.block = c.L == 2 ? Block::Parallel : Block::Sequential;
-                    const std::string name = format("stream in fp32, C=%d block %d", c.C, (int)c.block);
-                    test_writing(name.c_str(), with_fp32_stream(c));
+                if (variants) {
+                    Config parallel = kSmall;
+                    parallel.block = Block::Parallel;
+                    test_writing("parallel, C=40 V=131 T=17", parallel);
                 }
             }
 #ifndef GPT2_CPU

@@ -113,7 +113,6 @@ static struct TestHooks {
     size_t shared_memory = SIZE_MAX;        // bytes that a block may ask for
     int norm_blocks = INT_MAX;              // of the norms' backward: with a few, each takes many rounds
     size_t muon_bytes = kMuonBytes;
-    bool fp32_builds_follow = false;        // FP32 builds treat an fp32 stream as 16-bit builds do
 } hooks;
 
 // == 3 shapes and tables ==
@@ -123,17 +122,6 @@ static struct TestHooks {
 // Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
 static size_t bytes_floatX = sizeof(floatX);
 constexpr size_t bytes_float = sizeof(float), bytes_uint32_t = sizeof(uint32_t), bytes_uint8_t = 1;
-
-// Whether the residual stream is fp32 beside 16-bit branches. The norms then add the branches to it (the
-// embedding is the first), and each branch has a gradient of its own. FP32 builds do not need this; in tests
-// they take the same path, to the same numbers.
-static bool has_fp32_residual(const Config& c) {
-    return c.residual_fp32 && (bytes_floatX == 2 || hooks.fp32_builds_follow);
-}
-
-// Whether a branch and its gradient stand apart from the stream's: its last GEMM then cannot add it, and the
-// norm does.
-static bool branches_apart(const Config& c, bool drops) { return drops || has_fp32_residual(c); }
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
@@ -571,19 +559,16 @@ template <int kCount> __device__ __forceinline__ void row_sums(float (&x)[kCount
 // The forward. A block takes kRows rows, which stay in registers as words; after keep_packed their floats are
 // computed again. Two rows share the loads of weight and bias. kAdds: there may be branches. With up to 4
 // vectors an SM has room for 1024 threads, else for 512.
-template <int kRows, int kVectors, bool kAdds, class Residual>
+template <int kRows, int kVectors, bool kAdds>
 __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1) > 4 ? 1 : 2)
     norm_forward_kernel(NormForwardX a) {
-    constexpr int kWide = sizeof(Residual) / sizeof(floatX);            // words of 16 bytes of a vector
     __shared__ float exchange[2][kRowThreads / kWarp * kRows];
     const int C = a.C, first = blockIdx.x * kRows, c0 = threadIdx.x * kWidth, c_step = blockDim.x * kWidth;
     const bool rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
-    const Residual* inp = (const Residual*)a.inp;
-    Residual* residual = (Residual*)a.residual;
 
     // 1. Load: all loads are on their way before the first is needed. What is missing is zeros.
-    uint4 x[kRows][kVectors][kWide], branch[2][kRows][kVectors];
+    uint4 x[kRows][kVectors], branch[2][kRows][kVectors];
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
         const size_t at = (size_t)(first + r) * C;
@@ -591,15 +576,15 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             const int c = c0 + v * c_step;
-            const Pack<Residual> pack = load(inp + at, c, !kAdds || inp ? end : 0);
-            memcpy(x[r][v], &pack, sizeof(pack));
+            const x128 pack = load(a.inp + at, c, !kAdds || a.inp ? end : 0);
+            memcpy(&x[r][v], &pack, sizeof(pack));
             for (int i = 0; i < (kAdds ? 2 : 0); i++) {
                 const x128 added = load(a.branch[i] + at, c, a.branch[i] ? end : 0);
                 memcpy(&branch[i][r][v], &added, sizeof(added));
             }
         }
     }
-    auto vector = [&](int r, int v) { return to_floats(as_pack<Residual>(x[r][v][0], x[r][v][kWide - 1])); };
+    auto vector = [&](int r, int v) { return to_floats(as_pack(x[r][v])); };
 
     // 2. Add the branches, round and store.
 #pragma unroll
@@ -613,9 +598,9 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
             if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], first + r, c); }
             for (int k = 0; k < kWidth; k++) { sum.at[k] += added.at[k]; }
         }
-        const Pack<Residual> rounded = to_pack<Residual>(sum);
-        store(residual + (size_t)(first + r) * C, c, residual && first + r < a.N ? C : 0, rounded);
-        memcpy(x[r][v], &rounded, sizeof(rounded));
+        const x128 rounded = to_pack<floatX>(sum);
+        store(a.residual + (size_t)(first + r) * C, c, a.residual && first + r < a.N ? C : 0, rounded);
+        memcpy(&x[r][v], &rounded, sizeof(rounded));
     }
 
     // 3. Mean, and the variance around it without what lies beyond C.
@@ -723,12 +708,11 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 // Rows longer than a block are cut into tiles, blockIdx.y; norm_backward_sums_kernel has then taken their
 // sums before. kCount is 1 for one norm and one branch, and 2 for everything else. A norm or branch that is
 // missing of two reads as zeros, and its sums are not stored.
-template <int kCount, int kVectors, class Residual> struct NormSlots {      // of a thread, 16 bytes each
-    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);         // of a vector of the stream
-    static constexpr int kRows = kWide == 1 && kCount == 1 && kVectors == 1 ? 2 : 1;    // else no registers
+template <int kCount, int kVectors> struct NormSlots {                      // of a thread, 16 bytes each
+    static constexpr int kRows = kCount == 1 && kVectors == 1 ? 2 : 1;      // else no registers
     static constexpr int kItems = kRows * kVectors;     // item m is vector m % kVectors of row m / kVectors
     static constexpr int kStages = 2;                                   // more have no shared memory
-    static constexpr int kTensors = 2 * kWide + kCount;                 // inp, douts, dresidual
+    static constexpr int kTensors = 2 + kCount;                         // inp, douts, dresidual
     static constexpr int kAll = kStages * kItems * kTensors;
     static constexpr int exchange_bytes(int warps) { return 2 * warps * 2 * kRows * (int)sizeof(float); }
     static_assert(kAll * (int)sizeof(x128) * kRowThreads + exchange_bytes(kRowThreads / kWarp) <= 99 * 1024,
@@ -759,8 +743,7 @@ __global__ void __launch_bounds__(kNormSumsThreads)
     float2 sum = {0.0f, 0.0f};
 #pragma unroll 4
     for (int c = threadIdx.x * kWidth; c < C; c += kNormSumsThreads * kWidth) {
-        const Floats x = a.residual_fp32 ? load_floats((const float*)a.inp + at, c, C)
-                                         : load_floats(a.inp + at, c, C);
+        const Floats x = load_floats(a.inp + at, c, C);
         Floats dout[2], weight[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -777,20 +760,17 @@ __global__ void __launch_bounds__(kNormSumsThreads)
     if (threadIdx.x == 0) { sums[row] = sum; }
 }
 
-template <int kCount, int kVectors, class Residual>
+template <int kCount, int kVectors>
 __global__ void __launch_bounds__(kRowThreads)
     norm_backward_kernel(NormBackwardX a,
                          float* partial,                // (gridDim.x,2*norms+branches,C)
                          const float2* known,           // (N) sums of rows longer than a block; else null
                          int norms, int branches) {
-    typedef NormSlots<kCount, kVectors, Residual> Slots;
+    typedef NormSlots<kCount, kVectors> Slots;
     if (kVectors > 1) { known = nullptr; }              // such rows fit a block
-    constexpr int kWide = Slots::kWide, kRows = Slots::kRows, kTensors = Slots::kTensors;
-    constexpr int kItems = Slots::kItems;
-    constexpr int kDresidual = kTensors - kWide, kRowSums = 2 * kRows;
+    constexpr int kRows = Slots::kRows, kTensors = Slots::kTensors, kItems = Slots::kItems;
+    constexpr int kDresidual = kTensors - 1, kRowSums = 2 * kRows;
     extern __shared__ x128 staged[];                    // (stage, row, tensor, thread), then the exchange
-    const Residual* inp = (const Residual*)a.inp;
-    Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
     const int C = a.C, c0 = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, c_step = blockDim.x * kWidth;
     const int step = gridDim.x * blockDim.y * kRows;
@@ -816,17 +796,12 @@ __global__ void __launch_bounds__(kRowThreads)
             const int row = first + m / kVectors, c = c0 + m % kVectors * c_step;
             const bool live = row < a.N && c < C;
             const size_t at = live ? (size_t)row * C + c : 0;
-            for (int w = 0; w < kWide; w++) {
-                cp_async_16_or_zero(slot + w * threads, (const x128*)(inp + at) + w, live);
-            }
+            cp_async_16_or_zero(slot, a.inp + at, live);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
-                cp_async_16_or_zero(slot + (kWide + i) * threads, a.y[i].dout + at, live && i < norms);
+                cp_async_16_or_zero(slot + (1 + i) * threads, a.y[i].dout + at, live && i < norms);
             }
-            for (int w = 0; w < kWide; w++) {
-                cp_async_16_or_zero(slot + (kDresidual + w) * threads, (const x128*)(dresidual + at) + w,
-                                    live && add);
-            }
+            cp_async_16_or_zero(slot + kDresidual * threads, a.dresidual + at, live && add);
         }
         cp_async_commit();
     };
@@ -858,9 +833,9 @@ __global__ void __launch_bounds__(kRowThreads)
         load_statistics(first + step);
         Floats x, d[kCount], g;
         auto unpack = [&](const uint4 (&item)[kTensors], int v) {
-            x = to_floats(as_pack<Residual>(item[0], item[kWide - 1]));
+            x = to_floats(as_pack(item[0]));
 #pragma unroll
-            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(item[kWide + i])); }
+            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(item[1 + i])); }
             g = norm_gradient(d, weight[v]);
         };
 
@@ -899,8 +874,8 @@ __global__ void __launch_bounds__(kRowThreads)
         s = s + 1 == Slots::kStages ? 0 : s + 1;
         turn ^= 1;
 
-        // Second pass: the gradient of x, added to the residual stream's; that of a branch that has its own,
-        // behind a dropout or rounded; and the columns of what is stored.
+        // Second pass: the gradient of x, added to the residual stream's; that of a branch behind a dropout;
+        // and the columns of what is stored.
 #pragma unroll
         for (int m = 0; m < kItems; m++) {
             const int r = m / kVectors, v = m % kVectors, c = c0 + v * c_step;
@@ -908,14 +883,14 @@ __global__ void __launch_bounds__(kRowThreads)
                         minus_gx = divide(-rstd[r] * sums[2 * r + 1], C, inverse_C);
             const int end = first + r < a.N ? C : 0;
             const size_t at = (size_t)(first + r) * C;
-            Floats result = to_floats(as_pack<Residual>(words[m][kDresidual], words[m][kTensors - 1]));
+            Floats result = to_floats(as_pack(words[m][kDresidual]));
             unpack(words[m], m % kVectors);
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
             }
-            const Pack<Residual> rounded = to_pack<Residual>(result);
-            store(dresidual + at, c, end, rounded);
+            const x128 rounded = to_pack<floatX>(result);
+            store(a.dresidual + at, c, end, rounded);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
                 Floats stored = to_floats(rounded);
@@ -977,15 +952,12 @@ static void norm_forward(const NormForwardX& a, Stream stream) {
         kernel<<<ceil_div(a.N, rows), round_up(ceil_div(vectors, held), kWarp), 0, stream>>>(a);
     };
     constexpr int kMost = ceil_div(kMaxC, kRowThreads * kWidth);        // 3 in 16 bits, 6 in FP32 builds
-    const bool fp32 = kLowPrecision && a.residual_fp32, fits = vectors <= kRowThreads;
-    if (fp32 && fits) { launch(norm_forward_kernel<2, 1, true, float>, 2, 1); }
-    else if (fp32) { launch(norm_forward_kernel<1, kMost, true, float>, 1, kMost); }
-    else if (a.branch[0] && fits) { launch(norm_forward_kernel<2, 1, true, floatX>, 2, 1); }
-    else if (a.branch[0]) { launch(norm_forward_kernel<1, kMost, true, floatX>, 1, kMost); }
+    if (a.branch[0] && vectors <= kRowThreads) { launch(norm_forward_kernel<2, 1, true>, 2, 1); }
+    else if (a.branch[0]) { launch(norm_forward_kernel<1, kMost, true>, 1, kMost); }
     else if (vectors > kMost * kWarp && vectors <= 2 * kRowThreads) {
-        launch(norm_forward_kernel<2, 2, false, floatX>, 2, 2);
+        launch(norm_forward_kernel<2, 2, false>, 2, 2);
     } else {
-        launch(norm_forward_kernel<1, kMost, false, floatX>, 1, kMost);         // C=768: a warp a row
+        launch(norm_forward_kernel<1, kMost, false>, 1, kMost);         // C=768: a warp a row
     }
 }
 
@@ -998,10 +970,10 @@ static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
            (norm_is_long(C) ? N * sizeof(float2) : 0);
 }
 
-template <int kCount, int kVectors, class Residual>
+template <int kCount, int kVectors>
 static void norm_backward_launch(const NormBackwardX& a, int norms, int branches, Stream stream) {
-    typedef NormSlots<kCount, kVectors, Residual> Slots;
-    const auto kernel = norm_backward_kernel<kCount, kVectors, Residual>;
+    typedef NormSlots<kCount, kVectors> Slots;
+    const auto kernel = norm_backward_kernel<kCount, kVectors>;
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2. Long rows are cut into tiles.
     const int vectors = ceil_div(a.C, kWidth * kVectors), tiles = ceil_div(vectors, kRowThreads);
     const int x = round_up(ceil_div(vectors, tiles), kWarp), y = kVectors > 1 ? 1 : std::max(1, 192 / x);
@@ -1029,12 +1001,9 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     check_width(a, a.C);
     const int norms = a.y[1].dout ? 2 : 1;
     const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
-    const bool fp32 = kLowPrecision && a.residual_fp32, one = norms == 1 && branches == 1;
-    for (int i = 0; i < branches; i++) { assert(!fp32 || a.branch[i].dout); }
-    const bool two_vectors = one && !fp32 && norm_is_long(a.C) && !norm_is_long(a.C / 2);
-    const auto launch = fp32 ? (one ? norm_backward_launch<1, 1, float> : norm_backward_launch<2, 1, float>)
-                        : two_vectors ? norm_backward_launch<1, 2, floatX>
-                        : one ? norm_backward_launch<1, 1, floatX> : norm_backward_launch<2, 1, floatX>;
+    const bool two_vectors = norm_is_long(a.C) && !norm_is_long(a.C / 2);
+    const auto launch = norms == 2 || branches == 2 ? norm_backward_launch<2, 1>
+                        : two_vectors ? norm_backward_launch<1, 2> : norm_backward_launch<1, 1>;
     launch(a, norms, branches, stream);
 }
 
@@ -5665,7 +5634,7 @@ struct Decoder {
     int rows;
     ActSpec act_specs[NUM_ACTS];        // of that forward
     floatX *keys, *values;              // (L,rows,T,C) the cache
-    floatX* residual;                   // (rows,C) the stream; it may point to fp32
+    floatX* residual;                   // (rows,C) the stream
     floatX *branches, *normalised;      // (2,rows,C) the norms' inputs and outputs
     floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
     float *mean, *rstd;                 // (rows)
@@ -5686,8 +5655,7 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     Places p = {(uintptr_t)base};
     p.at += act_specs(d.act_specs, c, 1, T, {.trains = false});
     p.take(&d.keys, cache), p.take(&d.values, cache);
-    p.take(&d.residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
-    p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
+    p.take(&d.residual, n * C), p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
     p.take(&d.qkv, n * 3 * C), p.take(&d.atty, n * C), p.take(&d.fch, n * 4 * C), p.take(&d.logits, n * c.V);
     p.take(&d.mean, n), p.take(&d.rstd, n);
     p.take(&d.tokens, n), p.take(&d.positions, n), p.take(&d.draws, n), p.take(&d.ids, n);
@@ -6179,7 +6147,6 @@ static void print_model(const GPT2& model) {
                run.lanes);
     }
     report_model(c, model.param_specs, model.options.muon, run.verbose > 0);
-    if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
     if (model.options.fp8) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }

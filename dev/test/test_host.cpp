@@ -695,10 +695,11 @@ static void test_run() {
     check_lives("flags of old programs", [] {
         Facts facts = {{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},
                        {"flag.chat", "0"}, {"flag.muon-steps", "5"}, {"flag.gelu-fusion", "0"},
-                       {"flag.reduction", "tree"}};
+                       {"flag.reduction", "tree"}, {"flag.residual-dtype", "branch"}};
         settings_known(&facts, "flag.");
     });
-    const struct { const char *name, *value; } former[] = {{"muon-steps", "6"}, {"reduction", "nccl"}};
+    const struct { const char *name, *value; } former[] = {
+        {"muon-steps", "6"}, {"reduction", "nccl"}, {"residual-dtype", "fp32"}};
     for (const auto& flag : former) {
         check_dies("a flag of old programs", [&] {
             Facts facts = {{std::string("flag.") + flag.name, flag.value}};
@@ -706,6 +707,10 @@ static void test_run() {
         }, {format("began with --%s %s, which this program does not have", flag.name, flag.value),
             "the program that began it"});
     }
+    check_dies("a run whose first model's file said so", [&] {
+        settings_resume({{"residual", "fp32"}, {"flag.residual-dtype", "branch"}}, descriptor_config("d12"),
+                        cuda);
+    }, {"began with --residual-dtype fp32, which this program does not have"});
     for (const char* head : {"0", "1", "false", "true"}) {
         Facts facts = {{"flag.matmul-dtype", "fp8"}, {"flag.fp8-head", head}};
         settings_known(&facts, "flag.");

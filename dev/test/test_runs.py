@@ -72,8 +72,6 @@ CHANGES = [
     *[(flag, {"samples"}, set()) for flag in ("-s 1", "-g 3", "--prompt ab", "--num-samples 2",
                                               "--temperature 0.1", "--top-k 2", "--top-p 0.5")],
     ("-r 1", {"memory"}, set()), ("-r 2", {"memory"}, set()),
-    # no other type where all is fp32, but the model's file, too, says what was asked for
-    ("--residual-dtype fp32", {"weights", LOW + "memory"}, {LOW + kind for kind in ALL_NUMBERS}),
     ("--block parallel", ALL_NUMBERS | {"memory"}, SHOWN),
     ("--block parallel-tied", ALL_NUMBERS | {"memory"}, SHOWN),
     ("--norm rmsnorm", ALL_NUMBERS, SHOWN | {"memory"}),

@@ -80,9 +80,6 @@ template <class S> struct GradOf {
 };
 typedef GradOf<float> Grad;
 
-// A tensor of the residual stream, or null: fp32 if is_fp32, else X.
-template <class X> struct ResidualOf { X* data; bool is_fp32; };
-
 // A gradient tensor that a GradOf has stored.
 struct StoredGrads {
     const void* data;           // S, or bf16

@@ -42,7 +42,6 @@ struct Build { const char* precision; bool is_cuda; };
 enum class GradDtype { Fp32, Bf16 };
 enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
-enum class ResidualDtype { Branch, Fp32 };
 enum class OnBadLoss { Stop, Rewind };
 
 struct RunConfig {
@@ -67,7 +66,6 @@ struct RunConfig {
 
     // computation
     int recompute, tf32, master;
-    ResidualDtype residual_dtype;
     GradDtype grad_dtype;
     MatmulDtype matmul_dtype;
     Kernels kernels;
@@ -201,9 +199,6 @@ static const Flag kFlags[] = {
     {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
         "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms; 1 and 2 also what "
         "attention's dropout keeps"},
-    {"",    "residual-dtype",  FLAG_ENUM,   &run.residual_dtype, "branch",  0, 0, RESIDUAL_NAMES,
-        "the residual stream and its gradient: in the branches' type, or in fp32 (the norm adds); of -e "
-        "model.bin the model's own, unless given", FLAG_FIXED},
     {"",    "block",           FLAG_ENUM,   &run.block,          "sequential", 0, 0, BLOCK_NAMES,
         "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
         FLAG_FIXED},
@@ -266,7 +261,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "                              a sentence (with -g by so many tokens); Ctrl-C\n"
      "                              ends a text, Ctrl-D the program", "", ""},
     {"data and model", "train-data val-data model output-dir resume",
-     "block norm residual-dtype dropout shuffle seed"},
+     "block norm dropout shuffle seed"},
     {"batch and schedule",
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
@@ -418,7 +413,8 @@ static inline std::string from_start(const std::string& pattern, const std::stri
 // program does. "": any value; the flag concerned only one start, or settings_known says it in today's words.
 constexpr struct { const char *name, *value; } kFormerFlags[] = {
     {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"},
-    {"fp8-head", ""}, {"start-timeout", ""}, {"gelu-fusion", "0"}, {"reduction", "tree"}};
+    {"fp8-head", ""}, {"start-timeout", ""}, {"gelu-fusion", "0"}, {"reduction", "tree"},
+    {"residual-dtype", "branch"}};
 
 // Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
 static inline void settings_known(Facts* facts, const std::string& prefix) {
@@ -442,6 +438,8 @@ static inline void settings_known(Facts* facts, const std::string& prefix) {
 // them: on another number of ranks it keeps its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
     static Facts facts = from;                  // static: the flags keep pointing to these texts
+    // a stream in fp32, which the run's first model may have had without the flag
+    if (facts_find(from, "residual")) { facts.push_back({"flag.residual-dtype", "fp32"}); }
     settings_known(&facts, "flag.");
     for (auto& fact : facts) {
         for (const char* name : kDataFlags) {
@@ -450,8 +448,7 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
         }
     }
     static const Facts kinds = {{"block", flags_split(BLOCK_NAMES, '|')[(int)c.block]},
-                                {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]},
-                                {"residual-dtype", flags_split(RESIDUAL_NAMES, '|')[c.residual_fp32]}};
+                                {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]}};
     auto saved = [&](const std::string& name) {
         if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
         const std::string* text = facts_find(facts, "flag." + name);
@@ -506,8 +503,7 @@ static inline void lanes_check(int64_t micro_steps) {
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
-// Settles block, norm and type of the residual stream. A descriptor takes them from the flags; a file has its
-// own, but --residual-dtype may change the stream's type.
+// Settles block and norm. A descriptor takes them from the flags; a file has its own.
 static inline void variant_check(Config* c, bool is_descriptor) {
     const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
         {"block", (int)run.block, (int)c->block, BLOCK_NAMES},
@@ -519,12 +515,7 @@ static inline void variant_check(Config* c, bool is_descriptor) {
             k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
     }
     if (is_descriptor) { c->block = run.block, c->norm = run.norm; }
-    if (is_descriptor || run_given("residual-dtype")) {
-        c->residual_fp32 = run.residual_dtype == ResidualDtype::Fp32;
-    }
-    // for the start-up table and run.json
-    run.block = c->block, run.norm = c->norm;
-    run.residual_dtype = c->residual_fp32 ? ResidualDtype::Fp32 : ResidualDtype::Branch;
+    run.block = c->block, run.norm = c->norm;           // for the start-up table and run.json
 }
 
 // Settles and checks -t, -z and the lanes.
@@ -591,7 +582,7 @@ static inline int64_t max_steps_of(const char* text) {
 }
 
 // Checks over several flags, before anything is allocated. Settles what the flags leave open, and the model's
-// block, norm and residual stream.
+// block and norm.
 static inline void config_check(Config* c, bool is_descriptor, const Build& build) {
     variant_check(c, is_descriptor);
     batch_check(*c);
