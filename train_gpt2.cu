@@ -122,7 +122,7 @@ static struct TestHooks {
 
 // Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
 static size_t bytes_floatX = sizeof(floatX);
-constexpr size_t bytes_float = sizeof(float), bytes_uint32_t = sizeof(uint32_t), bytes_uint8_t = 1;
+constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 
 // Whether the residual stream is fp32 beside 16-bit branches. The norms then add the branches to it (the
 // embedding is the first), and each branch has a gradient of its own. FP32 builds do not need this; in tests
@@ -167,7 +167,7 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
 // model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
 // tensors have no elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
 // `second`, a norm ln2, in whose place a tied block reads ln1; `apart`, gradients of the branches that differ
-// from the stream's; `dropout`; `fp8` and `fp8_head`. Type void stands for the residual stream's type, floatX
+// from the stream's; `fp8` and `fp8_head`. Type void stands for the residual stream's type, floatX
 // or fp32.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                      \
@@ -176,7 +176,6 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                   \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                              \
     X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                           \
-    X(att_keep,   uint32_t, Block, SAVED(1), dropout * B * NH * keep_words(T))  /* see AttentionKeep */   \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */      \
     X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
     X(residual2,  void,   Block,  sequential ? ALWAYS : 1, N * C)   /* (B,T,C) after attention */         \
@@ -255,7 +254,7 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recom
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
     const size_t second = c.block != Block::ParallelTied, apart = branches_apart(c, drops);
-    const size_t dropout = trains && drops, bytes_void = has_fp32_residual(c) ? bytes_float : bytes_floatX;
+    const size_t bytes_void = has_fp32_residual(c) ? bytes_float : bytes_floatX;
     const size_t wide8 = fp8_head ? std::max(4 * C, Vp) : 4 * C;
     const int ALWAYS = trains ? c.L : 1;
     auto SAVED = [=](int level) { return recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
@@ -2525,9 +2524,6 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 // Forward:  qkv (B,T,3,NH,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,3,NH,HS) =
-// With dropout, F has 0 where a probability is dropped and 1/(1-p) elsewhere:
-//     O = (F * P) V     dS = P * (F * (dO V^T) - D)     dV = (F * P)^T dO
-// The softmax still sums all of P, and D is still rowsum(dO * O).
 //
 // Nothing of shape (T,T) is ever stored. A block owns rows of one side, queries or keys, and walks over tiles
 // of the other side. The piece of S where the two meet lives in registers only. The backward computes P
@@ -2568,6 +2564,9 @@ typedef HeadRows<const floatX> InputRows;
 template <class Rows> struct Pair { Rows a, b; };
 
 enum class Own { Queries, Keys };
+
+// Rows a head of the backward's scratch: T, padded to whole tiles of every kernel.
+LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
 
 // The work of a thread block: Shape::kOwned rows of one head on side kOwn, and a walk over the tiles of the
 // other side, Shape::kTile rows each. The walk starts at the diagonal; it goes left if the block owns
@@ -2622,13 +2621,10 @@ template <Own kOwn, class Shape> struct AttentionBlock {
     __device__ __forceinline__ Pair<InputRows> other(const AttentionBackwardX& a) const {
         return kQueries ? Pair<InputRows>{k(a.qkv), v(a.qkv)} : Pair<InputRows>{q(a.qkv), out(a.dout)};
     }
-    // The head's part of lse (B,NH,T), of the backward's scratch (B,NH,padded_T) and of the dropout's bits.
+    // The head's part of lse (B,NH,T), and of the backward's scratch (B,NH,padded_T).
     template <class X> __device__ __forceinline__ X* lse(X* lse) const { return lse + (size_t)bh * T; }
     __device__ __forceinline__ float2* stats(float* scratch) const {
         return (float2*)scratch + bh * padded_T(T);
-    }
-    __device__ __forceinline__ const uint32_t* keep(const uint32_t* bits) const {
-        return bits + bh * keep_words(T);
     }
 };
 
@@ -2676,40 +2672,6 @@ __device__ __forceinline__ void store_gradients(const Block& block, const Attent
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
     if (blockIdx.x + threadIdx.x > 0) { return; }
     a.stats->elements += (block.kQueries ? 1 : 2) * (size_t)a.B * a.T * block.C;
-}
-
-// ---- dropout: which probabilities are kept ----
-// F is a bit matrix (AttentionKeep in op_types.h), drawn by a separate kernel. All forms and both passes read
-// it, so they drop the same probabilities with any tiles. A word has 32 keys of one query, and the next word
-// is the next query's. A warp thus reads words of neighbouring queries as one piece, as rows or as columns.
-struct KeepShape { static constexpr int kOwned = 128, kTile = 32; };     // queries of a block, a thread one
-
-__global__ void __launch_bounds__(KeepShape::kOwned)
-    attention_dropout_kernel(const AttentionDropout<floatX, float> a) {
-    const AttentionBlock<Own::Queries, KeepShape> block(a.B, a.T, a.NH, 0);
-    const int q = block.row0 + (int)threadIdx.x, stride = (int)padded_T(a.T);
-    const uint64_t row = a.dropout.first_row + (size_t)block.bh * a.T + q;
-    uint32_t* keep_q = a.keep + block.bh * keep_words(a.T) + q;
-
-    for (int j = 0; j < stride / 32; j++) {             // keys 32 j to 32 j + 31
-        uint32_t word = 0;
-        if (q < a.T && j <= q / 32) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const Rand4 random = dropout_block(a.dropout.key, row, (uint32_t)(4 * j + i));
-                for (int k = 0; k < 8; k++) {
-                    word |= (uint32_t)(dropout_bits16(random, k) >= a.dropout.dropped) << (8 * i + k);
-                }
-            }
-            if (j == q / 32) { word &= (2u << q % 32) - 1; }    // up to the query itself
-        }
-        keep_q[(size_t)j * stride] = word;
-    }
-}
-
-static void attention_dropout(const AttentionDropout<floatX, float>& a, Stream stream) {
-    OpScope scope(a, stream);
-    attention_dropout_kernel<<<attention_blocks(a, KeepShape::kOwned), KeepShape::kOwned, 0, stream>>>(a);
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -2772,14 +2734,6 @@ __device__ __forceinline__ void plain_add(PlainRow& row, float factor, float wei
     }
 }
 
-// x, or 0 where the probability of this query and key is dropped.
-template <class Block>
-__device__ __forceinline__ float plain_keep(float x, const AttentionKeep& keep, const Block& block, int query,
-                                            int key) {
-    if (!keep.bits || query >= block.T) { return x; }
-    return block.keep(keep.bits)[key / 32 * padded_T(block.T) + query] >> key % 32 & 1 ? x : 0.0f;
-}
-
 __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_forward_plain_kernel(const AttentionForwardX a, float scale) {
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
@@ -2802,10 +2756,10 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
         row_sum = row_sum * correction + p;
 
         // O += P V
-        plain_add(o[warp], correction, plain_keep(p, a.keep, block, query, key), block.v(a.qkv), k0, lane);
+        plain_add(o[warp], correction, p, block.v(a.qkv), k0, lane);
     }
     const float sum = warp_sum(row_sum);
-    plain_store(block.out(a.out), query, o[warp], a.keep.scale / sum, lane);
+    plain_store(block.out(a.out), query, o[warp], 1.0f / sum, lane);
     if (lane == 0) { block.lse(a.lse)[query] = row_max + logf(sum); }
 }
 
@@ -2845,17 +2799,15 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
         const float s = plain_dots(own_a[warp], other.a, first, lane) * scale;
         const float dp = plain_dots(own_b[warp], other.b, first, lane);
         const float p = key <= query && query < a.T ? expf(s - stats.x) : 0.0f;
-        const float ds = p * fmaf(plain_keep(dp, a.keep, block, query, key), a.keep.scale, -stats.y);
+        const float ds = p * (dp - stats.y);
 
         // dQ += dS K, or dV += P^T dO and dK += dS^T Q
-        if (!kQueries) {
-            plain_add(grad_b[warp], 1.0f, plain_keep(p, a.keep, block, query, key), other.b, first, lane);
-        }
+        if (!kQueries) { plain_add(grad_b[warp], 1.0f, p, other.b, first, lane); }
         plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
     }
     store_gradients(block, a, [&](auto* dqkv, auto&& round) {
         plain_store(kQueries ? block.q(dqkv) : block.k(dqkv), row, grad_a[warp], scale, lane, round);
-        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], a.keep.scale, lane, round); }
+        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], 1.0f, lane, round); }
     });
 }
 
@@ -2975,11 +2927,11 @@ template <int kGroups> struct OnlineSoftmax {
 
     // Divides O, whose rows start at row0, by the sums, and stores lse.
     __device__ __forceinline__ void finish(float (&factor)[kGroups][2], float* lse, int row0, int T,
-                                           float scale, float keep_scale, int lane) const {
+                                           float scale, int lane) const {
         for_rows<kGroups>([&](int m, int r) {
             const float total = quad_sum(sum[m][r]);
             const int row = row0 + tile_row(m, 2 * r, lane);
-            factor[m][r] = keep_scale / total;
+            factor[m][r] = 1.0f / total;
             if (lane % 4 == 0 && row < T) { lse[row] = max[m][r] * scale + logf(total); }
         });
     }
@@ -3027,57 +2979,6 @@ template <Own kOwn, int kGroups> struct QueryStats {
     }
 };
 
-// Which probabilities of a tile a dropout keeps: kept(x, m, n, i) is x, or 0 where that element is dropped.
-// `load` asks for the tile's bits early. KeepAll, without dropout, costs nothing.
-struct KeepAll {
-    static constexpr float scale = 1.0f;
-
-    template <class... Args> __device__ __forceinline__ KeepAll(const Args&...) {}
-    __device__ __forceinline__ void load(int, int) {}
-    __device__ __forceinline__ float operator()(float x, int, int, int) const { return x; }
-};
-
-template <Own kOwn, int kGroups, int kN> struct KeepBits {
-    static constexpr bool kQueries = kOwn == Own::Queries;
-    static constexpr int kRowWords = (kN + 3) / 4;          // of 32 keys, where a row is a query
-    static_assert(kQueries ? 16 % kN == 0 : 32 % (16 * kGroups) == 0, "no word is of two tiles");
-    const uint32_t* bits;                                   // of the head
-    size_t stride;
-    float scale;
-    int lane, shift;                                        // shift: to the lane's first key in a word
-    uint32_t words[kQueries ? 2 * kGroups * kRowWords : 2 * kN];
-
-    template <class Block>
-    __device__ __forceinline__ KeepBits(const AttentionKeep& keep, const Block& block, int lane)
-        : bits(block.keep(keep.bits)), stride(padded_T(block.T)), scale(keep.scale), lane(lane) {}
-
-    __device__ __forceinline__ void load(int row0, int column0) {
-        if constexpr (kQueries) {               // of the lane's rows
-            const uint32_t* from = bits + column0 / 32 * stride + row0;
-            for_rows<kGroups>([&](int m, int r) {
-                for (int w = 0; w < kRowWords; w++) {
-                    words[(2 * m + r) * kRowWords + w] = from[w * stride + tile_row(m, 2 * r, lane)];
-                }
-            });
-            shift = (kN % 4 == 0 ? 0 : column0 % 32) + lane % 4 * 2;
-        } else {                                // of each accumulator's two columns
-            const uint32_t* from = bits + row0 / 32 * stride + column0;
-            for (int n = 0; n < kN; n++) {
-                const uint2 two = *(const uint2*)(from + tile_column(n, 0, lane));
-                words[2 * n] = two.x, words[2 * n + 1] = two.y;
-            }
-            shift = row0 % 32 + lane / 4;
-        }
-    }
-    __device__ __forceinline__ float operator()(float x, int m, int n, int i) const {
-        const uint32_t word = kQueries ? words[(2 * m + i / 2) * kRowWords + n / 4] : words[2 * n + i % 2];
-        return word >> shift >> (kQueries ? n % 4 * 8 + i % 2 : m * 16 + i / 2 * 8) & 1 ? x : 0.0f;
-    }
-};
-
-template <bool kDrops, Own kOwn, int kGroups, int kN>
-using Keep = std::conditional_t<kDrops, KeepBits<kOwn, kGroups, kN>, KeepAll>;
-
 // S becomes P = exp(S - lse).
 template <int kGroups, int kN, class Stats>
 __device__ __forceinline__ void probabilities(Tile<kGroups, kN>& s, const Stats& stats, float scale_log2) {
@@ -3086,28 +2987,24 @@ __device__ __forceinline__ void probabilities(Tile<kGroups, kN>& s, const Stats&
     });
 }
 
-// dP becomes dS = P * (F * dP - D).
-template <int kGroups, int kN, class Stats, class Keep>
+// dP becomes dS = P * (dP - D).
+template <int kGroups, int kN, class Stats>
 __device__ __forceinline__ void score_gradients(Tile<kGroups, kN>& dp, const Tile<kGroups, kN>& p,
-                                                const Stats& stats, const Keep& kept) {
-    for_tile(dp, [&](float& x, int m, int n, int i) {
-        x = p[m][n][i] * (kept(x, m, n, i) * kept.scale - stats.of(m, n, i).y);
-    });
+                                                const Stats& stats) {
+    for_tile(dp, [&](float& x, int m, int n, int i) { x = p[m][n][i] * (x - stats.of(m, n, i).y); });
 }
 
 // Of a tile that is rounded: the A operand of the next product, as two neighbouring accumulators of 16 bits
 // are one (16,16). So P of O += P V, and dS of dQ += dS K, never leave the registers, nor do P^T and dS^T of
 // a block that owns keys. TF32: see mma_times_columns.
-template <int kGroups, int kN, int kK, class Keep = KeepAll>
-__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc,
-                                             const Keep& kept = {}) {
+template <int kGroups, int kN, int kK>
+__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc) {
     static_assert(kK * kMmaK == kN * 8, "as many columns");
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
 #pragma unroll
         for (int n = 0; n < kN; n++) {
-            float x[4];
-            for (int i = 0; i < 4; i++) { x[i] = kept(acc[m][n][i], m, n, i); }
+            const float (&x)[4] = acc[m][n];
             if constexpr (sizeof(floatX) == 2) {
                 a[m][n / 2][n % 2 * 2] = pack_pair(x[0], x[1]);
                 a[m][n / 2][n % 2 * 2 + 1] = pack_pair(x[2], x[3]);
@@ -3333,7 +3230,7 @@ template <int kOwnTiles, class Shape> struct MmaShared {
     }
 };
 
-template <class Shape, bool kDrops>
+template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_mma_kernel(const AttentionForwardX a, float scale) {
     constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
@@ -3353,7 +3250,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     uint32_t q_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> o = {};                          // not yet divided by the row's sum
     OnlineSoftmax<kGroups> softmax;
-    Keep<kDrops, Own::Queries, kGroups, kTile / 8> kept(a.keep, block, lane);
     for (int it = 0; it < block.tiles; it++) {
         const int stage = shared.wait(block, it, other), k0 = block.tile(it);
         if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
@@ -3362,7 +3258,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         // S = Q K^T
         Tile<kGroups, kTile / 8> s = {};
         mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
-        kept.load(row0, k0);                                // there when the softmax is done
         mask_future<Own::Queries>(s, row0, k0, lane);
 
         // P = exp(S - maximum so far). What was summed under an older maximum is scaled to the new one
@@ -3371,11 +3266,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
         // O += P V
         uint32_t p_frag[kGroups][kTile / kMmaK][4];
-        to_fragments(p_frag, s, kept);
+        to_fragments(p_frag, s);
         mma_times_columns<kHS>(o, p_frag, shared.b[stage], lane);
     }
     float factor[kGroups][2];
-    softmax.finish(factor, block.lse(a.lse), row0, a.T, scale, kept.scale, lane);
+    softmax.finish(factor, block.lse(a.lse), row0, a.T, scale, lane);
     scale_rows(o, factor);
     store_tile<Padded<kHS>>(block.out(a.out), row0, q_rows, o, 1.0f, lane);
 }
@@ -3383,7 +3278,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 // The backward for either side. The same pipeline, with more products a step:
 //     | S = own a * other a^T | dP = own b * other b^T | P = exp(S - lse), dS = P * (dP - D) |
 //     | dV += P * other b, if keys own | dQ or dK += dS * other a |
-template <Own kOwn, class Shape, bool kDrops>
+template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_mma_kernel(const AttentionBackwardX a, float scale) {
     constexpr bool kQueries = kOwn == Own::Queries;
@@ -3410,7 +3305,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     floatX* b_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
     uint32_t a_frag[kGroups][kHS / kMmaK][4], b_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> grad_a = {}, grad_b = {};        // dQ; or dK and dV. Not yet scaled
-    Keep<kDrops, kOwn, kGroups, kTile / 8> kept(a.keep, block, lane);
     for (int it = 0; it < block.tiles; it++) {
         const int stage = shared.wait(block, it, other, all_stats), column0 = block.tile(it);
         if (it == 0 && kKeepsOperands) {
@@ -3420,7 +3314,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         if (all_future<kOwn>(row0, Shape::kRows, column0, kTile)) { continue; }         // for this warp
 
         // S and dP
-        kept.load(row0, column0);                           // there when the products are done
         Tile<kGroups, kTile / 8> s = {}, dp = {};
         if constexpr (kKeepsOperands) {
             mma_times_rows<kHS>(s, a_frag, shared.a[stage], lane);
@@ -3434,12 +3327,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         mask_future<kOwn>(s, row0, column0, lane);
         if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
         probabilities(s, stats, scale_log2);
-        score_gradients(dp, s, stats, kept);
+        score_gradients(dp, s, stats);
 
         // dQ += dS K; or dV += P^T dO, dK += dS^T Q
         uint32_t frag[kGroups][kTile / kMmaK][4];
         if constexpr (!kQueries) {
-            to_fragments(frag, s, kept);
+            to_fragments(frag, s);
             mma_times_columns<kHS>(grad_b, frag, shared.b[stage], lane);
         }
         to_fragments(frag, dp);
@@ -3449,7 +3342,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         store_tile<Padded<kHS>>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, a_rows, grad_a, scale, lane,
                                 round);
         if constexpr (!kQueries) {
-            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, kept.scale, lane, round);
+            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, 1.0f, lane, round);
         }
     });
 }
@@ -3570,7 +3463,7 @@ __device__ __forceinline__ void wgmma_end(Registers&... registers) {
 }
 #endif
 
-template <class Shape, bool kDrops>
+template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_sm90_kernel(const AttentionForwardX args, float scale,
                                   const __grid_constant__ CUtensorMap qkv_map) {
@@ -3587,10 +3480,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     Sm90Tile o = {}, s;                                 // o: not yet divided by the row's sum
     uint32_t p_frag[1][4][4];
     OnlineSoftmax<1> softmax;
-    Keep<kDrops, Own::Queries, 1, 8> kept(args.keep, block, lane);
 
     // The tile on the diagonal: S, mask, P
-    kept.load(row0, block.row0);
     mbarrier_wait(&shared.own_full, 0);
     int stage = shared.wait(0);
     wgmma_fence();
@@ -3598,7 +3489,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     wgmma_end<0>(s);
     mask_future<Own::Queries>(s, warp_row, 0, lane);
     softmax.template add<true>(s, scale_log2);
-    to_fragments(p_frag, s, kept);
+    to_fragments(p_frag, s);
 
     // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
     for (int it = 1; it < block.tiles; it++) {
@@ -3607,12 +3498,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_columns(o, p_frag, shared.b[before]);
-        kept.load(row0, block.tile(it));                // there when the softmax is done
         wgmma_end<1>(s);
         const bool rescale = softmax.template add<true>(s, scale_log2);
         wgmma_end<0>(o, p_frag);
         if (rescale) { scale_rows(o, softmax.correction); }
-        to_fragments(p_frag, s, kept);
+        to_fragments(p_frag, s);
         shared.release(block, it - 1, other);
     }
     wgmma_fence();
@@ -3620,7 +3510,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     wgmma_end<0>(o, p_frag);
 
     float factor[1][2];
-    softmax.finish(factor, block.lse(args.lse), row0, args.T, scale, kept.scale, lane);
+    softmax.finish(factor, block.lse(args.lse), row0, args.T, scale, lane);
     scale_rows(o, factor);
     __syncthreads();                                    // all are done with Q
     store_tile<Swizzled>(block.out(args.out), row0, shared.own[0] + warp_row * 64, o, 1.0f, lane);
@@ -3633,7 +3523,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 //     wgmma           | S | dP |                 | only keys: dV += P^T dO | dQ += dS K or dK += dS^T Q |
 //     ordinary cores      | P = exp(S - lse), packed | dS, packed          |             barrier, copy |
 //                     ^ full[stage]
-template <Own kOwn, class Shape, bool kDrops>
+template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_sm90_kernel(const AttentionBackwardX args, float scale,
                                    const __grid_constant__ CUtensorMap qkv_map,
@@ -3656,7 +3546,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const float scale_log2 = scale * kLog2e;
     Sm90Tile grad_a = {}, grad_b = {}, s, dp;           // dQ; or dK and dV. Not yet scaled
     uint32_t p_frag[1][4][4], ds_frag[1][4][4];
-    Keep<kDrops, kOwn, 1, 8> kept(args.keep, block, lane);
     mbarrier_wait(&shared.own_full, 0);
     for (int it = 0; it < block.tiles; it++) {
         // S and dP start together; P is calculated from S while dP is under way
@@ -3665,19 +3554,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
-        kept.load(row0, block.tile(it));
         wgmma_end<1>(s);
         if (it == 0) { mask_future<kOwn>(s, warp_row, 0, lane); }       // the diagonal
         probabilities(s, stats, scale_log2);
 
         // dV += P^T dO runs under the arithmetic of dS, which takes the place of dP
-        if constexpr (!kQueries) { to_fragments(p_frag, s, kept); }
+        if constexpr (!kQueries) { to_fragments(p_frag, s); }
         wgmma_end<0>(dp);
         if constexpr (!kQueries) {
             wgmma_fence();
             wgmma_columns(grad_b, p_frag, shared.b[stage]);
         }
-        score_gradients(dp, s, stats, kept);
+        score_gradients(dp, s, stats);
 
         // dQ += dS K or dK += dS^T Q
         to_fragments(ds_frag, dp);
@@ -3691,7 +3579,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         store_tile<Swizzled>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0] + warp_row * 64,
                              grad_a, scale, lane, round);
         if constexpr (!kQueries) {
-            store_tile<Swizzled>(block.v(dqkv), row0, shared.own[1] + warp_row * 64, grad_b, kept.scale, lane,
+            store_tile<Swizzled>(block.v(dqkv), row0, shared.own[1] + warp_row * 64, grad_b, 1.0f, lane,
                                  round);
         }
     });
@@ -3746,55 +3634,50 @@ static std::string attention_error(int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-template <bool kDrops> static void attention_sm90(const AttentionForwardX& a, Stream stream) {
+static void attention_sm90(const AttentionForwardX& a, Stream stream) {
     typedef Sm90Shape<2, 4> Shape;
-    attention_launch<Shape>(attention_forward_sm90_kernel<Shape, kDrops>, a, sizeof(Sm90Shared<1, Shape>),
-                            stream, tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
+    attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, a, sizeof(Sm90Shared<1, Shape>), stream,
+                            tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
 }
-template <bool kDrops> static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
+static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
     typedef Sm90Shape<2, 4> Dq;
     typedef Sm90Shape<3, 3> Dkv;
     const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, 3 * a.NH);
     const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH);
-    attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq, kDrops>, a,
-                         sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
-    attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv, kDrops>, a,
-                          sizeof(Sm90Shared<2, Dkv>), stream, qkv, dout);
+    attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq>, a, sizeof(Sm90Shared<2, Dq>),
+                         stream, qkv, dout);
+    attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv>, a, sizeof(Sm90Shared<2, Dkv>),
+                          stream, qkv, dout);
 }
 
-template <class Shapes, bool kDrops> static void attention_mma(const AttentionForwardX& a, Stream stream) {
+template <class Shapes> static void attention_mma(const AttentionForwardX& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
-    attention_launch<Shape>(attention_forward_mma_kernel<Shape, kDrops>, a, sizeof(MmaShared<1, Shape>),
-                            stream);
+    attention_launch<Shape>(attention_forward_mma_kernel<Shape>, a, sizeof(MmaShared<1, Shape>), stream);
 }
-template <class Shapes, bool kDrops> static void attention_mma(const AttentionBackwardX& a, Stream stream) {
+template <class Shapes> static void attention_mma(const AttentionBackwardX& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
-    attention_launch<Dq>(attention_backward_mma_kernel<Own::Queries, Dq, kDrops>, a,
-                         sizeof(MmaShared<2, Dq>), stream);
-    attention_launch<Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv, kDrops>, a,
-                          sizeof(MmaShared<2, Dkv>), stream);
+    attention_launch<Dq>(attention_backward_mma_kernel<Own::Queries, Dq>, a, sizeof(MmaShared<2, Dq>),
+                         stream);
+    attention_launch<Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv>, a, sizeof(MmaShared<2, Dkv>),
+                          stream);
 }
 
 // Either pass, in the form that attention_form names.
-template <bool kDrops, class Args> static void attention_by_form(const Args& a, Stream stream) {
-    if constexpr (sizeof(floatX) == 2) {
-        if (attention_uses_sm90(a.HS)) { return attention_sm90<kDrops>(a, stream); }
-    }
-    switch (mma_head_size(a.HS)) {
-        case 32: return attention_mma<MmaShapes<32>, kDrops>(a, stream);
-        case 64: return attention_mma<MmaShapes<64>, kDrops>(a, stream);
-        case 96: return attention_mma<MmaShapes<96>, kDrops>(a, stream);
-        case 128: return attention_mma<MmaShapes<128>, kDrops>(a, stream);
-        default: attention_plain(a, stream);
-    }
-}
 template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
     die_if(attention_error(a.HS));
-    if (a.keep.bits) { attention_by_form<true>(a, stream); }
-    else { attention_by_form<false>(a, stream); }
+    if constexpr (sizeof(floatX) == 2) {
+        if (attention_uses_sm90(a.HS)) { return attention_sm90(a, stream); }
+    }
+    switch (mma_head_size(a.HS)) {
+        case 32: return attention_mma<MmaShapes<32>>(a, stream);
+        case 64: return attention_mma<MmaShapes<64>>(a, stream);
+        case 96: return attention_mma<MmaShapes<96>>(a, stream);
+        case 128: return attention_mma<MmaShapes<128>>(a, stream);
+        default: attention_plain(a, stream);
+    }
 }
 static void attention_forward(const AttentionForwardX& a, Stream s) { attention(a, s); }
 static void attention_backward(const AttentionBackwardX& a, Stream s) { attention(a, s); }
@@ -4168,7 +4051,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
     bool master;                // fp32 master copies of 16-bit parameters
     bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
-    double dropout;             // probability, in training: embedding, attention's probabilities, branches
+    double dropout;             // probability, in training: of the embedding's and the branches' outputs
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
@@ -4814,23 +4697,11 @@ static const float* point_param(const GPT2* model, const ResidualPoint& x, Param
 }
 
 // The dropout of branch k that point x adds, or of the embedding. rows: B*T of a micro-step.
-// Masks have numbers: 0 the embedding's, then two for each layer's branches, then one for each attention.
+// Masks have numbers: 0 the embedding's, then two for each layer's branches.
 static Dropout gpt2_dropout(const GPT2* model, const ResidualPoint& x, int k, int rows) {
     const uint32_t tensor = x.branches == 0 ? 0 : 1 + 2 * (uint32_t)x.added_layer + (uint32_t)x.branch[k];
     return dropout_of(model->options.dropout, {model->options.seed, model->step, tensor},
                       (uint64_t)model->micro * (uint64_t)rows);
-}
-
-// The dropout of layer l's attention probabilities. has_bits: its bits are in memory from the forward.
-static AttentionKeep gpt2_attention_keep(const Pass& pass, int l, bool has_bits) {
-    const GPT2* model = pass.model;
-    const int B = pass.B, T = pass.T, NH = model->config.NH;
-    const uint32_t tensor = 1 + 2 * (uint32_t)model->config.L + (uint32_t)l;
-    const Dropout dropout = dropout_of(model->options.dropout, {model->options.seed, model->step, tensor},
-                                       (uint64_t)model->micro * (uint64_t)B * (uint64_t)NH * (uint64_t)T);
-    uint32_t* bits = pass.acts(l).att_keep;
-    if (!has_bits) { attention_dropout({bits, dropout, B, T, NH}, model->stream); }
-    return {bits, dropout.scale};
 }
 
 // Arguments for the norms that read a point whose sum is in memory.
@@ -4984,9 +4855,7 @@ static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const f
         cache_store({f.cache->keys + at, f.cache->values + at, a.qkv, f.cache->rows, f.cache->count,
                      f.model->T, C}, f.stream());
     }
-    AttentionKeep keep = {};
-    if (f.drops) { keep = gpt2_attention_keep(f, l, false); }
-    attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, f.stream());          // (B,T,C)
+    attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH}, f.stream());                // (B,T,C)
     linear_forward(f, l, Linear::AttProj, out, a.atty, before);                                 // (B,T,C)
 }
 
@@ -5184,12 +5053,8 @@ static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, cons
     linear_dout(b, l, Linear::AttProj, dout);
     linear_dweight(b, l, Linear::AttProj, dout, a.atty);
     linear_dinp(b, l, Linear::AttProj, a.dnarrow, dout);                                        // (B,T,C)
-    AttentionKeep keep = {};
-    if (model->options.dropout > 0.0) {
-        keep = gpt2_attention_keep(b, l, b.has(ACT_att_keep, l));
-    }
     AttentionBackward<floatX, float> att = {a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B,
-                                            b.T, NH, C / NH, keep};
+                                            b.T, NH, C / NH};
     const LinearLayer qkv = linear_layer(b, l, Linear::Qkv);
     if (qkv.fp8 == Fp8Mode::On) {
         att.fp8 = qkv.dout8.bytes, att.tensor = qkv.dout8.tensor, att.stats = fp8_stats(model, att.tensor);
@@ -6001,7 +5866,7 @@ static Options run_options() {
     o.kernels = run.kernels;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers: all but dropout in the first step alone
+    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers: in the first step alone
     o.weight_decay = (float)run.weight_decay;
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
     o.grad_clip = (float)run.grad_clip;
@@ -6414,6 +6279,7 @@ static Facts run_facts(Training* t) {
     const Facts origin = origin_facts(*t);
     facts.insert(facts.end(), origin.begin(), origin.end());
     facts.push_back({"started in", t->start});
+    if (run.dropout > 0.0) { facts.push_back({kDropoutFact, "the embedding's and the branches' outputs"}); }
     for (int i = 0; i < kNumFlags; i++) {
         facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
     }

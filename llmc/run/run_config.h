@@ -201,8 +201,7 @@ static const Flag kFlags[] = {
     {"w",   "master-weights",  FLAG_BOOL,   &run.master,         "1",       0, 1, nullptr,
         "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
     {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
-        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms; 1 and 2 also what "
-        "attention's dropout keeps"},
+        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms"},
     {"",    "residual-dtype",  FLAG_ENUM,   &run.residual_dtype, "branch",  0, 0, RESIDUAL_NAMES,
         "the residual stream and its gradient: in the branches' type, or in fp32 (the norm adds); of -e "
         "model.bin the model's own, unless given", FLAG_FIXED},
@@ -212,8 +211,8 @@ static const Flag kFlags[] = {
     {"",    "norm",            FLAG_ENUM,   &run.norm,           "layernorm", 0, 0, NORM_NAMES,
         "rmsnorm: takes no mean away and has no bias", FLAG_FIXED},
     {"",    "dropout",         FLAG_FLOAT,  &run.dropout,        "0",       0, 0.95, nullptr,
-        "in training, of attention's probabilities and of the embedding's, attention's and the MLP's output; "
-        "the norm adds the residual", FLAG_FIXED},
+        "in training, of the embedding's, attention's and the MLP's output; the norm adds the residual",
+        FLAG_FIXED},
     {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
         FLAG_FIXED},
@@ -443,6 +442,10 @@ static inline void settings_known(Facts* facts, const std::string& prefix) {
     }
 }
 
+// The fact of a state that says what --dropout drops. Earlier programs wrote none, and dropped attention's
+// probabilities, too.
+constexpr const char* kDropoutFact = "dropout of";
+
 // Takes over the settings of a run whose model is `c`. Settings that the run left open stay as it settled
 // them: on another number of ranks it keeps its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
@@ -480,6 +483,10 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
         warn("the run had %d lanes and goes on with one on each of %d ranks (--%s): its sums, and so its "
              "bits, will differ", lanes, comm.world,
              run.reduction == Reduction::Nccl ? "reduction nccl" : "grad-dtype bf16");
+    }
+    if (run.dropout > 0.0 && !facts_find(facts, kDropoutFact)) {
+        warn("the run began with a program whose --dropout %g also dropped attention's probabilities, which "
+             "this one does not: its losses and bits will differ", run.dropout);
     }
     const std::string* precision = facts_find(facts, "precision");
     if (!precision || *precision != build.precision) {
