@@ -702,6 +702,17 @@ static void test_run() {
         Facts facts = {{"flag.muon-steps", "6"}};
         settings_known(&facts, "flag.");
     }, {"began with --muon-steps 6, which this program does not have", "the program that began it"});
+    for (const bool says : {false, true}) {     // what --dropout drops
+        const Child c = run_child([&] {
+            parse_run({});
+            Facts facts = {{"T", "8"}, {"total_batch", "8"}, {"lanes", "1"}, {"precision", "BF16"},
+                           {"flag.dropout", "0.1"}};
+            if (says) { facts.push_back({kDropoutFact, ""}); }
+            settings_resume(facts, descriptor_config("d12"), cuda);
+        });
+        CHECK(c.code == 0 && holds(c.err, "--dropout 0.1 also dropped attention's probabilities") == !says,
+              "dropout of earlier programs: '%s'", c.err.c_str());
+    }
     for (const char* head : {"0", "1", "false", "true"}) {
         Facts facts = {{"flag.matmul-dtype", "fp8"}, {"flag.fp8-head", head}};
         settings_known(&facts, "flag.");
