@@ -1994,7 +1994,7 @@ static void add_scaled(double* sum, double factor, const double* x, int n) {
 // operands. In fp32 builds without TF32 it rounds to fp32 and so says what that type can do.
 static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*/,
                              double* dqkv /*(B,T,3,NH,HS) zeros*/, Doubles qkv, const Doubles& dout, int B,
-                             int T, int NH, int HS, bool tf32, const AttentionKeep& keep) {
+                             int T, int NH, int HS, bool tf32) {
     const Type type = type_of<floatX>();
     const double scale = 1.0 / sqrt((double)HS);
     Doubles dout_operand = dout;
@@ -2004,10 +2004,6 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
     for (int bh = 0; bh < B * NH; bh++) {
         auto row = [&](int t) { return ((size_t)(bh / NH * T + t) * NH + bh % NH) * HS; };
         auto part = [&](int t, int i) { return ((size_t)((bh / NH * T + t) * 3 + i) * NH + bh % NH) * HS; };
-        auto kept = [&](int t, int u) {         // 0, or the factor of what dropout keeps
-            const size_t word = bh * keep_words(T) + u / 32 * padded_T(T) + t;
-            return !keep.bits || keep.bits[word] >> u % 32 & 1 ? (double)keep.scale : 0.0;
-        };
         Doubles p(T);
         for (int t = 0; t < T; t++) {
             const double *q = &qkv[part(t, 0)], *dO = &dout_operand[row(t)];
@@ -2019,17 +2015,15 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
             for (int u = 0; u <= t; u++) { p[u] = exp(p[u] - max); sum += p[u]; }
             lse[(size_t)bh * T + t] = max + log(sum);
             std::fill(O, O + HS, 0.0);
-            for (int u = 0; u <= t; u++) {
-                add_scaled(O, kept(t, u) * to_operand(p[u], tf32), &qkv[part(u, 2)], HS);
-            }
+            for (int u = 0; u <= t; u++) { add_scaled(O, to_operand(p[u], tf32), &qkv[part(u, 2)], HS); }
             for (int i = 0; i < HS; i++) { O[i] = round_to(type, O[i] / sum); }
             const double D = dot(O, &dout[row(t)], HS);
             for (int u = 0; u <= t; u++) {
-                const double prob = p[u] / sum, factor = kept(t, u), dp = dot(dO, &qkv[part(u, 2)], HS);
-                const double ds = to_operand(prob * (factor * dp - D), tf32);
+                const double prob = p[u] / sum, dp = dot(dO, &qkv[part(u, 2)], HS);
+                const double ds = to_operand(prob * (dp - D), tf32);
                 add_scaled(dq, ds, &qkv[part(u, 1)], HS);
                 add_scaled(dqkv + part(u, 1), ds, q, HS);
-                add_scaled(dqkv + part(u, 2), factor * to_operand(prob, tf32), dO, HS);
+                add_scaled(dqkv + part(u, 2), to_operand(prob, tf32), dO, HS);
             }
         }
         for (int t = 0; t < T; t++) {
@@ -2041,69 +2035,44 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
     }
 }
 
-// The bits that attention's dropout keeps: the twin's.
-static std::vector<uint32_t> test_attention_dropout(const Dropout& dropout, int B, int T, int NH) {
-    Case k(format("attention_dropout B=%d T=%d NH=%d dropped=%u", B, T, NH, dropout.dropped));
-    const std::vector<uint32_t> bits(B * NH * keep_words(T));
-    check(k, [&](auto at) { op<AttentionDropout>(at, {at.exact_out("keep", bits), dropout, B, T, NH}); });
-    return k["keep"].read<uint32_t>();
-}
-
-// `form`: what must run it, as attention_form says it; null: whatever does. p: what is dropped.
-static void test_attention(int B, int T, int NH, int HS, const char* form = nullptr, double p = 0.0) {
+// `form`: what must run it, as attention_form says it; null: whatever does.
+static void test_attention(int B, int T, int NH, int HS, const char* form = nullptr) {
     const char* runs = attention_form(HS);
-    const bool drops = p > 0.0, tf32 = strcmp(runs, "mma.sync (TF32)") == 0;
-    Case k(format("attention B=%d T=%d NH=%d HS=%d dropout=%g %s", B, T, NH, HS, p, runs));
+    const bool tf32 = strcmp(runs, "mma.sync (TF32)") == 0;
+    Case k(format("attention B=%d T=%d NH=%d HS=%d %s", B, T, NH, HS, runs));
     CHECK(!form || strcmp(form, runs) == 0, "%s: '%s' was to run it", k.title.c_str(), form);
-    const Dropout dropout = dropout_of(p, {1337, 4, 11}, 5000000000ull);
-    std::vector<uint32_t> bits(B * NH * keep_words(T), 0xffffffffu);       // all are kept, in the padding too
-    if (drops) { bits = test_attention_dropout(dropout, B, T, NH); }
     const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
-    auto both = [&](auto at, bool has_bits) {
-        const AttentionKeep keep = {has_bits ? at.exact("keep", bits) : nullptr, dropout.scale};
+    compute(k, [&](auto at) {
         auto *qkv = at.x("qkv", In(3 * n)), *out = at.x("out", Out(n, 5e-6)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out(rows, 5e-6));
-        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS, keep});
+        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS});
         op<AttentionBackward>(at, {at.x("dqkv", Out(3 * n, 2e-5)),
                                    at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
-                                   dout, out, qkv, lse, B, T, NH, HS, keep});
-    };
-    compute(k, [&](auto at) { both(at, drops); });
+                                   dout, out, qkv, lse, B, T, NH, HS});
+    });
     Doubles out(n), lse(rows), dqkv(3 * n);
-    direct_attention(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, HS, tf32,
-                     {drops ? bits.data() : nullptr, dropout.scale});
+    direct_attention(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, HS,
+                     tf32);
     k["out"].expect_as_good_as(out);
     k["dqkv"].expect_as_good_as(dqkv);
     if (tf32) { k["lse"].expect_as_good_as(lse); }
     else { k["lse"].expect(); }
-    if (drops) { return; }
-
-    // The kernels with dropout where all is kept: the same bits
-    const Doubles kept[] = {k["out"].values(), k["lse"].values(), k["dqkv"].values()};
-    repeat(k, [&](auto at) { both(at, true); });
-    CHECK(k["out"].values() == kept[0] && k["lse"].values() == kept[1] && k["dqkv"].values() == kept[2],
-          "%s: a dropout that keeps all gives other bits", k.title.c_str());
 }
 
 // Bytes of the gradient: next to what the same form stores as floatX, which is rounded from the same fp32.
-static void test_fp8_attention(int B, int T, int NH, int HS, double p) {
-    Case k(format("attention_backward, FP8 B=%d T=%d NH=%d HS=%d dropout=%g %s", B, T, NH, HS, p,
-                  attention_form(HS)));
-    const Dropout dropout = dropout_of(p, {1337, 4, 11}, 0);
-    std::vector<uint32_t> bits(B * NH * keep_words(T));
-    if (p > 0.0) { bits = test_attention_dropout(dropout, B, T, NH); }
+static void test_fp8_attention(int B, int T, int NH, int HS) {
+    Case k(format("attention_backward, FP8 B=%d T=%d NH=%d HS=%d %s", B, T, NH, HS, attention_form(HS)));
     std::vector<Fp8Tensor> tensor(1);
     fp8_set_scale(&tensor[0], 256.0f);                  // 448/256 = 1.75: some saturate
     const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
     compute(k, [&](auto at) {
-        const AttentionKeep keep = {p > 0.0 ? at.exact("keep", bits) : nullptr, dropout.scale};
         auto *qkv = at.x("qkv", In(3 * n)), *out = at.x("out", Out(n)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out(rows));
         auto* dqkv = at.x("dqkv", Out(3 * n));
         auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4));
-        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS, keep});
-        op<AttentionBackward>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, keep});
-        op<AttentionBackward>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS, keep,
+        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS});
+        op<AttentionBackward>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS});
+        op<AttentionBackward>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS,
                                    at.exact_out("bytes", std::vector<uint8_t>(3 * n)),
                                    at.exact("tensor", tensor), at.exact("stats", std::vector<Fp8Stats>(1))});
     });
@@ -2129,11 +2098,9 @@ static void test_fp8_attention(int B, int T, int NH, int HS, double p) {
 static void test_fp8_attention_forms() {
     for (bool portable : {false, true}) {
         select_kernels(portable, false);
-        for (double p : {0.0, 0.1}) {
-            for (int T : {1, 65, 130}) { test_fp8_attention(2, T, 2, 64, p); }
-            for (int HS : {16, 40, 96, 128, 20}) { test_fp8_attention(1, 70, 2, HS, p); }
-            if (!small_shapes) { test_fp8_attention(1, 1024, 3, 64, p); }
-        }
+        for (int T : {1, 65, 130}) { test_fp8_attention(2, T, 2, 64); }
+        for (int HS : {16, 40, 96, 128, 20}) { test_fp8_attention(1, 70, 2, HS); }
+        if (!small_shapes) { test_fp8_attention(1, 1024, 3, 64); }
     }
     select_kernels(false, false);
 }
@@ -2160,7 +2127,7 @@ static void test_fp8_nan() {
             call(norm);
             auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(1, N, 1) / 4));
             op<AttentionBackward>(at, {nullptr, scratch, x, out, at.x("qkv", In(3 * N * C)),
-                                       at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, C, {},
+                                       at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, C,
                                        at.exact("attention bytes", bytes), t, at.exact("attention", zero)});
         });
         for (const char* name : {"cast", "norm", "attention"}) {
@@ -2183,29 +2150,21 @@ static void test_attention_forms() {
             const bool fits = HS <= 96 || (HS <= 128 && (kLowPrecision || shared_memory_limit() > 101376));
             const char* form = HS % kWidth == 0 && fits && (kLowPrecision || tf32) ? mma : "plain";
             for (int T : {1, 63, 64, 65, 257}) {
-                for (double p : {0.0, 0.1, 0.5}) {
-                    if (small_shapes && ((T != 1 && T != 65) || p == 0.5)) { continue; }
-                    test_attention(T == 1 ? 1 : 2, T, T == 1 ? 1 : 2, HS, form, p);
-                }
+                if (small_shapes && T != 1 && T != 65) { continue; }
+                test_attention(T == 1 ? 1 : 2, T, T == 1 ? 1 : 2, HS, form);
             }
         }
-        for (double p : {0.0, 0.2}) {
-            test_attention(1, 34, 1, 512, "plain", p);
-            if (small_shapes) { continue; }
-            test_attention(1, 1024, 2, 64, nullptr, p);
-            test_attention(1, 1000, 2, 128, nullptr, p);
-        }
-    }
-    for (double p : {1e-9, 0.3, 0.95}) {
-        for (int T : {1, 31, 128, 129, 300}) { test_attention_dropout(dropout_of(p, {7, 1, 3}, 1), 2, T, 3); }
+        test_attention(1, 34, 1, 512, "plain");
+        if (small_shapes) { continue; }
+        test_attention(1, 1024, 2, 64);
+        test_attention(1, 1000, 2, 128);
     }
     select_kernels(false, false);
     if (attention_uses_sm90(64)) {
-        for (double p : {0.0, 0.1, 0.5}) {
-            for (int T : {1, 63, 64, 65, 130}) { test_attention(2, T, 2, 64, "sm90 (wgmma)", p); }
-            if (small_shapes) { continue; }
-            test_attention(2, 257, 3, 64, nullptr, p);
-            test_attention(1, 1024, 2, 64, nullptr, p);
+        for (int T : {1, 63, 64, 65, 130}) { test_attention(2, T, 2, 64, "sm90 (wgmma)"); }
+        if (!small_shapes) {
+            test_attention(2, 257, 3, 64);
+            test_attention(1, 1024, 2, 64);
         }
     }
 
@@ -2216,7 +2175,7 @@ static void test_attention_forms() {
     select_kernels(true, true);
     for (auto& l : limits) {
         hooks.shared_memory = l.cap;
-        for (double p : {0.0, 0.1}) { test_attention(2, 33, 2, l.HS, l.form, p); }
+        test_attention(2, 33, 2, l.HS, l.form);
     }
     hooks.shared_memory = SIZE_MAX;
     for (int HS : {0, -1, 513}) { CHECK(!attention_error(HS).empty(), "head size %d is taken", HS); }

@@ -121,7 +121,7 @@ static struct TestHooks {
 
 // Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
 static size_t bytes_floatX = sizeof(floatX);
-constexpr size_t bytes_float = sizeof(float), bytes_uint32_t = sizeof(uint32_t), bytes_uint8_t = 1;
+constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
@@ -2513,9 +2513,6 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 // Forward:  qkv (B,T,3,NH,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,3,NH,HS) =
-// With dropout, F has 0 where a probability is dropped and 1/(1-p) elsewhere:
-//     O = (F * P) V     dS = P * (F * (dO V^T) - D)     dV = (F * P)^T dO
-// The softmax still sums all of P, and D is still rowsum(dO * O).
 //
 // Nothing of shape (T,T) is ever stored. A block owns rows of one side, queries or keys, and walks over tiles
 // of the other side. The piece of S where the two meet lives in registers only. The backward computes P
@@ -2556,6 +2553,9 @@ typedef HeadRows<const floatX> InputRows;
 template <class Rows> struct Pair { Rows a, b; };
 
 enum class Own { Queries, Keys };
+
+// Rows a head of the backward's scratch: T, padded to whole tiles of every kernel.
+LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
 
 // The work of a thread block: Shape::kOwned rows of one head on side kOwn, and a walk over the tiles of the
 // other side, Shape::kTile rows each. The walk starts at the diagonal; it goes left if the block owns
@@ -2610,13 +2610,10 @@ template <Own kOwn, class Shape> struct AttentionBlock {
     __device__ __forceinline__ Pair<InputRows> other(const AttentionBackwardX& a) const {
         return kQueries ? Pair<InputRows>{k(a.qkv), v(a.qkv)} : Pair<InputRows>{q(a.qkv), out(a.dout)};
     }
-    // The head's part of lse (B,NH,T), of the backward's scratch (B,NH,padded_T) and of the dropout's bits.
+    // The head's part of lse (B,NH,T), and of the backward's scratch (B,NH,padded_T).
     template <class X> __device__ __forceinline__ X* lse(X* lse) const { return lse + (size_t)bh * T; }
     __device__ __forceinline__ float2* stats(float* scratch) const {
         return (float2*)scratch + bh * padded_T(T);
-    }
-    __device__ __forceinline__ const uint32_t* keep(const uint32_t* bits) const {
-        return bits + bh * keep_words(T);
     }
 };
 
@@ -2664,40 +2661,6 @@ __device__ __forceinline__ void store_gradients(const Block& block, const Attent
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
     if (blockIdx.x + threadIdx.x > 0) { return; }
     a.stats->elements += (block.kQueries ? 1 : 2) * (size_t)a.B * a.T * block.C;
-}
-
-// ---- dropout: which probabilities are kept ----
-// F is a bit matrix (AttentionKeep in op_types.h), drawn by a separate kernel. All forms and both passes read
-// it, so they drop the same probabilities with any tiles. A word has 32 keys of one query, and the next word
-// is the next query's. A warp thus reads words of neighbouring queries as one piece, as rows or as columns.
-struct KeepShape { static constexpr int kOwned = 128, kTile = 32; };     // queries of a block, a thread one
-
-__global__ void __launch_bounds__(KeepShape::kOwned)
-    attention_dropout_kernel(const AttentionDropout<floatX, float> a) {
-    const AttentionBlock<Own::Queries, KeepShape> block(a.B, a.T, a.NH, 0);
-    const int q = block.row0 + (int)threadIdx.x, stride = (int)padded_T(a.T);
-    const uint64_t row = a.dropout.first_row + (size_t)block.bh * a.T + q;
-    uint32_t* keep_q = a.keep + block.bh * keep_words(a.T) + q;
-
-    for (int j = 0; j < stride / 32; j++) {             // keys 32 j to 32 j + 31
-        uint32_t word = 0;
-        if (q < a.T && j <= q / 32) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const Rand4 random = dropout_block(a.dropout.key, row, (uint32_t)(4 * j + i));
-                for (int k = 0; k < 8; k++) {
-                    word |= (uint32_t)(dropout_bits16(random, k) >= a.dropout.dropped) << (8 * i + k);
-                }
-            }
-            if (j == q / 32) { word &= (2u << q % 32) - 1; }    // up to the query itself
-        }
-        keep_q[(size_t)j * stride] = word;
-    }
-}
-
-static void attention_dropout(const AttentionDropout<floatX, float>& a, Stream stream) {
-    OpScope scope(a, stream);
-    attention_dropout_kernel<<<attention_blocks(a, KeepShape::kOwned), KeepShape::kOwned, 0, stream>>>(a);
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -2760,14 +2723,6 @@ __device__ __forceinline__ void plain_add(PlainRow& row, float factor, float wei
     }
 }
 
-// x, or 0 where the probability of this query and key is dropped.
-template <class Block>
-__device__ __forceinline__ float plain_keep(float x, const AttentionKeep& keep, const Block& block, int query,
-                                            int key) {
-    if (!keep.bits || query >= block.T) { return x; }
-    return block.keep(keep.bits)[key / 32 * padded_T(block.T) + query] >> key % 32 & 1 ? x : 0.0f;
-}
-
 __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_forward_plain_kernel(const AttentionForwardX a, float scale) {
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
@@ -2790,10 +2745,10 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
         row_sum = row_sum * correction + p;
 
         // O += P V
-        plain_add(o[warp], correction, plain_keep(p, a.keep, block, query, key), block.v(a.qkv), k0, lane);
+        plain_add(o[warp], correction, p, block.v(a.qkv), k0, lane);
     }
     const float sum = warp_sum(row_sum);
-    plain_store(block.out(a.out), query, o[warp], a.keep.scale / sum, lane);
+    plain_store(block.out(a.out), query, o[warp], 1.0f / sum, lane);
     if (lane == 0) { block.lse(a.lse)[query] = row_max + logf(sum); }
 }
 
@@ -2833,17 +2788,15 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
         const float s = plain_dots(own_a[warp], other.a, first, lane) * scale;
         const float dp = plain_dots(own_b[warp], other.b, first, lane);
         const float p = key <= query && query < a.T ? expf(s - stats.x) : 0.0f;
-        const float ds = p * fmaf(plain_keep(dp, a.keep, block, query, key), a.keep.scale, -stats.y);
+        const float ds = p * (dp - stats.y);
 
         // dQ += dS K, or dV += P^T dO and dK += dS^T Q
-        if (!kQueries) {
-            plain_add(grad_b[warp], 1.0f, plain_keep(p, a.keep, block, query, key), other.b, first, lane);
-        }
+        if (!kQueries) { plain_add(grad_b[warp], 1.0f, p, other.b, first, lane); }
         plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
     }
     store_gradients(block, a, [&](auto* dqkv, auto&& round) {
         plain_store(kQueries ? block.q(dqkv) : block.k(dqkv), row, grad_a[warp], scale, lane, round);
-        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], a.keep.scale, lane, round); }
+        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], 1.0f, lane, round); }
     });
 }
 
@@ -2963,11 +2916,11 @@ template <int kGroups> struct OnlineSoftmax {
 
     // Divides O, whose rows start at row0, by the sums, and stores lse.
     __device__ __forceinline__ void finish(float (&factor)[kGroups][2], float* lse, int row0, int T,
-                                           float scale, float keep_scale, int lane) const {
+                                           float scale, int lane) const {
         for_rows<kGroups>([&](int m, int r) {
             const float total = quad_sum(sum[m][r]);
             const int row = row0 + tile_row(m, 2 * r, lane);
-            factor[m][r] = keep_scale / total;
+            factor[m][r] = 1.0f / total;
             if (lane % 4 == 0 && row < T) { lse[row] = max[m][r] * scale + logf(total); }
         });
     }
@@ -3015,57 +2968,6 @@ template <Own kOwn, int kGroups> struct QueryStats {
     }
 };
 
-// Which probabilities of a tile a dropout keeps: kept(x, m, n, i) is x, or 0 where that element is dropped.
-// `load` asks for the tile's bits early. KeepAll, without dropout, costs nothing.
-struct KeepAll {
-    static constexpr float scale = 1.0f;
-
-    template <class... Args> __device__ __forceinline__ KeepAll(const Args&...) {}
-    __device__ __forceinline__ void load(int, int) {}
-    __device__ __forceinline__ float operator()(float x, int, int, int) const { return x; }
-};
-
-template <Own kOwn, int kGroups, int kN> struct KeepBits {
-    static constexpr bool kQueries = kOwn == Own::Queries;
-    static constexpr int kRowWords = (kN + 3) / 4;          // of 32 keys, where a row is a query
-    static_assert(kQueries ? 16 % kN == 0 : 32 % (16 * kGroups) == 0, "no word is of two tiles");
-    const uint32_t* bits;                                   // of the head
-    size_t stride;
-    float scale;
-    int lane, shift;                                        // shift: to the lane's first key in a word
-    uint32_t words[kQueries ? 2 * kGroups * kRowWords : 2 * kN];
-
-    template <class Block>
-    __device__ __forceinline__ KeepBits(const AttentionKeep& keep, const Block& block, int lane)
-        : bits(block.keep(keep.bits)), stride(padded_T(block.T)), scale(keep.scale), lane(lane) {}
-
-    __device__ __forceinline__ void load(int row0, int column0) {
-        if constexpr (kQueries) {               // of the lane's rows
-            const uint32_t* from = bits + column0 / 32 * stride + row0;
-            for_rows<kGroups>([&](int m, int r) {
-                for (int w = 0; w < kRowWords; w++) {
-                    words[(2 * m + r) * kRowWords + w] = from[w * stride + tile_row(m, 2 * r, lane)];
-                }
-            });
-            shift = (kN % 4 == 0 ? 0 : column0 % 32) + lane % 4 * 2;
-        } else {                                // of each accumulator's two columns
-            const uint32_t* from = bits + row0 / 32 * stride + column0;
-            for (int n = 0; n < kN; n++) {
-                const uint2 two = *(const uint2*)(from + tile_column(n, 0, lane));
-                words[2 * n] = two.x, words[2 * n + 1] = two.y;
-            }
-            shift = row0 % 32 + lane / 4;
-        }
-    }
-    __device__ __forceinline__ float operator()(float x, int m, int n, int i) const {
-        const uint32_t word = kQueries ? words[(2 * m + i / 2) * kRowWords + n / 4] : words[2 * n + i % 2];
-        return word >> shift >> (kQueries ? n % 4 * 8 + i % 2 : m * 16 + i / 2 * 8) & 1 ? x : 0.0f;
-    }
-};
-
-template <bool kDrops, Own kOwn, int kGroups, int kN>
-using Keep = std::conditional_t<kDrops, KeepBits<kOwn, kGroups, kN>, KeepAll>;
-
 // S becomes P = exp(S - lse).
 template <int kGroups, int kN, class Stats>
 __device__ __forceinline__ void probabilities(Tile<kGroups, kN>& s, const Stats& stats, float scale_log2) {
@@ -3074,28 +2976,24 @@ __device__ __forceinline__ void probabilities(Tile<kGroups, kN>& s, const Stats&
     });
 }
 
-// dP becomes dS = P * (F * dP - D).
-template <int kGroups, int kN, class Stats, class Keep>
+// dP becomes dS = P * (dP - D).
+template <int kGroups, int kN, class Stats>
 __device__ __forceinline__ void score_gradients(Tile<kGroups, kN>& dp, const Tile<kGroups, kN>& p,
-                                                const Stats& stats, const Keep& kept) {
-    for_tile(dp, [&](float& x, int m, int n, int i) {
-        x = p[m][n][i] * (kept(x, m, n, i) * kept.scale - stats.of(m, n, i).y);
-    });
+                                                const Stats& stats) {
+    for_tile(dp, [&](float& x, int m, int n, int i) { x = p[m][n][i] * (x - stats.of(m, n, i).y); });
 }
 
 // Of a tile that is rounded: the A operand of the next product, as two neighbouring accumulators of 16 bits
 // are one (16,16). So P of O += P V, and dS of dQ += dS K, never leave the registers, nor do P^T and dS^T of
 // a block that owns keys. TF32: see mma_times_columns.
-template <int kGroups, int kN, int kK, class Keep = KeepAll>
-__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc,
-                                             const Keep& kept = {}) {
+template <int kGroups, int kN, int kK>
+__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc) {
     static_assert(kK * kMmaK == kN * 8, "as many columns");
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
 #pragma unroll
         for (int n = 0; n < kN; n++) {
-            float x[4];
-            for (int i = 0; i < 4; i++) { x[i] = kept(acc[m][n][i], m, n, i); }
+            const float (&x)[4] = acc[m][n];
             if constexpr (sizeof(floatX) == 2) {
                 a[m][n / 2][n % 2 * 2] = pack_pair(x[0], x[1]);
                 a[m][n / 2][n % 2 * 2 + 1] = pack_pair(x[2], x[3]);
@@ -3321,7 +3219,7 @@ template <int kOwnTiles, class Shape> struct MmaShared {
     }
 };
 
-template <class Shape, bool kDrops>
+template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_mma_kernel(const AttentionForwardX a, float scale) {
     constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
@@ -3341,7 +3239,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     uint32_t q_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> o = {};                          // not yet divided by the row's sum
     OnlineSoftmax<kGroups> softmax;
-    Keep<kDrops, Own::Queries, kGroups, kTile / 8> kept(a.keep, block, lane);
     for (int it = 0; it < block.tiles; it++) {
         const int stage = shared.wait(block, it, other), k0 = block.tile(it);
         if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
@@ -3350,7 +3247,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         // S = Q K^T
         Tile<kGroups, kTile / 8> s = {};
         mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
-        kept.load(row0, k0);                                // there when the softmax is done
         mask_future<Own::Queries>(s, row0, k0, lane);
 
         // P = exp(S - maximum so far). What was summed under an older maximum is scaled to the new one
@@ -3359,11 +3255,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
         // O += P V
         uint32_t p_frag[kGroups][kTile / kMmaK][4];
-        to_fragments(p_frag, s, kept);
+        to_fragments(p_frag, s);
         mma_times_columns<kHS>(o, p_frag, shared.b[stage], lane);
     }
     float factor[kGroups][2];
-    softmax.finish(factor, block.lse(a.lse), row0, a.T, scale, kept.scale, lane);
+    softmax.finish(factor, block.lse(a.lse), row0, a.T, scale, lane);
     scale_rows(o, factor);
     store_tile<Padded<kHS>>(block.out(a.out), row0, q_rows, o, 1.0f, lane);
 }
@@ -3371,7 +3267,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 // The backward for either side. The same pipeline, with more products a step:
 //     | S = own a * other a^T | dP = own b * other b^T | P = exp(S - lse), dS = P * (dP - D) |
 //     | dV += P * other b, if keys own | dQ or dK += dS * other a |
-template <Own kOwn, class Shape, bool kDrops>
+template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_mma_kernel(const AttentionBackwardX a, float scale) {
     constexpr bool kQueries = kOwn == Own::Queries;
@@ -3398,7 +3294,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     floatX* b_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
     uint32_t a_frag[kGroups][kHS / kMmaK][4], b_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> grad_a = {}, grad_b = {};        // dQ; or dK and dV. Not yet scaled
-    Keep<kDrops, kOwn, kGroups, kTile / 8> kept(a.keep, block, lane);
     for (int it = 0; it < block.tiles; it++) {
         const int stage = shared.wait(block, it, other, all_stats), column0 = block.tile(it);
         if (it == 0 && kKeepsOperands) {
@@ -3408,7 +3303,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         if (all_future<kOwn>(row0, Shape::kRows, column0, kTile)) { continue; }         // for this warp
 
         // S and dP
-        kept.load(row0, column0);                           // there when the products are done
         Tile<kGroups, kTile / 8> s = {}, dp = {};
         if constexpr (kKeepsOperands) {
             mma_times_rows<kHS>(s, a_frag, shared.a[stage], lane);
@@ -3422,12 +3316,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         mask_future<kOwn>(s, row0, column0, lane);
         if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
         probabilities(s, stats, scale_log2);
-        score_gradients(dp, s, stats, kept);
+        score_gradients(dp, s, stats);
 
         // dQ += dS K; or dV += P^T dO, dK += dS^T Q
         uint32_t frag[kGroups][kTile / kMmaK][4];
         if constexpr (!kQueries) {
-            to_fragments(frag, s, kept);
+            to_fragments(frag, s);
             mma_times_columns<kHS>(grad_b, frag, shared.b[stage], lane);
         }
         to_fragments(frag, dp);
@@ -3437,7 +3331,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         store_tile<Padded<kHS>>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, a_rows, grad_a, scale, lane,
                                 round);
         if constexpr (!kQueries) {
-            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, kept.scale, lane, round);
+            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, 1.0f, lane, round);
         }
     });
 }
@@ -3558,7 +3452,7 @@ __device__ __forceinline__ void wgmma_end(Registers&... registers) {
 }
 #endif
 
-template <class Shape, bool kDrops>
+template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_sm90_kernel(const AttentionForwardX args, float scale,
                                   const __grid_constant__ CUtensorMap qkv_map) {
@@ -3575,10 +3469,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     Sm90Tile o = {}, s;                                 // o: not yet divided by the row's sum
     uint32_t p_frag[1][4][4];
     OnlineSoftmax<1> softmax;
-    Keep<kDrops, Own::Queries, 1, 8> kept(args.keep, block, lane);
 
     // The tile on the diagonal: S, mask, P
-    kept.load(row0, block.row0);
     mbarrier_wait(&shared.own_full, 0);
     int stage = shared.wait(0);
     wgmma_fence();
@@ -3586,7 +3478,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     wgmma_end<0>(s);
     mask_future<Own::Queries>(s, warp_row, 0, lane);
     softmax.template add<true>(s, scale_log2);
-    to_fragments(p_frag, s, kept);
+    to_fragments(p_frag, s);
 
     // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
     for (int it = 1; it < block.tiles; it++) {
@@ -3595,12 +3487,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_columns(o, p_frag, shared.b[before]);
-        kept.load(row0, block.tile(it));                // there when the softmax is done
         wgmma_end<1>(s);
         const bool rescale = softmax.template add<true>(s, scale_log2);
         wgmma_end<0>(o, p_frag);
         if (rescale) { scale_rows(o, softmax.correction); }
-        to_fragments(p_frag, s, kept);
+        to_fragments(p_frag, s);
         shared.release(block, it - 1, other);
     }
     wgmma_fence();
@@ -3608,7 +3499,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     wgmma_end<0>(o, p_frag);
 
     float factor[1][2];
-    softmax.finish(factor, block.lse(args.lse), row0, args.T, scale, kept.scale, lane);
+    softmax.finish(factor, block.lse(args.lse), row0, args.T, scale, lane);
     scale_rows(o, factor);
     __syncthreads();                                    // all are done with Q
     store_tile<Swizzled>(block.out(args.out), row0, shared.own[0] + warp_row * 64, o, 1.0f, lane);
@@ -3621,7 +3512,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 //     wgmma           | S | dP |                 | only keys: dV += P^T dO | dQ += dS K or dK += dS^T Q |
 //     ordinary cores      | P = exp(S - lse), packed | dS, packed          |             barrier, copy |
 //                     ^ full[stage]
-template <Own kOwn, class Shape, bool kDrops>
+template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_sm90_kernel(const AttentionBackwardX args, float scale,
                                    const __grid_constant__ CUtensorMap qkv_map,
@@ -3644,7 +3535,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const float scale_log2 = scale * kLog2e;
     Sm90Tile grad_a = {}, grad_b = {}, s, dp;           // dQ; or dK and dV. Not yet scaled
     uint32_t p_frag[1][4][4], ds_frag[1][4][4];
-    Keep<kDrops, kOwn, 1, 8> kept(args.keep, block, lane);
     mbarrier_wait(&shared.own_full, 0);
     for (int it = 0; it < block.tiles; it++) {
         // S and dP start together; P is calculated from S while dP is under way
@@ -3653,19 +3543,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
-        kept.load(row0, block.tile(it));
         wgmma_end<1>(s);
         if (it == 0) { mask_future<kOwn>(s, warp_row, 0, lane); }       // the diagonal
         probabilities(s, stats, scale_log2);
 
         // dV += P^T dO runs under the arithmetic of dS, which takes the place of dP
-        if constexpr (!kQueries) { to_fragments(p_frag, s, kept); }
+        if constexpr (!kQueries) { to_fragments(p_frag, s); }
         wgmma_end<0>(dp);
         if constexpr (!kQueries) {
             wgmma_fence();
             wgmma_columns(grad_b, p_frag, shared.b[stage]);
         }
-        score_gradients(dp, s, stats, kept);
+        score_gradients(dp, s, stats);
 
         // dQ += dS K or dK += dS^T Q
         to_fragments(ds_frag, dp);
@@ -3679,7 +3568,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         store_tile<Swizzled>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0] + warp_row * 64,
                              grad_a, scale, lane, round);
         if constexpr (!kQueries) {
-            store_tile<Swizzled>(block.v(dqkv), row0, shared.own[1] + warp_row * 64, grad_b, kept.scale, lane,
+            store_tile<Swizzled>(block.v(dqkv), row0, shared.own[1] + warp_row * 64, grad_b, 1.0f, lane,
                                  round);
         }
     });
@@ -3734,55 +3623,50 @@ static std::string attention_error(int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-template <bool kDrops> static void attention_sm90(const AttentionForwardX& a, Stream stream) {
+static void attention_sm90(const AttentionForwardX& a, Stream stream) {
     typedef Sm90Shape<2, 4> Shape;
-    attention_launch<Shape>(attention_forward_sm90_kernel<Shape, kDrops>, a, sizeof(Sm90Shared<1, Shape>),
-                            stream, tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
+    attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, a, sizeof(Sm90Shared<1, Shape>), stream,
+                            tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
 }
-template <bool kDrops> static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
+static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
     typedef Sm90Shape<2, 4> Dq;
     typedef Sm90Shape<3, 3> Dkv;
     const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, 3 * a.NH);
     const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH);
-    attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq, kDrops>, a,
-                         sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
-    attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv, kDrops>, a,
-                          sizeof(Sm90Shared<2, Dkv>), stream, qkv, dout);
+    attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq>, a, sizeof(Sm90Shared<2, Dq>),
+                         stream, qkv, dout);
+    attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv>, a, sizeof(Sm90Shared<2, Dkv>),
+                          stream, qkv, dout);
 }
 
-template <class Shapes, bool kDrops> static void attention_mma(const AttentionForwardX& a, Stream stream) {
+template <class Shapes> static void attention_mma(const AttentionForwardX& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
-    attention_launch<Shape>(attention_forward_mma_kernel<Shape, kDrops>, a, sizeof(MmaShared<1, Shape>),
-                            stream);
+    attention_launch<Shape>(attention_forward_mma_kernel<Shape>, a, sizeof(MmaShared<1, Shape>), stream);
 }
-template <class Shapes, bool kDrops> static void attention_mma(const AttentionBackwardX& a, Stream stream) {
+template <class Shapes> static void attention_mma(const AttentionBackwardX& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
-    attention_launch<Dq>(attention_backward_mma_kernel<Own::Queries, Dq, kDrops>, a,
-                         sizeof(MmaShared<2, Dq>), stream);
-    attention_launch<Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv, kDrops>, a,
-                          sizeof(MmaShared<2, Dkv>), stream);
+    attention_launch<Dq>(attention_backward_mma_kernel<Own::Queries, Dq>, a, sizeof(MmaShared<2, Dq>),
+                         stream);
+    attention_launch<Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv>, a, sizeof(MmaShared<2, Dkv>),
+                          stream);
 }
 
 // Either pass, in the form that attention_form names.
-template <bool kDrops, class Args> static void attention_by_form(const Args& a, Stream stream) {
-    if constexpr (sizeof(floatX) == 2) {
-        if (attention_uses_sm90(a.HS)) { return attention_sm90<kDrops>(a, stream); }
-    }
-    switch (mma_head_size(a.HS)) {
-        case 32: return attention_mma<MmaShapes<32>, kDrops>(a, stream);
-        case 64: return attention_mma<MmaShapes<64>, kDrops>(a, stream);
-        case 96: return attention_mma<MmaShapes<96>, kDrops>(a, stream);
-        case 128: return attention_mma<MmaShapes<128>, kDrops>(a, stream);
-        default: attention_plain(a, stream);
-    }
-}
 template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
     die_if(attention_error(a.HS));
-    if (a.keep.bits) { attention_by_form<true>(a, stream); }
-    else { attention_by_form<false>(a, stream); }
+    if constexpr (sizeof(floatX) == 2) {
+        if (attention_uses_sm90(a.HS)) { return attention_sm90(a, stream); }
+    }
+    switch (mma_head_size(a.HS)) {
+        case 32: return attention_mma<MmaShapes<32>>(a, stream);
+        case 64: return attention_mma<MmaShapes<64>>(a, stream);
+        case 96: return attention_mma<MmaShapes<96>>(a, stream);
+        case 128: return attention_mma<MmaShapes<128>>(a, stream);
+        default: attention_plain(a, stream);
+    }
 }
 static void attention_forward(const AttentionForwardX& a, Stream s) { attention(a, s); }
 static void attention_backward(const AttentionBackwardX& a, Stream s) { attention(a, s); }
@@ -4156,7 +4040,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
     bool master;                // fp32 master copies of 16-bit parameters
     bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
-    double dropout;             // probability, in training: embedding, attention's probabilities, branches
+    double dropout;             // probability, in training: of the embedding's and the branches' outputs
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
@@ -5998,7 +5882,7 @@ static Options run_options() {
     o.kernels = run.kernels;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers: all but dropout in the first step alone
+    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers: in the first step alone
     o.weight_decay = (float)run.weight_decay;
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
     o.grad_clip = (float)run.grad_clip;
@@ -6409,6 +6293,7 @@ static Facts run_facts(Training* t) {
     const Facts origin = origin_facts(*t);
     facts.insert(facts.end(), origin.begin(), origin.end());
     facts.push_back({"started in", t->start});
+    if (run.dropout > 0.0) { facts.push_back({kDropoutFact, "the embedding's and the branches' outputs"}); }
     for (int i = 0; i < kNumFlags; i++) {
         facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
     }

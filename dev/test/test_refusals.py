@@ -117,7 +117,7 @@ REFUSED = f"""
 -e L2,NH1,C12296,T32,V256            => C=12296 | at most | 12288 channels
 -e L10000,NH1,C12288,T32,V256                => GiB | free
 -e L100,NH1,C12288,T32,V256 -b 65536         => GiB | free
--e L10000,NH64,C64,T16777216,V256 -b 127 --dropout 0.1      => tensor ' | elements: too many
+-e L10000,NH12288,C12288,T16777216,V65536 -b 127     => GiB | free
 -e L2,NH2,C32,T16777216,V256 -b 65536        => 65536 | 16777216
 -e L2,NH2,C32,T2048,V256 -b 65536            => 65536 | GiB
 

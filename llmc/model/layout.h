@@ -20,7 +20,6 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 #include <array>        // gives: std::array
 #include <vector>       // gives: std::vector
 
-#include "../check.h"           // gives: die
 #include "../numbers.h"         // gives: round_up, ceil_div
 #include "../ops/op_types.h"    // gives: kChunk
 
@@ -71,15 +70,6 @@ struct Places {
     size_t bytes() const { return at - base; }
 };
 
-// Dies if a tensor has more than 2^62 elements. The product comes as a double, which does not wrap.
-static inline size_t size_check(const char* name, double elements) {
-    if (!(elements < 4.6e18)) {
-        die("tensor '%s' would have %.3g elements: too many\nhint: use a smaller model, -b or -t", name,
-            elements);
-    }
-    return (size_t)elements;
-}
-
 // A row of GPT2_PARAMS; L: the model's layers.
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
                                    Init init, Kind kind, size_t live_rows, int muon, uint32_t id,
@@ -87,7 +77,6 @@ static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where wh
     const size_t elems = rows * cols;
     const size_t slot = round_up(elems, kAlign / 2);    // a multiple of kAlign bytes for 2-byte elements, too
     const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
-    size_check(name, (double)rows * (double)cols * copies);
     return {name, where, init, kind, copies, rows, cols, live_rows, muon, id, hf, elems, slot, elem_bytes, 0,
             0};
 }

@@ -188,7 +188,6 @@ template <class X, class S> struct AttentionForward {   // causal self-attention
     S* lse;                             // (B,NH,T) log-sum-exp of the scores
     const X* qkv;                       // (B,T,3,NH,HS)
     int B, T, NH, HS;
-    AttentionKeep keep = {};            // of the softmax's results
 };
 template <class X, class S> struct AttentionBackward {
     X* dqkv;                            // (B,T,3,NH,HS) not written with fp8
@@ -196,15 +195,9 @@ template <class X, class S> struct AttentionBackward {
     const X *dout, *out, *qkv;          // (B,T,C) (B,T,C) (B,T,3,NH,HS)
     const S* lse;                       // (B,NH,T)
     int B, T, NH, HS;
-    AttentionKeep keep = {};            // the forward's
     uint8_t* fp8 = nullptr;             // (B,T,3,NH,HS) or null; else the bytes of dqkv * scale in e4m3
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
-};
-template <class X, class S> struct AttentionDropout {   // the bits of an AttentionKeep
-    uint32_t* keep;                     // (B,NH,padded_T/32,padded_T)
-    Dropout dropout;                    // of a matrix (B*NH*T,T): row (b*NH + h)*T + q has query q's keys
-    int B, T, NH;
 };
 
 template <class X, class S> struct Classifier {         // softmax and cross-entropy over the first V columns
@@ -401,7 +394,6 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
       out("saturated", a.saturated, 1))                                                                \
     X(gelu_forward, GeluForward, out("out", a.out, a.n))                                               \
     X(gelu_backward_inplace, GeluBackward, out("dinp", a.d, a.N, a.OC), out("dbias", a.dbias, a.OC))   \
-    X(attention_dropout, AttentionDropout, out("keep", a.keep, a.B, a.NH, keep_words(a.T)))            \
     X(attention_forward, AttentionForward, out("out", a.out, a.B, a.T, a.NH, a.HS),                    \
       out("lse", a.lse, a.B, a.NH, a.T))                                                               \
     X(attention_backward, AttentionBackward,                                                           \

@@ -205,8 +205,8 @@ static const Flag kFlags[] = {
     {"",    "norm",            FLAG_ENUM,   &run.norm,           "layernorm", 0, 0, NORM_NAMES,
         "rmsnorm: takes no mean away and has no bias", FLAG_FIXED},
     {"",    "dropout",         FLAG_FLOAT,  &run.dropout,        "0",       0, 0.95, nullptr,
-        "in training, of attention's probabilities and of the embedding's, attention's and the MLP's output; "
-        "the norm adds the residual", FLAG_FIXED},
+        "in training, of the embedding's, attention's and the MLP's output; the norm adds the residual",
+        FLAG_FIXED},
     {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
         FLAG_FIXED},
@@ -434,6 +434,10 @@ static inline void settings_known(Facts* facts, const std::string& prefix) {
     }
 }
 
+// The fact of a state that says what --dropout drops. Earlier programs wrote none, and dropped attention's
+// probabilities, too.
+constexpr const char* kDropoutFact = "dropout of";
+
 // Takes over the settings of a run whose model is `c`. Settings that the run left open stay as it settled
 // them: on another number of ranks it keeps its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
@@ -471,6 +475,10 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
     else if (lanes != comm.world) {
         warn("the run had %d lanes and goes on with one on each of %d ranks (--grad-dtype bf16): its sums, "
              "and so its bits, will differ", lanes, comm.world);
+    }
+    if (run.dropout > 0.0 && !facts_find(facts, kDropoutFact)) {
+        warn("the run began with a program whose --dropout %g also dropped attention's probabilities, which "
+             "this one does not: its losses and bits will differ", run.dropout);
     }
     const std::string* precision = facts_find(facts, "precision");
     if (!precision || *precision != build.precision) {
