@@ -82,11 +82,12 @@ static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where wh
 }
 
 // A row of GPT2_ACTS, placed at *offset, which moves on. kept: copies of a Block's tensor; or act_in(other),
-// for one that lies in the memory of row `other` of specs.
+// for one that lies in the memory of row `other` of specs. No model's bytes reach 2^64: config_error limits
+// layers, channels and positions, and a micro-step has less than 2^31 tokens.
 static inline int act_in(int other) { return -1 - other; }
 static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems, Where where, int kept,
                                const ActSpec* specs, size_t* offset) {
-    const size_t bytes = round_up(size_check(name, (double)elems) * elem_bytes, kAlign);
+    const size_t bytes = round_up(elems * elem_bytes, kAlign);
     if (kept < 0) {
         const ActSpec& in = specs[act_in(kept)];
         assert(elems * elem_bytes <= in.elems * in.elem_bytes);
@@ -94,7 +95,6 @@ static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems
     }
     const int copies = where == Where::Block ? kept : 1;
     const ActSpec spec = {name, copies, elems, elem_bytes, bytes / elem_bytes, *offset, false};
-    size_check(name, (double)bytes * copies);
     *offset += bytes * copies;
     return spec;
 }
