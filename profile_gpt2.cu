@@ -42,14 +42,14 @@ WORK(EncoderBackward) {
     return {(kX * a.B * a.T + 2 * kS * a.buckets.num_segments + kS * a.maxT) * a.C, 0};
 }
 WORK(NormForward) {
-    const double stream = (a.residual_fp32 ? kS : kX) * (!!a.inp + !!a.residual);
+    const int stream = !!a.inp + !!a.residual;
     const int others = !!a.branch[0] + !!a.branch[1] + !!a.y[0].out + !!a.y[1].out;
-    return {(stream + kX * others + !!a.y[0].fp8 + !!a.y[1].fp8) * a.N * a.C, 0};
+    return {(kX * (stream + others) + !!a.y[0].fp8 + !!a.y[1].fp8) * a.N * a.C, 0};
 }
 WORK(NormBackward) {
-    const double stream = (a.residual_fp32 ? kS : kX) * (a.dresidual_acc == Accumulate::Yes ? 3 : 2);
+    const int stream = a.dresidual_acc == Accumulate::Yes ? 3 : 2;
     const int others = !!a.branch[0].dout + !!a.branch[1].dout + !!a.y[0].dout + !!a.y[1].dout;
-    return {(stream + kX * others) * a.N * a.C, 0};
+    return {kX * (stream + others) * a.N * a.C, 0};
 }
 WORK(MatmulForward) { return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + !!a.pre_gelu)); }
 WORK(MatmulBackwardInput) { return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + !!a.pre_gelu), kX, kX); }
@@ -64,7 +64,6 @@ WORK(BiasBackward) { return {kX * a.N * a.OC * (a.of_qkv ? 2 / 3.0 : 1), 0}; }
 WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
 WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
 WORK(GeluBackward) { return {3 * kX * a.N * a.OC, 0}; }
-WORK(AttentionDropout) { return {kS * a.B * a.NH * (double)keep_words(a.T), 0}; }
 WORK(AttentionForward) { return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, 4, 2); }
 WORK(AttentionBackward) {
     return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, a.fp8 ? 5 + 3 / kX : 8, 5);
@@ -234,10 +233,11 @@ int main(int argc, char** argv) {
         profile.gemm_flops = 0;
         if (step == steps - 1) { cudaCheck(cudaProfilerStart()); }      // for ncu --profile-from-start off
         const Event begin = event_now(model.stream);
-        for (int micro = 0; micro < micro_steps; micro++) {
-            gpt2_micro_step(&model, x.data(), y.data(), B, T, micro, micro_steps);
+        MicroStep micro;
+        for (int i = 0; i < micro_steps; i++) {
+            micro = gpt2_micro_step(&model, x.data(), y.data(), B, T, i, micro_steps);
         }
-        gpt2_update(&model, run.lr, run.muon_lr);
+        gpt2_update(&model, micro, run.lr, run.muon_lr);
         const Event end = event_now(model.stream);
         gpt2_read_state(&model);                                        // waits
         const double ms = ms_between(begin, end);

@@ -68,11 +68,6 @@ template <class S, class F> static void with_output(const GradOf<S>& grad, F f) 
 #endif
     f(grad.data);
 }
-template <class Real, class F> static void with_output(const ResidualOf<Real>& residual, F f) {
-    if (!residual.data) { return; }
-    if (residual.is_fp32) { f((float*)residual.data); }
-    else { f(residual.data); }
-}
 
 template <class Args> static void break_outputs(const Args& args, Stream stream) {
     if (!break_name) { return; }
@@ -120,32 +115,29 @@ struct Model : GPT2 {
 
 struct Batch { int B, T; std::vector<int> x, y; };
 
-// The gradients of a batch, in `micro_steps` parts.
+// The gradients of a batch, in `micro_steps` parts. last_micro_step: its last one's, which step_update needs.
+static MicroStep last_micro_step;
 static void accumulate(GPT2* model, const Batch& batch, int micro_steps = 1) {
     const int rows = batch.B / micro_steps;
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * batch.T;
-        gpt2_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro, micro_steps);
+        last_micro_step = gpt2_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro,
+                                          micro_steps);
     }
+}
+
+static void step_update(GPT2* model, double lr, double muon_lr = 0.0) {
+    gpt2_update(model, last_micro_step, lr, muon_lr);
 }
 
 // The mean loss of a batch. LossOnly: its logits stay.
 static float mean_loss(GPT2* model, const Batch& batch, ClassifierMode mode = ClassifierMode::LossOnly) {
     const int B = batch.B, T = batch.T;
+    const MicroStep micro;
     gpt2_feed(model, batch.x.data(), batch.y.data(), B, T, mode);
-    gpt2_loss(model, B, T, mode, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No);
+    gpt2_loss(model, B, T, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No,
+              mode == ClassifierMode::LossAndGrad ? &micro : nullptr);
     return gpt2_read_state(model).loss;
-}
-
-// While there is one, an FP32 build, too, lets a stream in fp32 go its own way.
-struct StreamApart {
-    StreamApart() { hooks.fp32_builds_follow = true; }
-    ~StreamApart() { hooks.fp32_builds_follow = false; }
-};
-
-static Config with_fp32_stream(Config c) {
-    c.residual_fp32 = true;
-    return c;
 }
 
 // ---- a model's tensors on the host ----
@@ -184,7 +176,9 @@ static Vector host_grad(GPT2* model, int i) {
     const float scale = gpt2_read_state(model).update.loss_scale;
     Vector all;
     for (int l = 0; l < s.copies; l++) {
-        const Grad grad = gpt2_grad(model, (ParamId)i, l, Accumulate::No);
+        MicroStep micro = last_micro_step;
+        micro.lane = 0;                         // whose buffer has the sum of all lanes
+        const Grad grad = gpt2_grad(model, (ParamId)i, l, micro);
         Vector values;
         if (grad.is_bf16) {
             const auto raw = from_device(model, (const uint16_t*)grad.data, s.elems);
@@ -270,12 +264,10 @@ static Doubles json_numbers(const Facts& json, const std::string& name) {
     return numbers;
 }
 
-static void test_model(const std::string& prefix, const Options& options, bool residual_fp32,
-                       double logits_bound, double grad_bound) {
+static void test_model(const std::string& prefix, const Options& options, double logits_bound,
+                       double grad_bound) {
     const std::string path = prefix + "_model.bin";
-    Config c = checkpoint_config(path.c_str());
-    c.residual_fp32 = residual_fp32;
-    const StreamApart apart;
+    const Config c = checkpoint_config(path.c_str());
     const Reference r = reference_load(prefix + "_tensors.bin", c);
     Facts json;
     const std::string unread = json_file_read(prefix + ".json", &json);
@@ -320,7 +312,7 @@ static void test_model(const std::string& prefix, const Options& options, bool r
     const Doubles losses = json_numbers(json, "losses"), norms = json_numbers(json, "norms");
     for (size_t step = 0; step < losses.size(); step++) {
         accumulate(&model, r);
-        gpt2_update(&model, hyper("learning_rate"));
+        step_update(&model, hyper("learning_rate"));
         const DeviceState state = gpt2_read_state(&model);
         CHECK(fabs(state.loss - losses[step]) <= (kLowPrecision ? 0.03 : 5e-5),
               "step %zu: loss %.7f, PyTorch %.7f", step, state.loss, losses[step]);
@@ -372,7 +364,7 @@ static void dump_grads(const std::vector<std::string>& args) {
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * r.T;
         gpt2_feed(&model, &r.x[at], &r.y[at], rows, r.T, ClassifierMode::LossOnly);
-        gpt2_loss(&model, rows, r.T, ClassifierMode::LossOnly, 1.0f / (float)(r.B * r.T), &model.state->loss,
+        gpt2_loss(&model, rows, r.T, 1.0f / (float)(r.B * r.T), &model.state->loss,
                   micro == 0 ? Accumulate::No : Accumulate::Yes);
         const Vector logits = host_logits(&model, rows * r.T);
         write(logits.data(), logits.size());
@@ -453,7 +445,7 @@ struct RandomModel : Model {
 
 static void one_step(GPT2* model, int B, uint32_t batch, int micro_steps = 1) {
     accumulate(model, random_batch(model->config, B, batch), micro_steps);
-    gpt2_update(model, 1e-3, 1e-2);
+    step_update(model, 1e-3, 1e-2);
     stream_sync(model->stream);     // the next step may be another model's, and they share a workspace
 }
 
@@ -540,7 +532,7 @@ static void test_lane_gradients(const Config& c) {
         std::vector<std::vector<Vector>> sums;          // of a part of the tree, of a tensor
         for (int lane = 0; lane < lanes; lane++) {
             const size_t at = (size_t)lane * batch.T;
-            gpt2_micro_step(&model, &batch.x[at], &batch.y[at], 1, batch.T, 0, lanes);
+            last_micro_step = gpt2_micro_step(&model, &batch.x[at], &batch.y[at], 1, batch.T, 0, lanes);
             sums.push_back(host_grads(&model));
         }
         for (int apart = 1; apart < lanes; apart *= 2) {
@@ -557,26 +549,11 @@ static void test_lane_gradients(const Config& c) {
 }
 
 // ---- one model, computed in several ways ----
-static std::string variant_name(const Config& c, double dropout) {
-    return format("C=%d block %d, norm %d, dropout %g", c.C, (int)c.block, (int)c.norm, dropout);
-}
-
-// A short run of few rows; it has the same bits as a CUDA graph of each micro-step, at each recompute level.
-static Vector run_levels(const std::string& what, const Config& c, Options o) {
-    o.graphs = false;
-    const Vector base = short_run(c, o, 2, 2, 2);       // of a graph's runs the first is not recorded
-    o.graphs = true;
-    for (int recompute : {0, 1, 2}) {
-        o.recompute = recompute;
-        CHECK(same_bits(base, short_run(c, o, 2, 2, 2)), "%s: -r %d has other bits than without a graph",
-              what.c_str(), recompute);
-    }
-    return base;
-}
-
-// Without dropout, and with it: levels of recomputing, and a batch in 1, 2 and 4 micro-steps.
-static Vector test_variant(const Config& c, double dropout) {
-    const std::string what = variant_name(c, dropout);
+// A batch in 1, 2 and 4 micro-steps. And a short run of few rows, which has the same bits as a CUDA graph of
+// each micro-step, at each recompute level.
+static void test_variant(const Config& c, double dropout) {
+    const std::string what = format("C=%d block %d, norm %d, dropout %g", c.C, (int)c.block, (int)c.norm,
+                                    dropout);
     Options o = default_options();
     o.dropout = dropout;
     const Batch batch = random_batch(c, 4, 0);
@@ -588,23 +565,14 @@ static Vector test_variant(const Config& c, double dropout) {
         check_grads(format("%s, in %d micro-steps", what.c_str(), micro_steps), &model, whole,
                     kLowPrecision ? 1e-2 : 1e-6);
     }
-    return run_levels(what, c, o);
-}
-
-// A stream in fp32 beside the same model's of the branches' type. The way that a stream in fp32 takes, where
-// the norms add and each branch has a gradient of its own, leads to the same numbers in an FP32 build, too.
-// With dropout the norms add in any case.
-static void test_residual_fp32(const Config& c, double dropout, const Vector& plain) {
-    const StreamApart apart;
-    const std::string what = variant_name(c, dropout) + ", stream in fp32";
-    Options o = default_options();
-    o.dropout = dropout;
-    const Vector fp32 = run_levels(what, with_fp32_stream(c), o);
-    const double error = relative_error(fp32, plain, 2);
-    CHECK(error <= (kLowPrecision ? 2e-2 : 1e-4), "%s: differs by %g", what.c_str(), error);
-    const bool same = same_bits(fp32, plain);
-    if (kLowPrecision) { CHECK(!same, "%s: the same bits", what.c_str()); }
-    if (!kDeviceIsAsync && dropout > 0.0) { CHECK(same, "%s: other bits by the other way", what.c_str()); }
+    o.graphs = false;
+    const Vector base = short_run(c, o, 2, 2, 2);       // of a graph's runs the first is not recorded
+    o.graphs = true;
+    for (int recompute : {0, 1, 2}) {
+        o.recompute = recompute;
+        CHECK(same_bits(base, short_run(c, o, 2, 2, 2)), "%s: -r %d has other bits than without a graph",
+              what.c_str(), recompute);
+    }
 }
 
 // With one norm's weights in both, parallel branches are tied ones.
@@ -628,7 +596,7 @@ static void test_variants(Config c) {
     for (Block block : {Block::Sequential, Block::Parallel, Block::ParallelTied}) {
         for (NormKind norm : {NormKind::Layer, NormKind::Rms}) {
             c.block = block, c.norm = norm;
-            for (double dropout : {0.0, 0.2}) { test_residual_fp32(c, dropout, test_variant(c, dropout)); }
+            for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); }
         }
     }
 }
@@ -665,7 +633,7 @@ static void test_fp8(const Config& c, bool head, double bound) {
     o.fp8 = true, o.fp8_head = head, o.recompute = 2;   // -r as in the trainer
     RandomModel model(c, o, B), other(c, plain, B);
     auto update = [&](double lr) {
-        gpt2_update(&model, lr, 0.0);
+        step_update(&model, lr, 0.0);
         return gpt2_read_state(&model);
     };
     accumulate(&model, random_batch(c, B, 0));
@@ -733,7 +701,7 @@ static void test_fp8_rare_tokens() {
     const Batch batch = random_batch(c, B, 0);
     accumulate(&other, batch);
     accumulate(&model, batch);
-    gpt2_update(&model, 0.0, 0.0);
+    step_update(&model, 0.0, 0.0);
     accumulate(&model, batch);
     const Vector got = host_grad(&model, PARAM_wte), want = host_grad(&other, PARAM_wte);
     std::vector<bool> rare(c.V, true);
@@ -807,7 +775,7 @@ static void test_muon_updates(const Config& c) {
                 before[{i, l}] = host_param(&model, i, l, true);
             }
         }
-        gpt2_update(&model, 1e-3, lr);
+        step_update(&model, 1e-3, lr);
         for (const auto& it : before) {
             const int i = it.first.first, l = it.first.second;
             const ParamSpec& s = model.param_specs[i];
@@ -926,7 +894,7 @@ static void test_stalled_disk(const Config& c) {
     CHECK(validate(&model, &loader, &logger, 1), "the validation fails");
     disk.join();
     CHECK(patient, "a job would end while rows are read for validation");
-    reports.pending = 1;
+    reports.first = 1, reports.end = 2;         // step 1 waits for its report
     report_step(&reports, &logger, {});
     CHECK(lines == 4 && hasty == 0, "%d lines, %d of them while a job would soon end", lines, hasty);
     CHECK(!Job::is_patient(), "its patience lasts for %g s", comm_state->allowed.load());
@@ -1011,7 +979,6 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
 // Texts that are written with kept keys and values, past T, three at once: logits against those of whole
 // forwards, the device's draws against sample_token's; then the same texts as the trainer writes them.
 static void test_writing(const char* name, const Config& c) {
-    const StreamApart apart;                    // where c has it
     const int T = c.maxT, count = T + 9, kRow = 1;
     const std::vector<int> prompt = {7, c.V - 1, 0, 250, 7};
     Options o = default_options();
@@ -1104,7 +1071,7 @@ static void test_bf16_gradients(const Config& c) {
         const bool bf16 = model->options.grads_bf16;
         accumulate(model, random_batch(c, 8, 0), 4);
         grads[bf16] = host_grads(model);
-        gpt2_update(model, 1e-3);
+        step_update(model, 1e-3);
         norms[bf16] = gpt2_read_state(model).update.norm;
     }
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -1127,7 +1094,7 @@ static void test_small_steps(const Config& c) {
         const Vector start = host_params(&model);
         for (int step = 0; step < 20; step++) {
             accumulate(&model, random_batch(c, 8, 0));
-            gpt2_update(&model, 1e-5);
+            step_update(&model, 1e-5);
         }
         moved[without] = host_params(&model);
         for (size_t i = 0; i < start.size(); i++) { moved[without][i] -= start[i]; }
@@ -1449,9 +1416,6 @@ template <class X, class S> struct Side {
     }
     X* x(const char* name, const Start& start) const { return pointer<X>(k->tensor<floatX>(name, start)); }
     S* s(const char* name, const Start& start) const { return pointer<S>(k->tensor<float>(name, start)); }
-    X* stream(const char* name, const Start& start, bool fp32) const {      // of the residual stream
-        return pointer<X>(fp32 ? k->tensor<float>(name, start) : k->tensor<floatX>(name, start));
-    }
     auto* muon(const char* name, const Start& start) const {
         return pointer<typename MuonValue<X>::type>(k->tensor<muonX>(name, start));
     }
@@ -1563,13 +1527,12 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
     }
 }
 
-// starts: nothing comes before the branches. fp32: the residual stream.
-struct NormCase { NormKind kind; int norms, branches; bool drops, starts, fp32; };
+// starts: nothing comes before the branches.
+struct NormCase { NormKind kind; int norms, branches; bool drops, starts; };
 
 static std::string norm_title(const char* op, const NormCase& is, int N, int C) {
-    return format("%s N=%d C=%d %s norms=%d branches=%d drops=%d starts=%d fp32=%d", op, N, C,
-                  is.kind == NormKind::Rms ? "rms" : "layer", is.norms, is.branches, is.drops, is.starts,
-                  is.fp32);
+    return format("%s N=%d C=%d %s norms=%d branches=%d drops=%d starts=%d", op, N, C,
+                  is.kind == NormKind::Rms ? "rms" : "layer", is.norms, is.branches, is.drops, is.starts);
 }
 static Dropout norm_dropout(const NormCase& is, int branch) {
     return dropout_of(is.drops ? 0.2 : 0.0, {1337, 4, 7 + (uint32_t)branch}, 5000000000ull);
@@ -1622,9 +1585,9 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
             a.y[i].stats = at.exact(kStats[i], std::vector<Fp8Stats>(1));
         }
         a.mean = layer ? at.s("mean", Out(N)) : nullptr, a.rstd = at.s("rstd", Out(N));
-        a.inp = is.starts ? nullptr : at.stream("inp", In(n, 1.0, 0.5), is.fp32);
+        a.inp = is.starts ? nullptr : at.x("inp", In(n, 1.0, 0.5));
         if (is.branches > 0) {
-            auto* residual = at.stream("residual", Out(n), is.fp32);
+            auto* residual = at.x("residual", Out(n));
             if (is_added) { a.inp = residual; }
             else { a.residual = residual; }
         }
@@ -1632,7 +1595,7 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
             a.branch[i] = at.x(kNormNames[i][6], In(n, 1.0, 0.1));     // a mean of zero has no digits
             a.dropout[i] = norm_dropout(is, i);
         }
-        a.kind = is.kind, a.N = N, a.C = C, a.residual_fp32 = is.fp32;
+        a.kind = is.kind, a.N = N, a.C = C;
         call(a);
     };
     compute(k, [&](auto at) { forward(at, false); });
@@ -1651,7 +1614,6 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
 // bf16: of the vectors' gradients; sums: the branches' biases want theirs.
 static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc, bool bf16, bool sums) {
     const bool layer = is.kind == NormKind::Layer;
-    const bool apart = is.drops || is.fp32;         // the branches' gradients from the stream's
     const int n = N * C, rows = 2 * is.norms + (is.branches == 2 ? 2 : 1);
     Case k(norm_title("norm_backward", is, N, C) + format(" acc=%d bf16=%d sums=%d", (int)acc, bf16, sums));
     compute(k, [&](auto at) {
@@ -1659,7 +1621,7 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
         auto stats = args<NormForward>(twin);       // mean and rstd of each row, known to both sides
         Doubles y(n), mean(N), rstd(N);
         auto a = args<NormBackward>(at);
-        a.inp = at.stream("inp", In(n, 1.0, 0.5), is.fp32);
+        a.inp = at.x("inp", In(n, 1.0, 0.5));
         for (int i = 0; i < is.norms; i++) {
             const auto& name = kNormNames[i];
             a.y[i] = {at.x(name[1], In(n)), at.s(name[2], In(C, 0.3, 1.0)),
@@ -1668,7 +1630,7 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
         }
         for (int i = 0; i < is.branches; i++) {
             const auto& name = kNormNames[i];
-            a.branch[i] = {apart ? at.x(name[6], Out(n)) : nullptr, norm_dropout(is, i), {}};
+            a.branch[i] = {is.drops ? at.x(name[6], Out(n)) : nullptr, norm_dropout(is, i), {}};
             // its twin's: below
             if (sums && !at.is_twin) { a.branch[i].dbias = at.grad(name[7], In(C), acc, bf16); }
         }
@@ -1677,13 +1639,13 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
         stats.kind = is.kind, stats.N = N, stats.C = C;
         norm_forward_cpu<double>(stats, 0);
         a.mean = layer ? at.s("mean", Of(mean)) : nullptr, a.rstd = at.s("rstd", Of(rstd));
-        a.dresidual = at.stream("dresidual", acc == Accumulate::Yes ? InOut(n) : Out(n), is.fp32);
+        a.dresidual = at.x("dresidual", acc == Accumulate::Yes ? InOut(n) : Out(n));
         a.scratch = at.s("scratch", Scratch(norm_backward_scratch_bytes(N, C, rows) / 4));
-        a.dresidual_acc = acc, a.kind = is.kind, a.N = N, a.C = C, a.residual_fp32 = is.fp32;
+        a.dresidual_acc = acc, a.kind = is.kind, a.N = N, a.C = C;
         call(a);
     });
     for (int i = 0; i < is.branches && sums; i++) {         // of the values as stored
-        const char* summed = apart ? kNormNames[i][6] : "dresidual";
+        const char* summed = is.drops ? kNormNames[i][6] : "dresidual";
         const Twin at = {&k};
         k.take(summed);
         op<BiasBackward>(at, {at.grad(kNormNames[i][7], In(C), acc, bf16), nullptr, k[summed].twin.data(), N,
@@ -1692,17 +1654,15 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
     k.expect();
 }
 
-// Every member of the family. Where all is fp32, a stream in fp32 is no other.
+// Every member of the family.
 static void test_norm(int N, int C) {
     for (NormKind kind : {NormKind::Layer, NormKind::Rms}) {
         for (int norms : {1, 2}) {
             for (int branches : {0, 1, 2}) {
-                const int forms = branches == 0 ? 1 : 4;
-                for (int i = 0; i < (kLowPrecision ? 2 : 1) * forms; i++) {
-                    const NormCase is = {kind, norms, branches, i % 2 == 1 && forms > 1, i / 2 % 2 == 1,
-                                         i >= forms};
+                for (int i = 0; i < (branches == 0 ? 1 : 4); i++) {
+                    const NormCase is = {kind, norms, branches, i % 2 == 1, i / 2 == 1};
                     test_norm_forward(is, N, C);
-                    if (is.starts || (is.fp32 && branches == 0)) { continue; }
+                    if (is.starts) { continue; }
                     const bool gpt2 = kind == NormKind::Layer && norms == 1 && branches == 1 && !is.drops;
                     for (Accumulate acc : kBothAccumulate) {
                         const bool odd = (norms + branches + i + (int)acc) % 2 == 1;
@@ -1717,10 +1677,8 @@ static void test_norm(int N, int C) {
 
 // Each of the kernel's forms.
 static void test_fp8_norm(int N, int C) {
-    for (bool fp32 : {false, true}) {
-        test_norm_forward({NormKind::Layer, 1, 0, false, false, fp32}, N, C, true);
-        test_norm_forward({NormKind::Rms, 2, 2, true, false, fp32}, N, C, true);
-    }
+    test_norm_forward({NormKind::Layer, 1, 0, false, false}, N, C, true);
+    test_norm_forward({NormKind::Rms, 2, 2, true, false}, N, C, true);
 }
 
 static void test_matmul(int N, int C, int OC) {
@@ -2036,7 +1994,7 @@ static void add_scaled(double* sum, double factor, const double* x, int n) {
 // operands. In fp32 builds without TF32 it rounds to fp32 and so says what that type can do.
 static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*/,
                              double* dqkv /*(B,T,3,NH,HS) zeros*/, Doubles qkv, const Doubles& dout, int B,
-                             int T, int NH, int HS, bool tf32, const AttentionKeep& keep) {
+                             int T, int NH, int HS, bool tf32) {
     const Type type = type_of<floatX>();
     const double scale = 1.0 / sqrt((double)HS);
     Doubles dout_operand = dout;
@@ -2046,10 +2004,6 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
     for (int bh = 0; bh < B * NH; bh++) {
         auto row = [&](int t) { return ((size_t)(bh / NH * T + t) * NH + bh % NH) * HS; };
         auto part = [&](int t, int i) { return ((size_t)((bh / NH * T + t) * 3 + i) * NH + bh % NH) * HS; };
-        auto kept = [&](int t, int u) {         // 0, or the factor of what dropout keeps
-            const size_t word = bh * keep_words(T) + u / 32 * padded_T(T) + t;
-            return !keep.bits || keep.bits[word] >> u % 32 & 1 ? (double)keep.scale : 0.0;
-        };
         Doubles p(T);
         for (int t = 0; t < T; t++) {
             const double *q = &qkv[part(t, 0)], *dO = &dout_operand[row(t)];
@@ -2061,17 +2015,15 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
             for (int u = 0; u <= t; u++) { p[u] = exp(p[u] - max); sum += p[u]; }
             lse[(size_t)bh * T + t] = max + log(sum);
             std::fill(O, O + HS, 0.0);
-            for (int u = 0; u <= t; u++) {
-                add_scaled(O, kept(t, u) * to_operand(p[u], tf32), &qkv[part(u, 2)], HS);
-            }
+            for (int u = 0; u <= t; u++) { add_scaled(O, to_operand(p[u], tf32), &qkv[part(u, 2)], HS); }
             for (int i = 0; i < HS; i++) { O[i] = round_to(type, O[i] / sum); }
             const double D = dot(O, &dout[row(t)], HS);
             for (int u = 0; u <= t; u++) {
-                const double prob = p[u] / sum, factor = kept(t, u), dp = dot(dO, &qkv[part(u, 2)], HS);
-                const double ds = to_operand(prob * (factor * dp - D), tf32);
+                const double prob = p[u] / sum, dp = dot(dO, &qkv[part(u, 2)], HS);
+                const double ds = to_operand(prob * (dp - D), tf32);
                 add_scaled(dq, ds, &qkv[part(u, 1)], HS);
                 add_scaled(dqkv + part(u, 1), ds, q, HS);
-                add_scaled(dqkv + part(u, 2), factor * to_operand(prob, tf32), dO, HS);
+                add_scaled(dqkv + part(u, 2), to_operand(prob, tf32), dO, HS);
             }
         }
         for (int t = 0; t < T; t++) {
@@ -2083,69 +2035,44 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
     }
 }
 
-// The bits that attention's dropout keeps: the twin's.
-static std::vector<uint32_t> test_attention_dropout(const Dropout& dropout, int B, int T, int NH) {
-    Case k(format("attention_dropout B=%d T=%d NH=%d dropped=%u", B, T, NH, dropout.dropped));
-    const std::vector<uint32_t> bits(B * NH * keep_words(T));
-    check(k, [&](auto at) { op<AttentionDropout>(at, {at.exact_out("keep", bits), dropout, B, T, NH}); });
-    return k["keep"].read<uint32_t>();
-}
-
-// `form`: what must run it, as attention_form says it; null: whatever does. p: what is dropped.
-static void test_attention(int B, int T, int NH, int HS, const char* form = nullptr, double p = 0.0) {
+// `form`: what must run it, as attention_form says it; null: whatever does.
+static void test_attention(int B, int T, int NH, int HS, const char* form = nullptr) {
     const char* runs = attention_form(HS);
-    const bool drops = p > 0.0, tf32 = strcmp(runs, "mma.sync (TF32)") == 0;
-    Case k(format("attention B=%d T=%d NH=%d HS=%d dropout=%g %s", B, T, NH, HS, p, runs));
+    const bool tf32 = strcmp(runs, "mma.sync (TF32)") == 0;
+    Case k(format("attention B=%d T=%d NH=%d HS=%d %s", B, T, NH, HS, runs));
     CHECK(!form || strcmp(form, runs) == 0, "%s: '%s' was to run it", k.title.c_str(), form);
-    const Dropout dropout = dropout_of(p, {1337, 4, 11}, 5000000000ull);
-    std::vector<uint32_t> bits(B * NH * keep_words(T), 0xffffffffu);       // all are kept, in the padding too
-    if (drops) { bits = test_attention_dropout(dropout, B, T, NH); }
     const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
-    auto both = [&](auto at, bool has_bits) {
-        const AttentionKeep keep = {has_bits ? at.exact("keep", bits) : nullptr, dropout.scale};
+    compute(k, [&](auto at) {
         auto *qkv = at.x("qkv", In(3 * n)), *out = at.x("out", Out(n, 5e-6)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out(rows, 5e-6));
-        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS, keep});
+        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS});
         op<AttentionBackward>(at, {at.x("dqkv", Out(3 * n, 2e-5)),
                                    at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
-                                   dout, out, qkv, lse, B, T, NH, HS, keep});
-    };
-    compute(k, [&](auto at) { both(at, drops); });
+                                   dout, out, qkv, lse, B, T, NH, HS});
+    });
     Doubles out(n), lse(rows), dqkv(3 * n);
-    direct_attention(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, HS, tf32,
-                     {drops ? bits.data() : nullptr, dropout.scale});
+    direct_attention(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, HS,
+                     tf32);
     k["out"].expect_as_good_as(out);
     k["dqkv"].expect_as_good_as(dqkv);
     if (tf32) { k["lse"].expect_as_good_as(lse); }
     else { k["lse"].expect(); }
-    if (drops) { return; }
-
-    // The kernels with dropout where all is kept: the same bits
-    const Doubles kept[] = {k["out"].values(), k["lse"].values(), k["dqkv"].values()};
-    repeat(k, [&](auto at) { both(at, true); });
-    CHECK(k["out"].values() == kept[0] && k["lse"].values() == kept[1] && k["dqkv"].values() == kept[2],
-          "%s: a dropout that keeps all gives other bits", k.title.c_str());
 }
 
 // Bytes of the gradient: next to what the same form stores as floatX, which is rounded from the same fp32.
-static void test_fp8_attention(int B, int T, int NH, int HS, double p) {
-    Case k(format("attention_backward, FP8 B=%d T=%d NH=%d HS=%d dropout=%g %s", B, T, NH, HS, p,
-                  attention_form(HS)));
-    const Dropout dropout = dropout_of(p, {1337, 4, 11}, 0);
-    std::vector<uint32_t> bits(B * NH * keep_words(T));
-    if (p > 0.0) { bits = test_attention_dropout(dropout, B, T, NH); }
+static void test_fp8_attention(int B, int T, int NH, int HS) {
+    Case k(format("attention_backward, FP8 B=%d T=%d NH=%d HS=%d %s", B, T, NH, HS, attention_form(HS)));
     std::vector<Fp8Tensor> tensor(1);
     fp8_set_scale(&tensor[0], 256.0f);                  // 448/256 = 1.75: some saturate
     const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
     compute(k, [&](auto at) {
-        const AttentionKeep keep = {p > 0.0 ? at.exact("keep", bits) : nullptr, dropout.scale};
         auto *qkv = at.x("qkv", In(3 * n)), *out = at.x("out", Out(n)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out(rows));
         auto* dqkv = at.x("dqkv", Out(3 * n));
         auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4));
-        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS, keep});
-        op<AttentionBackward>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS, keep});
-        op<AttentionBackward>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS, keep,
+        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS});
+        op<AttentionBackward>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS});
+        op<AttentionBackward>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS,
                                    at.exact_out("bytes", std::vector<uint8_t>(3 * n)),
                                    at.exact("tensor", tensor), at.exact("stats", std::vector<Fp8Stats>(1))});
     });
@@ -2171,11 +2098,9 @@ static void test_fp8_attention(int B, int T, int NH, int HS, double p) {
 static void test_fp8_attention_forms() {
     for (bool portable : {false, true}) {
         select_kernels(portable, false);
-        for (double p : {0.0, 0.1}) {
-            for (int T : {1, 65, 130}) { test_fp8_attention(2, T, 2, 64, p); }
-            for (int HS : {16, 40, 96, 128, 20}) { test_fp8_attention(1, 70, 2, HS, p); }
-            if (!small_shapes) { test_fp8_attention(1, 1024, 3, 64, p); }
-        }
+        for (int T : {1, 65, 130}) { test_fp8_attention(2, T, 2, 64); }
+        for (int HS : {16, 40, 96, 128, 20}) { test_fp8_attention(1, 70, 2, HS); }
+        if (!small_shapes) { test_fp8_attention(1, 1024, 3, 64); }
     }
     select_kernels(false, false);
 }
@@ -2202,7 +2127,7 @@ static void test_fp8_nan() {
             call(norm);
             auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(1, N, 1) / 4));
             op<AttentionBackward>(at, {nullptr, scratch, x, out, at.x("qkv", In(3 * N * C)),
-                                       at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, C, {},
+                                       at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, C,
                                        at.exact("attention bytes", bytes), t, at.exact("attention", zero)});
         });
         for (const char* name : {"cast", "norm", "attention"}) {
@@ -2225,29 +2150,21 @@ static void test_attention_forms() {
             const bool fits = HS <= 96 || (HS <= 128 && (kLowPrecision || shared_memory_limit() > 101376));
             const char* form = HS % kWidth == 0 && fits && (kLowPrecision || tf32) ? mma : "plain";
             for (int T : {1, 63, 64, 65, 257}) {
-                for (double p : {0.0, 0.1, 0.5}) {
-                    if (small_shapes && ((T != 1 && T != 65) || p == 0.5)) { continue; }
-                    test_attention(T == 1 ? 1 : 2, T, T == 1 ? 1 : 2, HS, form, p);
-                }
+                if (small_shapes && T != 1 && T != 65) { continue; }
+                test_attention(T == 1 ? 1 : 2, T, T == 1 ? 1 : 2, HS, form);
             }
         }
-        for (double p : {0.0, 0.2}) {
-            test_attention(1, 34, 1, 512, "plain", p);
-            if (small_shapes) { continue; }
-            test_attention(1, 1024, 2, 64, nullptr, p);
-            test_attention(1, 1000, 2, 128, nullptr, p);
-        }
-    }
-    for (double p : {1e-9, 0.3, 0.95}) {
-        for (int T : {1, 31, 128, 129, 300}) { test_attention_dropout(dropout_of(p, {7, 1, 3}, 1), 2, T, 3); }
+        test_attention(1, 34, 1, 512, "plain");
+        if (small_shapes) { continue; }
+        test_attention(1, 1024, 2, 64);
+        test_attention(1, 1000, 2, 128);
     }
     select_kernels(false, false);
     if (attention_uses_sm90(64)) {
-        for (double p : {0.0, 0.1, 0.5}) {
-            for (int T : {1, 63, 64, 65, 130}) { test_attention(2, T, 2, 64, "sm90 (wgmma)", p); }
-            if (small_shapes) { continue; }
-            test_attention(2, 257, 3, 64, nullptr, p);
-            test_attention(1, 1024, 2, 64, nullptr, p);
+        for (int T : {1, 63, 64, 65, 130}) { test_attention(2, T, 2, 64, "sm90 (wgmma)"); }
+        if (!small_shapes) {
+            test_attention(2, 257, 3, 64);
+            test_attention(1, 1024, 2, 64);
         }
     }
 
@@ -2258,7 +2175,7 @@ static void test_attention_forms() {
     select_kernels(true, true);
     for (auto& l : limits) {
         hooks.shared_memory = l.cap;
-        for (double p : {0.0, 0.1}) { test_attention(2, 33, 2, l.HS, l.form, p); }
+        test_attention(2, 33, 2, l.HS, l.form);
     }
     hooks.shared_memory = SIZE_MAX;
     for (int HS : {0, -1, 513}) { CHECK(!attention_error(HS).empty(), "head size %d is taken", HS); }
@@ -2901,13 +2818,8 @@ int main(int argc, char** argv) {
             const bool given = !references.empty();
             if (!given) { references = {committed_reference("ugly"), committed_reference("head64")}; }
             for (const std::string& prefix : references) {
-                for (bool fp32 : {false, true}) {
-                    if (fp32 && !variants) { continue; }
-                    const char* stream = fp32 ? ", residual stream in fp32" : "";
-                    TEST(format("model against PyTorch: %s%s", prefix.c_str(), stream).c_str()) {
-                        test_model(prefix, default_options(), fp32, given ? 2e-5 : 1e-5,
-                                   given ? 1e-4 : 2e-5);
-                    }
+                TEST(format("model against PyTorch: %s", prefix.c_str()).c_str()) {
+                    test_model(prefix, default_options(), given ? 2e-5 : 1e-5, given ? 1e-4 : 2e-5);
                 }
             }
         }
@@ -2952,11 +2864,10 @@ int main(int argc, char** argv) {
             TEST("writing") {
                 test_writing("C=40 V=509 T=33", kTiny);
                 test_writing("head size 64, V=300 T=70", kTensorCore);
-                for (Config c : {kTiny, kSmall, kTensorCore}) {         // norms between the decoding's GEMMs
-                    if (!variants || (c.C > 40 && !kDeviceIsAsync)) { continue; }
-                    c.block = c.L == 2 ? Block::Parallel : Block::Sequential;
-                    const std::string name = format("stream in fp32, C=%d block %d", c.C, (int)c.block);
-                    test_writing(name.c_str(), with_fp32_stream(c));
+                if (variants) {
+                    Config parallel = kSmall;
+                    parallel.block = Block::Parallel;
+                    test_writing("parallel, C=40 V=131 T=17", parallel);
                 }
             }
 #ifndef GPT2_CPU

@@ -113,7 +113,6 @@ static struct TestHooks {
     size_t shared_memory = SIZE_MAX;        // bytes that a block may ask for
     int norm_blocks = INT_MAX;              // of the norms' backward: with a few, each takes many rounds
     size_t muon_bytes = kMuonBytes;
-    bool fp32_builds_follow = false;        // FP32 builds treat an fp32 stream as 16-bit builds do
 } hooks;
 
 // == 3 shapes and tables ==
@@ -122,18 +121,7 @@ static struct TestHooks {
 
 // Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
 static size_t bytes_floatX = sizeof(floatX);
-constexpr size_t bytes_float = sizeof(float), bytes_uint32_t = sizeof(uint32_t), bytes_uint8_t = 1;
-
-// Whether the residual stream is fp32 beside 16-bit branches. The norms then add the branches to it (the
-// embedding is the first), and each branch has a gradient of its own. FP32 builds do not need this; in tests
-// they take the same path, to the same numbers.
-static bool has_fp32_residual(const Config& c) {
-    return c.residual_fp32 && (bytes_floatX == 2 || hooks.fp32_builds_follow);
-}
-
-// Whether a branch and its gradient stand apart from the stream's: its last GEMM then cannot add it, and the
-// norm does.
-static bool branches_apart(const Config& c, bool drops) { return drops || has_fp32_residual(c); }
+constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
@@ -165,47 +153,64 @@ static bool branches_apart(const Config& c, bool drops) { return drops || has_fp
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
 // With FP8, whose layers keep bytes, the first layer then has a copy, and the others share a second one. A
 // model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
-// tensors have no elements. Other names that are 0 or 1: `sequential` and `parallel`, the kind of block;
-// `second`, a norm ln2, in whose place a tied block reads ln1; `apart`, gradients of the branches that differ
-// from the stream's; `dropout`; `fp8` and `fp8_head`. Type void stands for the residual stream's type, floatX
-// or fp32.
+// tensors have no elements. IN(other): the tensor lies in the memory of another row, and lives until another
+// tensor is written there; a DEBUG build first fills the memory with NaN. Names that are 0 or 1: `sequential`
+// and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`;
+// `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by row; NAME_t8 the same, transposed.
 //    name        type    where   kept    elements
-#define GPT2_ACTS(X)                                                                                      \
-    X(encoded,    void,   Global, ALWAYS, N * C)            /* (B,T,C) */                                 \
-    X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                 \
-    X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                   \
-    X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                              \
-    X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                           \
-    X(att_keep,   uint32_t, Block, SAVED(1), dropout * B * NH * keep_words(T))  /* see AttentionKeep */   \
-    X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */      \
-    X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */              \
-    X(residual2,  void,   Block,  sequential ? ALWAYS : 1, N * C)   /* (B,T,C) after attention */         \
-    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                               \
-    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)           /* else ln1's: the same rows */      \
-    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                 \
-    X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                    \
-    X(fch_gelu,   floatX, Block,  SAVED(1), N * 4 * C)                                                    \
-    X(residual3,  void,   Block,  ALWAYS, N * C)            /* (B,T,C) after the MLP */                   \
-    X(lnf,        floatX, Global, ALWAYS, N * C)                                                          \
-    X(lnf_mean,   float,  Global, ALWAYS, N)                                                              \
-    X(lnf_rstd,   float,  Global, ALWAYS, N)                                                              \
-    X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */           \
-    X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                   \
-    X(dresidual,  void,   Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */ \
-    X(dnarrow,    floatX, Global, ALWAYS, N * C)            /* (B,T,C) dlnf, dln2, datty, dln1; FP8 */    \
-                                                /* bytes of fcproj's gradient; in a forward: a branch */  \
-                                                /* to be added, an evaluation's rows */                   \
-    X(dnarrow2,   floatX, Global, ALWAYS, parallel * N * C) /* (B,T,C) dln2 beside dln1; a branch */      \
-    X(dbranch,    floatX, Global, ALWAYS, trains * apart * N * C)   /* dresidual through a branch's */    \
-    X(dbranch2,   floatX, Global, ALWAYS, trains * apart * parallel * N * C)    /* dropout; the MLP's */  \
-    X(dwide,      floatX, Global, ALWAYS, trains * N * 4 * C)       /* (B,T,4C) dfch; (B,T,3C) dqkv */     \
-    X(qkv_inp8,   uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) FP8 inputs, transposed: for the */ \
-    X(fc_inp8,    uint8_t, Block, ALWAYS, fp8 * second * N * C)     /* weights' gradients */              \
-    X(fcproj_inp8, uint8_t, Block, ALWAYS, fp8 * N * 4 * C)         /* (4C,B,T) */                        \
-    X(head_inp8,  uint8_t, Global, ALWAYS, fp8_head * N * C)                                              \
-    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * wide8) /* FP8 input or output's gradient of the */  \
-    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C) /* next product; this one transposed, the */ \
-                                                /* logits' gradient in the logits' place */
+#define GPT2_ACTS(X)                                                                                         \
+    X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                    \
+    X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                    \
+    X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                      \
+    X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                 \
+    X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                              \
+    X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */         \
+    X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */                 \
+    X(x_mid,      floatX, Block,  sequential ? ALWAYS : 1, N * C)       /* (B,T,C) after attention */        \
+    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                                  \
+    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */      \
+    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                    \
+    X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                       \
+    X(act,        floatX, Block,  SAVED(1), N * 4 * C)      /* (B,T,4C) after GELU */                        \
+    X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                    \
+    X(lnf,        floatX, Global, ALWAYS, N * C)                                                             \
+    X(lnf_mean,   float,  Global, ALWAYS, N)                                                                 \
+    X(lnf_rstd,   float,  Global, ALWAYS, N)                                                                 \
+    X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */              \
+    X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                      \
+    X(dx,         floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */    \
+    X(dbranch,    floatX, Global, ALWAYS, trains * dropout * N * C)     /* dx through a branch's dropout */  \
+    X(dbranch2,   floatX, Global, ALWAYS, trains * dropout * parallel * N * C)                               \
+    X(narrow,     floatX, Global, ALWAYS, N * C)            /* one after the other: */                       \
+    X(waiting,    floatX, Global, IN(narrow), N * C)        /* (B,T,C) a branch that a norm will add */      \
+    X(counted,    floatX, Global, IN(narrow), N * C)        /* an evaluation's rows of lnf */                \
+    X(dlnf,       floatX, Global, IN(narrow), N * C)                                                         \
+    X(dln1,       floatX, Global, IN(narrow), N * C)                                                         \
+    X(datty,      floatX, Global, IN(narrow), N * C)                                                         \
+    X(dbranch_8,  uint8_t, Global, IN(narrow), fp8 * N * C)                                                  \
+    X(narrow2,    floatX, Global, ALWAYS, parallel * N * C)                                                  \
+    X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                             \
+    X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                            \
+    X(wide,       floatX, Global, ALWAYS, trains * N * 4 * C)                                                \
+    X(dfch,       floatX, Global, IN(wide), trains * N * 4 * C)         /* (B,T,4C) */                       \
+    X(dqkv,       floatX, Global, IN(wide), trains * N * 3 * C)         /* (B,T,3,NH,HS) */                  \
+    X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                    \
+    X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                    \
+    X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                             \
+    X(ln2_t8,     uint8_t, Block, ALWAYS, fp8 * second * N * C)                                              \
+    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * 4 * C)  /* (4C,B,T) */                                   \
+    X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                                \
+    X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                 \
+    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * (fp8_head ? std::max(4 * C, Vp) : 4 * C))               \
+    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                               \
+    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                               \
+    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * 3 * C)                                               \
+    X(dlogits_8,  uint8_t, Global, IN(rows8), fp8_head * N * Vp)                                             \
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C)                                                  \
+    X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                                \
+    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * 4 * C)                                            \
+    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * 3 * C)                                            \
+    X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)
 
 #define X(name, ...) PARAM_##name,
 enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
@@ -220,19 +225,13 @@ enum ActId { GPT2_ACTS(X) NUM_ACTS };
 GPT2_PARAMS(X)
 #undef X
 
-// One pointer per tensor; a Block's points to one layer's copy (gpt2_params and act_views).
-struct Params {
-#define X(name, type, ...) const type* name;
-    GPT2_PARAMS(X)
-#undef X
-};
+// One pointer per tensor; a Block's points to one layer's copy (act_views).
 struct Acts {
 #define X(name, type, ...) type* name;
     GPT2_ACTS(X)
 #undef X
 };
-static_assert(sizeof(Params) == NUM_PARAMS * sizeof(void*) && sizeof(Acts) == NUM_ACTS * sizeof(void*),
-              "one pointer per table row: the loops below address the fields by row");
+static_assert(sizeof(Acts) == NUM_ACTS * sizeof(void*), "act_views addresses the fields by row");
 
 // The rows of the tables as numbers.
 static std::vector<ParamSpec> param_table(const Config& c) {
@@ -249,23 +248,25 @@ static std::vector<ParamSpec> param_table(const Config& c) {
     return specs;
 }
 
+// What decides which activations there are, and which are kept.
+struct ActNeeds { int recompute = 0; bool trains = true, dropout = false, fp8 = false, fp8_head = false; };
+
 // Fills specs and returns the bytes of all activations.
-static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, int recompute, bool trains = true,
-                        bool drops = false, bool fp8 = false, bool fp8_head = false) {
+static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const ActNeeds& needs) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
-    const size_t second = c.block != Block::ParallelTied, apart = branches_apart(c, drops);
-    const size_t dropout = trains && drops, bytes_void = has_fp32_residual(c) ? bytes_float : bytes_floatX;
-    const size_t wide8 = fp8_head ? std::max(4 * C, Vp) : 4 * C;
+    const size_t second = c.block != Block::ParallelTied, trains = needs.trains, dropout = needs.dropout;
+    const size_t fp8 = needs.fp8, fp8_head = needs.fp8_head;
     const int ALWAYS = trains ? c.L : 1;
-    auto SAVED = [=](int level) { return recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
+    auto SAVED = [=](int level) { return needs.recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
     size_t offset = 0;
     int i = 0;
+#define IN(other) act_in(ACT_##other)
 #define X(name_, type_, where_, kept_, elems_)                                                               \
-    specs[i++] = act_spec(#name_, bytes_##type_, elems_,                                                     \
-                          Where::where_ == Where::Block ? (kept_) : 1, &offset);
+    specs[i++] = act_spec(#name_, bytes_##type_, elems_, Where::where_, kept_, specs, &offset);
     GPT2_ACTS(X)
 #undef X
+#undef IN
     return offset;
 }
 
@@ -552,19 +553,16 @@ template <int kCount> __device__ __forceinline__ void row_sums(float (&x)[kCount
 // The forward. A block takes kRows rows, which stay in registers as words; after keep_packed their floats are
 // computed again. Two rows share the loads of weight and bias. kAdds: there may be branches. With up to 4
 // vectors an SM has room for 1024 threads, else for 512.
-template <int kRows, int kVectors, bool kAdds, class Residual>
+template <int kRows, int kVectors, bool kAdds>
 __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1) > 4 ? 1 : 2)
     norm_forward_kernel(NormForwardX a) {
-    constexpr int kWide = sizeof(Residual) / sizeof(floatX);            // words of 16 bytes of a vector
     __shared__ float exchange[2][kRowThreads / kWarp * kRows];
     const int C = a.C, first = blockIdx.x * kRows, c0 = threadIdx.x * kWidth, c_step = blockDim.x * kWidth;
     const bool rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
-    const Residual* inp = (const Residual*)a.inp;
-    Residual* residual = (Residual*)a.residual;
 
     // 1. Load: all loads are on their way before the first is needed. What is missing is zeros.
-    uint4 x[kRows][kVectors][kWide], branch[2][kRows][kVectors];
+    uint4 x[kRows][kVectors], branch[2][kRows][kVectors];
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
         const size_t at = (size_t)(first + r) * C;
@@ -572,15 +570,15 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             const int c = c0 + v * c_step;
-            const Pack<Residual> pack = load(inp + at, c, !kAdds || inp ? end : 0);
-            memcpy(x[r][v], &pack, sizeof(pack));
+            const x128 pack = load(a.inp + at, c, !kAdds || a.inp ? end : 0);
+            memcpy(&x[r][v], &pack, sizeof(pack));
             for (int i = 0; i < (kAdds ? 2 : 0); i++) {
                 const x128 added = load(a.branch[i] + at, c, a.branch[i] ? end : 0);
                 memcpy(&branch[i][r][v], &added, sizeof(added));
             }
         }
     }
-    auto vector = [&](int r, int v) { return to_floats(as_pack<Residual>(x[r][v][0], x[r][v][kWide - 1])); };
+    auto vector = [&](int r, int v) { return to_floats(as_pack(x[r][v])); };
 
     // 2. Add the branches, round and store.
 #pragma unroll
@@ -594,9 +592,9 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
             if (a.dropout[i].dropped > 0) { apply_dropout(added, a.dropout[i], first + r, c); }
             for (int k = 0; k < kWidth; k++) { sum.at[k] += added.at[k]; }
         }
-        const Pack<Residual> rounded = to_pack<Residual>(sum);
-        store(residual + (size_t)(first + r) * C, c, residual && first + r < a.N ? C : 0, rounded);
-        memcpy(x[r][v], &rounded, sizeof(rounded));
+        const x128 rounded = to_pack<floatX>(sum);
+        store(a.residual + (size_t)(first + r) * C, c, a.residual && first + r < a.N ? C : 0, rounded);
+        memcpy(&x[r][v], &rounded, sizeof(rounded));
     }
 
     // 3. Mean, and the variance around it without what lies beyond C.
@@ -704,12 +702,11 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 // Rows longer than a block are cut into tiles, blockIdx.y; norm_backward_sums_kernel has then taken their
 // sums before. kCount is 1 for one norm and one branch, and 2 for everything else. A norm or branch that is
 // missing of two reads as zeros, and its sums are not stored.
-template <int kCount, int kVectors, class Residual> struct NormSlots {      // of a thread, 16 bytes each
-    static constexpr int kWide = sizeof(Residual) / sizeof(floatX);         // of a vector of the stream
-    static constexpr int kRows = kWide == 1 && kCount == 1 && kVectors == 1 ? 2 : 1;    // else no registers
+template <int kCount, int kVectors> struct NormSlots {                      // of a thread, 16 bytes each
+    static constexpr int kRows = kCount == 1 && kVectors == 1 ? 2 : 1;      // else no registers
     static constexpr int kItems = kRows * kVectors;     // item m is vector m % kVectors of row m / kVectors
     static constexpr int kStages = 2;                                   // more have no shared memory
-    static constexpr int kTensors = 2 * kWide + kCount;                 // inp, douts, dresidual
+    static constexpr int kTensors = 2 + kCount;                         // inp, douts, dresidual
     static constexpr int kAll = kStages * kItems * kTensors;
     static constexpr int exchange_bytes(int warps) { return 2 * warps * 2 * kRows * (int)sizeof(float); }
     static_assert(kAll * (int)sizeof(x128) * kRowThreads + exchange_bytes(kRowThreads / kWarp) <= 99 * 1024,
@@ -740,8 +737,7 @@ __global__ void __launch_bounds__(kNormSumsThreads)
     float2 sum = {0.0f, 0.0f};
 #pragma unroll 4
     for (int c = threadIdx.x * kWidth; c < C; c += kNormSumsThreads * kWidth) {
-        const Floats x = a.residual_fp32 ? load_floats((const float*)a.inp + at, c, C)
-                                         : load_floats(a.inp + at, c, C);
+        const Floats x = load_floats(a.inp + at, c, C);
         Floats dout[2], weight[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -758,20 +754,17 @@ __global__ void __launch_bounds__(kNormSumsThreads)
     if (threadIdx.x == 0) { sums[row] = sum; }
 }
 
-template <int kCount, int kVectors, class Residual>
+template <int kCount, int kVectors>
 __global__ void __launch_bounds__(kRowThreads)
     norm_backward_kernel(NormBackwardX a,
                          float* partial,                // (gridDim.x,2*norms+branches,C)
                          const float2* known,           // (N) sums of rows longer than a block; else null
                          int norms, int branches) {
-    typedef NormSlots<kCount, kVectors, Residual> Slots;
+    typedef NormSlots<kCount, kVectors> Slots;
     if (kVectors > 1) { known = nullptr; }              // such rows fit a block
-    constexpr int kWide = Slots::kWide, kRows = Slots::kRows, kTensors = Slots::kTensors;
-    constexpr int kItems = Slots::kItems;
-    constexpr int kDresidual = kTensors - kWide, kRowSums = 2 * kRows;
+    constexpr int kRows = Slots::kRows, kTensors = Slots::kTensors, kItems = Slots::kItems;
+    constexpr int kDresidual = kTensors - 1, kRowSums = 2 * kRows;
     extern __shared__ x128 staged[];                    // (stage, row, tensor, thread), then the exchange
-    const Residual* inp = (const Residual*)a.inp;
-    Residual* dresidual = (Residual*)a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
     const int C = a.C, c0 = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, c_step = blockDim.x * kWidth;
     const int step = gridDim.x * blockDim.y * kRows;
@@ -797,17 +790,12 @@ __global__ void __launch_bounds__(kRowThreads)
             const int row = first + m / kVectors, c = c0 + m % kVectors * c_step;
             const bool live = row < a.N && c < C;
             const size_t at = live ? (size_t)row * C + c : 0;
-            for (int w = 0; w < kWide; w++) {
-                cp_async_16_or_zero(slot + w * threads, (const x128*)(inp + at) + w, live);
-            }
+            cp_async_16_or_zero(slot, a.inp + at, live);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
-                cp_async_16_or_zero(slot + (kWide + i) * threads, a.y[i].dout + at, live && i < norms);
+                cp_async_16_or_zero(slot + (1 + i) * threads, a.y[i].dout + at, live && i < norms);
             }
-            for (int w = 0; w < kWide; w++) {
-                cp_async_16_or_zero(slot + (kDresidual + w) * threads, (const x128*)(dresidual + at) + w,
-                                    live && add);
-            }
+            cp_async_16_or_zero(slot + kDresidual * threads, a.dresidual + at, live && add);
         }
         cp_async_commit();
     };
@@ -839,9 +827,9 @@ __global__ void __launch_bounds__(kRowThreads)
         load_statistics(first + step);
         Floats x, d[kCount], g;
         auto unpack = [&](const uint4 (&item)[kTensors], int v) {
-            x = to_floats(as_pack<Residual>(item[0], item[kWide - 1]));
+            x = to_floats(as_pack(item[0]));
 #pragma unroll
-            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(item[kWide + i])); }
+            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(item[1 + i])); }
             g = norm_gradient(d, weight[v]);
         };
 
@@ -880,8 +868,8 @@ __global__ void __launch_bounds__(kRowThreads)
         s = s + 1 == Slots::kStages ? 0 : s + 1;
         turn ^= 1;
 
-        // Second pass: the gradient of x, added to the residual stream's; that of a branch that has its own,
-        // behind a dropout or rounded; and the columns of what is stored.
+        // Second pass: the gradient of x, added to the residual stream's; that of a branch behind a dropout;
+        // and the columns of what is stored.
 #pragma unroll
         for (int m = 0; m < kItems; m++) {
             const int r = m / kVectors, v = m % kVectors, c = c0 + v * c_step;
@@ -889,14 +877,14 @@ __global__ void __launch_bounds__(kRowThreads)
                         minus_gx = divide(-rstd[r] * sums[2 * r + 1], C, inverse_C);
             const int end = first + r < a.N ? C : 0;
             const size_t at = (size_t)(first + r) * C;
-            Floats result = to_floats(as_pack<Residual>(words[m][kDresidual], words[m][kTensors - 1]));
+            Floats result = to_floats(as_pack(words[m][kDresidual]));
             unpack(words[m], m % kVectors);
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
             }
-            const Pack<Residual> rounded = to_pack<Residual>(result);
-            store(dresidual + at, c, end, rounded);
+            const x128 rounded = to_pack<floatX>(result);
+            store(a.dresidual + at, c, end, rounded);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
                 Floats stored = to_floats(rounded);
@@ -958,15 +946,12 @@ static void norm_forward(const NormForwardX& a, Stream stream) {
         kernel<<<ceil_div(a.N, rows), round_up(ceil_div(vectors, held), kWarp), 0, stream>>>(a);
     };
     constexpr int kMost = ceil_div(kMaxC, kRowThreads * kWidth);        // 3 in 16 bits, 6 in FP32 builds
-    const bool fp32 = kLowPrecision && a.residual_fp32, fits = vectors <= kRowThreads;
-    if (fp32 && fits) { launch(norm_forward_kernel<2, 1, true, float>, 2, 1); }
-    else if (fp32) { launch(norm_forward_kernel<1, kMost, true, float>, 1, kMost); }
-    else if (a.branch[0] && fits) { launch(norm_forward_kernel<2, 1, true, floatX>, 2, 1); }
-    else if (a.branch[0]) { launch(norm_forward_kernel<1, kMost, true, floatX>, 1, kMost); }
+    if (a.branch[0] && vectors <= kRowThreads) { launch(norm_forward_kernel<2, 1, true>, 2, 1); }
+    else if (a.branch[0]) { launch(norm_forward_kernel<1, kMost, true>, 1, kMost); }
     else if (vectors > kMost * kWarp && vectors <= 2 * kRowThreads) {
-        launch(norm_forward_kernel<2, 2, false, floatX>, 2, 2);
+        launch(norm_forward_kernel<2, 2, false>, 2, 2);
     } else {
-        launch(norm_forward_kernel<1, kMost, false, floatX>, 1, kMost);         // C=768: a warp a row
+        launch(norm_forward_kernel<1, kMost, false>, 1, kMost);         // C=768: a warp a row
     }
 }
 
@@ -979,10 +964,10 @@ static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
            (norm_is_long(C) ? N * sizeof(float2) : 0);
 }
 
-template <int kCount, int kVectors, class Residual>
+template <int kCount, int kVectors>
 static void norm_backward_launch(const NormBackwardX& a, int norms, int branches, Stream stream) {
-    typedef NormSlots<kCount, kVectors, Residual> Slots;
-    const auto kernel = norm_backward_kernel<kCount, kVectors, Residual>;
+    typedef NormSlots<kCount, kVectors> Slots;
+    const auto kernel = norm_backward_kernel<kCount, kVectors>;
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2. Long rows are cut into tiles.
     const int vectors = ceil_div(a.C, kWidth * kVectors), tiles = ceil_div(vectors, kRowThreads);
     const int x = round_up(ceil_div(vectors, tiles), kWarp), y = kVectors > 1 ? 1 : std::max(1, 192 / x);
@@ -1010,12 +995,9 @@ static void norm_backward(const NormBackwardX& a, Stream stream) {
     check_width(a, a.C);
     const int norms = a.y[1].dout ? 2 : 1;
     const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
-    const bool fp32 = kLowPrecision && a.residual_fp32, one = norms == 1 && branches == 1;
-    for (int i = 0; i < branches; i++) { assert(!fp32 || a.branch[i].dout); }
-    const bool two_vectors = one && !fp32 && norm_is_long(a.C) && !norm_is_long(a.C / 2);
-    const auto launch = fp32 ? (one ? norm_backward_launch<1, 1, float> : norm_backward_launch<2, 1, float>)
-                        : two_vectors ? norm_backward_launch<1, 2, floatX>
-                        : one ? norm_backward_launch<1, 1, floatX> : norm_backward_launch<2, 1, floatX>;
+    const bool two_vectors = norm_is_long(a.C) && !norm_is_long(a.C / 2);
+    const auto launch = norms == 2 || branches == 2 ? norm_backward_launch<2, 1>
+                        : two_vectors ? norm_backward_launch<1, 2> : norm_backward_launch<1, 1>;
     launch(a, norms, branches, stream);
 }
 
@@ -2525,9 +2507,6 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 // Forward:  qkv (B,T,3,NH,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,3,NH,HS) =
-// With dropout, F has 0 where a probability is dropped and 1/(1-p) elsewhere:
-//     O = (F * P) V     dS = P * (F * (dO V^T) - D)     dV = (F * P)^T dO
-// The softmax still sums all of P, and D is still rowsum(dO * O).
 //
 // Nothing of shape (T,T) is ever stored. A block owns rows of one side, queries or keys, and walks over tiles
 // of the other side. The piece of S where the two meet lives in registers only. The backward computes P
@@ -2568,6 +2547,9 @@ typedef HeadRows<const floatX> InputRows;
 template <class Rows> struct Pair { Rows a, b; };
 
 enum class Own { Queries, Keys };
+
+// Rows a head of the backward's scratch: T, padded to whole tiles of every kernel.
+LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
 
 // The work of a thread block: Shape::kOwned rows of one head on side kOwn, and a walk over the tiles of the
 // other side, Shape::kTile rows each. The walk starts at the diagonal; it goes left if the block owns
@@ -2622,13 +2604,10 @@ template <Own kOwn, class Shape> struct AttentionBlock {
     __device__ __forceinline__ Pair<InputRows> other(const AttentionBackwardX& a) const {
         return kQueries ? Pair<InputRows>{k(a.qkv), v(a.qkv)} : Pair<InputRows>{q(a.qkv), out(a.dout)};
     }
-    // The head's part of lse (B,NH,T), of the backward's scratch (B,NH,padded_T) and of the dropout's bits.
+    // The head's part of lse (B,NH,T), and of the backward's scratch (B,NH,padded_T).
     template <class X> __device__ __forceinline__ X* lse(X* lse) const { return lse + (size_t)bh * T; }
     __device__ __forceinline__ float2* stats(float* scratch) const {
         return (float2*)scratch + bh * padded_T(T);
-    }
-    __device__ __forceinline__ const uint32_t* keep(const uint32_t* bits) const {
-        return bits + bh * keep_words(T);
     }
 };
 
@@ -2676,40 +2655,6 @@ __device__ __forceinline__ void store_gradients(const Block& block, const Attent
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
     if (blockIdx.x + threadIdx.x > 0) { return; }
     a.stats->elements += (block.kQueries ? 1 : 2) * (size_t)a.B * a.T * block.C;
-}
-
-// ---- dropout: which probabilities are kept ----
-// F is a bit matrix (AttentionKeep in op_types.h), drawn by a separate kernel. All forms and both passes read
-// it, so they drop the same probabilities with any tiles. A word has 32 keys of one query, and the next word
-// is the next query's. A warp thus reads words of neighbouring queries as one piece, as rows or as columns.
-struct KeepShape { static constexpr int kOwned = 128, kTile = 32; };     // queries of a block, a thread one
-
-__global__ void __launch_bounds__(KeepShape::kOwned)
-    attention_dropout_kernel(const AttentionDropout<floatX, float> a) {
-    const AttentionBlock<Own::Queries, KeepShape> block(a.B, a.T, a.NH, 0);
-    const int q = block.row0 + (int)threadIdx.x, stride = (int)padded_T(a.T);
-    const uint64_t row = a.dropout.first_row + (size_t)block.bh * a.T + q;
-    uint32_t* keep_q = a.keep + block.bh * keep_words(a.T) + q;
-
-    for (int j = 0; j < stride / 32; j++) {             // keys 32 j to 32 j + 31
-        uint32_t word = 0;
-        if (q < a.T && j <= q / 32) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const Rand4 random = dropout_block(a.dropout.key, row, (uint32_t)(4 * j + i));
-                for (int k = 0; k < 8; k++) {
-                    word |= (uint32_t)(dropout_bits16(random, k) >= a.dropout.dropped) << (8 * i + k);
-                }
-            }
-            if (j == q / 32) { word &= (2u << q % 32) - 1; }    // up to the query itself
-        }
-        keep_q[(size_t)j * stride] = word;
-    }
-}
-
-static void attention_dropout(const AttentionDropout<floatX, float>& a, Stream stream) {
-    OpScope scope(a, stream);
-    attention_dropout_kernel<<<attention_blocks(a, KeepShape::kOwned), KeepShape::kOwned, 0, stream>>>(a);
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -2772,14 +2717,6 @@ __device__ __forceinline__ void plain_add(PlainRow& row, float factor, float wei
     }
 }
 
-// x, or 0 where the probability of this query and key is dropped.
-template <class Block>
-__device__ __forceinline__ float plain_keep(float x, const AttentionKeep& keep, const Block& block, int query,
-                                            int key) {
-    if (!keep.bits || query >= block.T) { return x; }
-    return block.keep(keep.bits)[key / 32 * padded_T(block.T) + query] >> key % 32 & 1 ? x : 0.0f;
-}
-
 __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_forward_plain_kernel(const AttentionForwardX a, float scale) {
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
@@ -2802,10 +2739,10 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
         row_sum = row_sum * correction + p;
 
         // O += P V
-        plain_add(o[warp], correction, plain_keep(p, a.keep, block, query, key), block.v(a.qkv), k0, lane);
+        plain_add(o[warp], correction, p, block.v(a.qkv), k0, lane);
     }
     const float sum = warp_sum(row_sum);
-    plain_store(block.out(a.out), query, o[warp], a.keep.scale / sum, lane);
+    plain_store(block.out(a.out), query, o[warp], 1.0f / sum, lane);
     if (lane == 0) { block.lse(a.lse)[query] = row_max + logf(sum); }
 }
 
@@ -2845,17 +2782,15 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
         const float s = plain_dots(own_a[warp], other.a, first, lane) * scale;
         const float dp = plain_dots(own_b[warp], other.b, first, lane);
         const float p = key <= query && query < a.T ? expf(s - stats.x) : 0.0f;
-        const float ds = p * fmaf(plain_keep(dp, a.keep, block, query, key), a.keep.scale, -stats.y);
+        const float ds = p * (dp - stats.y);
 
         // dQ += dS K, or dV += P^T dO and dK += dS^T Q
-        if (!kQueries) {
-            plain_add(grad_b[warp], 1.0f, plain_keep(p, a.keep, block, query, key), other.b, first, lane);
-        }
+        if (!kQueries) { plain_add(grad_b[warp], 1.0f, p, other.b, first, lane); }
         plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
     }
     store_gradients(block, a, [&](auto* dqkv, auto&& round) {
         plain_store(kQueries ? block.q(dqkv) : block.k(dqkv), row, grad_a[warp], scale, lane, round);
-        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], a.keep.scale, lane, round); }
+        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], 1.0f, lane, round); }
     });
 }
 
@@ -2975,11 +2910,11 @@ template <int kGroups> struct OnlineSoftmax {
 
     // Divides O, whose rows start at row0, by the sums, and stores lse.
     __device__ __forceinline__ void finish(float (&factor)[kGroups][2], float* lse, int row0, int T,
-                                           float scale, float keep_scale, int lane) const {
+                                           float scale, int lane) const {
         for_rows<kGroups>([&](int m, int r) {
             const float total = quad_sum(sum[m][r]);
             const int row = row0 + tile_row(m, 2 * r, lane);
-            factor[m][r] = keep_scale / total;
+            factor[m][r] = 1.0f / total;
             if (lane % 4 == 0 && row < T) { lse[row] = max[m][r] * scale + logf(total); }
         });
     }
@@ -3027,57 +2962,6 @@ template <Own kOwn, int kGroups> struct QueryStats {
     }
 };
 
-// Which probabilities of a tile a dropout keeps: kept(x, m, n, i) is x, or 0 where that element is dropped.
-// `load` asks for the tile's bits early. KeepAll, without dropout, costs nothing.
-struct KeepAll {
-    static constexpr float scale = 1.0f;
-
-    template <class... Args> __device__ __forceinline__ KeepAll(const Args&...) {}
-    __device__ __forceinline__ void load(int, int) {}
-    __device__ __forceinline__ float operator()(float x, int, int, int) const { return x; }
-};
-
-template <Own kOwn, int kGroups, int kN> struct KeepBits {
-    static constexpr bool kQueries = kOwn == Own::Queries;
-    static constexpr int kRowWords = (kN + 3) / 4;          // of 32 keys, where a row is a query
-    static_assert(kQueries ? 16 % kN == 0 : 32 % (16 * kGroups) == 0, "no word is of two tiles");
-    const uint32_t* bits;                                   // of the head
-    size_t stride;
-    float scale;
-    int lane, shift;                                        // shift: to the lane's first key in a word
-    uint32_t words[kQueries ? 2 * kGroups * kRowWords : 2 * kN];
-
-    template <class Block>
-    __device__ __forceinline__ KeepBits(const AttentionKeep& keep, const Block& block, int lane)
-        : bits(block.keep(keep.bits)), stride(padded_T(block.T)), scale(keep.scale), lane(lane) {}
-
-    __device__ __forceinline__ void load(int row0, int column0) {
-        if constexpr (kQueries) {               // of the lane's rows
-            const uint32_t* from = bits + column0 / 32 * stride + row0;
-            for_rows<kGroups>([&](int m, int r) {
-                for (int w = 0; w < kRowWords; w++) {
-                    words[(2 * m + r) * kRowWords + w] = from[w * stride + tile_row(m, 2 * r, lane)];
-                }
-            });
-            shift = (kN % 4 == 0 ? 0 : column0 % 32) + lane % 4 * 2;
-        } else {                                // of each accumulator's two columns
-            const uint32_t* from = bits + row0 / 32 * stride + column0;
-            for (int n = 0; n < kN; n++) {
-                const uint2 two = *(const uint2*)(from + tile_column(n, 0, lane));
-                words[2 * n] = two.x, words[2 * n + 1] = two.y;
-            }
-            shift = row0 % 32 + lane / 4;
-        }
-    }
-    __device__ __forceinline__ float operator()(float x, int m, int n, int i) const {
-        const uint32_t word = kQueries ? words[(2 * m + i / 2) * kRowWords + n / 4] : words[2 * n + i % 2];
-        return word >> shift >> (kQueries ? n % 4 * 8 + i % 2 : m * 16 + i / 2 * 8) & 1 ? x : 0.0f;
-    }
-};
-
-template <bool kDrops, Own kOwn, int kGroups, int kN>
-using Keep = std::conditional_t<kDrops, KeepBits<kOwn, kGroups, kN>, KeepAll>;
-
 // S becomes P = exp(S - lse).
 template <int kGroups, int kN, class Stats>
 __device__ __forceinline__ void probabilities(Tile<kGroups, kN>& s, const Stats& stats, float scale_log2) {
@@ -3086,28 +2970,24 @@ __device__ __forceinline__ void probabilities(Tile<kGroups, kN>& s, const Stats&
     });
 }
 
-// dP becomes dS = P * (F * dP - D).
-template <int kGroups, int kN, class Stats, class Keep>
+// dP becomes dS = P * (dP - D).
+template <int kGroups, int kN, class Stats>
 __device__ __forceinline__ void score_gradients(Tile<kGroups, kN>& dp, const Tile<kGroups, kN>& p,
-                                                const Stats& stats, const Keep& kept) {
-    for_tile(dp, [&](float& x, int m, int n, int i) {
-        x = p[m][n][i] * (kept(x, m, n, i) * kept.scale - stats.of(m, n, i).y);
-    });
+                                                const Stats& stats) {
+    for_tile(dp, [&](float& x, int m, int n, int i) { x = p[m][n][i] * (x - stats.of(m, n, i).y); });
 }
 
 // Of a tile that is rounded: the A operand of the next product, as two neighbouring accumulators of 16 bits
 // are one (16,16). So P of O += P V, and dS of dQ += dS K, never leave the registers, nor do P^T and dS^T of
 // a block that owns keys. TF32: see mma_times_columns.
-template <int kGroups, int kN, int kK, class Keep = KeepAll>
-__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc,
-                                             const Keep& kept = {}) {
+template <int kGroups, int kN, int kK>
+__device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc) {
     static_assert(kK * kMmaK == kN * 8, "as many columns");
 #pragma unroll
     for (int m = 0; m < kGroups; m++) {
 #pragma unroll
         for (int n = 0; n < kN; n++) {
-            float x[4];
-            for (int i = 0; i < 4; i++) { x[i] = kept(acc[m][n][i], m, n, i); }
+            const float (&x)[4] = acc[m][n];
             if constexpr (sizeof(floatX) == 2) {
                 a[m][n / 2][n % 2 * 2] = pack_pair(x[0], x[1]);
                 a[m][n / 2][n % 2 * 2 + 1] = pack_pair(x[2], x[3]);
@@ -3333,7 +3213,7 @@ template <int kOwnTiles, class Shape> struct MmaShared {
     }
 };
 
-template <class Shape, bool kDrops>
+template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_mma_kernel(const AttentionForwardX a, float scale) {
     constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
@@ -3353,7 +3233,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     uint32_t q_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> o = {};                          // not yet divided by the row's sum
     OnlineSoftmax<kGroups> softmax;
-    Keep<kDrops, Own::Queries, kGroups, kTile / 8> kept(a.keep, block, lane);
     for (int it = 0; it < block.tiles; it++) {
         const int stage = shared.wait(block, it, other), k0 = block.tile(it);
         if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
@@ -3362,7 +3241,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         // S = Q K^T
         Tile<kGroups, kTile / 8> s = {};
         mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
-        kept.load(row0, k0);                                // there when the softmax is done
         mask_future<Own::Queries>(s, row0, k0, lane);
 
         // P = exp(S - maximum so far). What was summed under an older maximum is scaled to the new one
@@ -3371,11 +3249,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
         // O += P V
         uint32_t p_frag[kGroups][kTile / kMmaK][4];
-        to_fragments(p_frag, s, kept);
+        to_fragments(p_frag, s);
         mma_times_columns<kHS>(o, p_frag, shared.b[stage], lane);
     }
     float factor[kGroups][2];
-    softmax.finish(factor, block.lse(a.lse), row0, a.T, scale, kept.scale, lane);
+    softmax.finish(factor, block.lse(a.lse), row0, a.T, scale, lane);
     scale_rows(o, factor);
     store_tile<Padded<kHS>>(block.out(a.out), row0, q_rows, o, 1.0f, lane);
 }
@@ -3383,7 +3261,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 // The backward for either side. The same pipeline, with more products a step:
 //     | S = own a * other a^T | dP = own b * other b^T | P = exp(S - lse), dS = P * (dP - D) |
 //     | dV += P * other b, if keys own | dQ or dK += dS * other a |
-template <Own kOwn, class Shape, bool kDrops>
+template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_mma_kernel(const AttentionBackwardX a, float scale) {
     constexpr bool kQueries = kOwn == Own::Queries;
@@ -3410,7 +3288,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     floatX* b_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
     uint32_t a_frag[kGroups][kHS / kMmaK][4], b_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> grad_a = {}, grad_b = {};        // dQ; or dK and dV. Not yet scaled
-    Keep<kDrops, kOwn, kGroups, kTile / 8> kept(a.keep, block, lane);
     for (int it = 0; it < block.tiles; it++) {
         const int stage = shared.wait(block, it, other, all_stats), column0 = block.tile(it);
         if (it == 0 && kKeepsOperands) {
@@ -3420,7 +3297,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         if (all_future<kOwn>(row0, Shape::kRows, column0, kTile)) { continue; }         // for this warp
 
         // S and dP
-        kept.load(row0, column0);                           // there when the products are done
         Tile<kGroups, kTile / 8> s = {}, dp = {};
         if constexpr (kKeepsOperands) {
             mma_times_rows<kHS>(s, a_frag, shared.a[stage], lane);
@@ -3434,12 +3310,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         mask_future<kOwn>(s, row0, column0, lane);
         if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
         probabilities(s, stats, scale_log2);
-        score_gradients(dp, s, stats, kept);
+        score_gradients(dp, s, stats);
 
         // dQ += dS K; or dV += P^T dO, dK += dS^T Q
         uint32_t frag[kGroups][kTile / kMmaK][4];
         if constexpr (!kQueries) {
-            to_fragments(frag, s, kept);
+            to_fragments(frag, s);
             mma_times_columns<kHS>(grad_b, frag, shared.b[stage], lane);
         }
         to_fragments(frag, dp);
@@ -3449,7 +3325,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         store_tile<Padded<kHS>>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, a_rows, grad_a, scale, lane,
                                 round);
         if constexpr (!kQueries) {
-            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, kept.scale, lane, round);
+            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, 1.0f, lane, round);
         }
     });
 }
@@ -3570,7 +3446,7 @@ __device__ __forceinline__ void wgmma_end(Registers&... registers) {
 }
 #endif
 
-template <class Shape, bool kDrops>
+template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_sm90_kernel(const AttentionForwardX args, float scale,
                                   const __grid_constant__ CUtensorMap qkv_map) {
@@ -3587,10 +3463,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     Sm90Tile o = {}, s;                                 // o: not yet divided by the row's sum
     uint32_t p_frag[1][4][4];
     OnlineSoftmax<1> softmax;
-    Keep<kDrops, Own::Queries, 1, 8> kept(args.keep, block, lane);
 
     // The tile on the diagonal: S, mask, P
-    kept.load(row0, block.row0);
     mbarrier_wait(&shared.own_full, 0);
     int stage = shared.wait(0);
     wgmma_fence();
@@ -3598,7 +3472,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     wgmma_end<0>(s);
     mask_future<Own::Queries>(s, warp_row, 0, lane);
     softmax.template add<true>(s, scale_log2);
-    to_fragments(p_frag, s, kept);
+    to_fragments(p_frag, s);
 
     // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
     for (int it = 1; it < block.tiles; it++) {
@@ -3607,12 +3481,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_columns(o, p_frag, shared.b[before]);
-        kept.load(row0, block.tile(it));                // there when the softmax is done
         wgmma_end<1>(s);
         const bool rescale = softmax.template add<true>(s, scale_log2);
         wgmma_end<0>(o, p_frag);
         if (rescale) { scale_rows(o, softmax.correction); }
-        to_fragments(p_frag, s, kept);
+        to_fragments(p_frag, s);
         shared.release(block, it - 1, other);
     }
     wgmma_fence();
@@ -3620,7 +3493,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     wgmma_end<0>(o, p_frag);
 
     float factor[1][2];
-    softmax.finish(factor, block.lse(args.lse), row0, args.T, scale, kept.scale, lane);
+    softmax.finish(factor, block.lse(args.lse), row0, args.T, scale, lane);
     scale_rows(o, factor);
     __syncthreads();                                    // all are done with Q
     store_tile<Swizzled>(block.out(args.out), row0, shared.own[0] + warp_row * 64, o, 1.0f, lane);
@@ -3633,7 +3506,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 //     wgmma           | S | dP |                 | only keys: dV += P^T dO | dQ += dS K or dK += dS^T Q |
 //     ordinary cores      | P = exp(S - lse), packed | dS, packed          |             barrier, copy |
 //                     ^ full[stage]
-template <Own kOwn, class Shape, bool kDrops>
+template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_sm90_kernel(const AttentionBackwardX args, float scale,
                                    const __grid_constant__ CUtensorMap qkv_map,
@@ -3656,7 +3529,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const float scale_log2 = scale * kLog2e;
     Sm90Tile grad_a = {}, grad_b = {}, s, dp;           // dQ; or dK and dV. Not yet scaled
     uint32_t p_frag[1][4][4], ds_frag[1][4][4];
-    Keep<kDrops, kOwn, 1, 8> kept(args.keep, block, lane);
     mbarrier_wait(&shared.own_full, 0);
     for (int it = 0; it < block.tiles; it++) {
         // S and dP start together; P is calculated from S while dP is under way
@@ -3665,19 +3537,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
-        kept.load(row0, block.tile(it));
         wgmma_end<1>(s);
         if (it == 0) { mask_future<kOwn>(s, warp_row, 0, lane); }       // the diagonal
         probabilities(s, stats, scale_log2);
 
         // dV += P^T dO runs under the arithmetic of dS, which takes the place of dP
-        if constexpr (!kQueries) { to_fragments(p_frag, s, kept); }
+        if constexpr (!kQueries) { to_fragments(p_frag, s); }
         wgmma_end<0>(dp);
         if constexpr (!kQueries) {
             wgmma_fence();
             wgmma_columns(grad_b, p_frag, shared.b[stage]);
         }
-        score_gradients(dp, s, stats, kept);
+        score_gradients(dp, s, stats);
 
         // dQ += dS K or dK += dS^T Q
         to_fragments(ds_frag, dp);
@@ -3691,7 +3562,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         store_tile<Swizzled>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0] + warp_row * 64,
                              grad_a, scale, lane, round);
         if constexpr (!kQueries) {
-            store_tile<Swizzled>(block.v(dqkv), row0, shared.own[1] + warp_row * 64, grad_b, kept.scale, lane,
+            store_tile<Swizzled>(block.v(dqkv), row0, shared.own[1] + warp_row * 64, grad_b, 1.0f, lane,
                                  round);
         }
     });
@@ -3746,55 +3617,50 @@ static std::string attention_error(int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-template <bool kDrops> static void attention_sm90(const AttentionForwardX& a, Stream stream) {
+static void attention_sm90(const AttentionForwardX& a, Stream stream) {
     typedef Sm90Shape<2, 4> Shape;
-    attention_launch<Shape>(attention_forward_sm90_kernel<Shape, kDrops>, a, sizeof(Sm90Shared<1, Shape>),
-                            stream, tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
+    attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, a, sizeof(Sm90Shared<1, Shape>), stream,
+                            tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
 }
-template <bool kDrops> static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
+static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
     typedef Sm90Shape<2, 4> Dq;
     typedef Sm90Shape<3, 3> Dkv;
     const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, 3 * a.NH);
     const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH);
-    attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq, kDrops>, a,
-                         sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
-    attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv, kDrops>, a,
-                          sizeof(Sm90Shared<2, Dkv>), stream, qkv, dout);
+    attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq>, a, sizeof(Sm90Shared<2, Dq>),
+                         stream, qkv, dout);
+    attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv>, a, sizeof(Sm90Shared<2, Dkv>),
+                          stream, qkv, dout);
 }
 
-template <class Shapes, bool kDrops> static void attention_mma(const AttentionForwardX& a, Stream stream) {
+template <class Shapes> static void attention_mma(const AttentionForwardX& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
-    attention_launch<Shape>(attention_forward_mma_kernel<Shape, kDrops>, a, sizeof(MmaShared<1, Shape>),
-                            stream);
+    attention_launch<Shape>(attention_forward_mma_kernel<Shape>, a, sizeof(MmaShared<1, Shape>), stream);
 }
-template <class Shapes, bool kDrops> static void attention_mma(const AttentionBackwardX& a, Stream stream) {
+template <class Shapes> static void attention_mma(const AttentionBackwardX& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
-    attention_launch<Dq>(attention_backward_mma_kernel<Own::Queries, Dq, kDrops>, a,
-                         sizeof(MmaShared<2, Dq>), stream);
-    attention_launch<Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv, kDrops>, a,
-                          sizeof(MmaShared<2, Dkv>), stream);
+    attention_launch<Dq>(attention_backward_mma_kernel<Own::Queries, Dq>, a, sizeof(MmaShared<2, Dq>),
+                         stream);
+    attention_launch<Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv>, a, sizeof(MmaShared<2, Dkv>),
+                          stream);
 }
 
 // Either pass, in the form that attention_form names.
-template <bool kDrops, class Args> static void attention_by_form(const Args& a, Stream stream) {
-    if constexpr (sizeof(floatX) == 2) {
-        if (attention_uses_sm90(a.HS)) { return attention_sm90<kDrops>(a, stream); }
-    }
-    switch (mma_head_size(a.HS)) {
-        case 32: return attention_mma<MmaShapes<32>, kDrops>(a, stream);
-        case 64: return attention_mma<MmaShapes<64>, kDrops>(a, stream);
-        case 96: return attention_mma<MmaShapes<96>, kDrops>(a, stream);
-        case 128: return attention_mma<MmaShapes<128>, kDrops>(a, stream);
-        default: attention_plain(a, stream);
-    }
-}
 template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
     die_if(attention_error(a.HS));
-    if (a.keep.bits) { attention_by_form<true>(a, stream); }
-    else { attention_by_form<false>(a, stream); }
+    if constexpr (sizeof(floatX) == 2) {
+        if (attention_uses_sm90(a.HS)) { return attention_sm90(a, stream); }
+    }
+    switch (mma_head_size(a.HS)) {
+        case 32: return attention_mma<MmaShapes<32>>(a, stream);
+        case 64: return attention_mma<MmaShapes<64>>(a, stream);
+        case 96: return attention_mma<MmaShapes<96>>(a, stream);
+        case 128: return attention_mma<MmaShapes<128>>(a, stream);
+        default: attention_plain(a, stream);
+    }
 }
 static void attention_forward(const AttentionForwardX& a, Stream s) { attention(a, s); }
 static void attention_backward(const AttentionBackwardX& a, Stream s) { attention(a, s); }
@@ -4168,7 +4034,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
     bool master;                // fp32 master copies of 16-bit parameters
     bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
-    double dropout;             // probability, in training: embedding, attention's probabilities, branches
+    double dropout;             // probability, in training: of the embedding's and the branches' outputs
     Kernels kernels;            // which kernels an op with several may use
     bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
     bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
@@ -4186,7 +4052,6 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     Sampling sampling = {};     // how their tokens are drawn
     Split split;                // this rank's part of the job
     int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
-    bool nccl_order = false;    // NCCL sums the gradients, in its own order; false: the tree of lanes does
     bool graphs = true;         // on one GPU a micro-step is a CUDA graph
 };
 
@@ -4209,7 +4074,6 @@ struct Optimizer {              // state, fp32. From ZeRO stage 1 on, a rank has
 struct Grads {
     char* data;                 // lane_buffers(lanes) arenas; at ZeRO stage 2 one, a single micro-step's
     float* shards;              // ZeRO stage 2: lane_buffers() sums of this rank's shards
-    int lane;                   // which of this rank's lanes the last micro-step belongs to
 };
 
 struct Activations {
@@ -4253,7 +4117,6 @@ struct Exchange {
 struct Fp8 {
     Fp8Tensor* tensors;         // (fp8_tensors)
     uint8_t* weights;           // room for each matrix in e4m3 and its transpose
-    bool casts_weights;         // this micro-step does: a step's first
 };
 static int fp8_linears(const Config& c) { return 4 * c.L + 1; }         // the layers', then the LM head
 static int fp8_tensors(const Config& c) { return 3 * fp8_linears(c); }
@@ -4275,8 +4138,7 @@ struct GPT2 {
     DeviceState* state;
     Stream stream;
     Graph micro_step[2][2];     // of those that add to gradients, and of those with a split token (6.1)
-    uint32_t step, micro;       // keys of stochastic rounding and dropout; micro: the last micro-step's
-    int micro_steps;            // of this rank, in a step
+    uint32_t step;              // updates done: a key of stochastic rounding and dropout
 };
 
 static size_t decoder_bytes(const Config& c, int T, int rows);     // section 9: what writing texts needs
@@ -4339,15 +4201,15 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
 
     // At stage 2 the micro-steps that ranks do at one time are summed together. A power of two of them is a
     // subtree, so a rank keeps sums of as many lanes as are its own; else of as many as all ranks have.
-    const bool parts = shards_grads && !o.nccl_order && !is_power_of_two(o.split.world);
+    const bool parts = shards_grads && !is_power_of_two(o.split.world);
     const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
     visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), Memory::Shared);
     visit("gradient shards", &model->grads.shards,
           shards_grads ? layout.shard_elems * sizeof(float) * buffers : 0, Memory::Plain);
     visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, Memory::Shared);
     // a slot for the embedding's bucket and two for the others: one is filled while the other is summed
-    visit("exchange", &model->exchange.received,
-          o.split.world > 1 ? (layout.buckets[0].padded + 2 * layout.largest_but_first) * sizeof(float) : 0,
+    const size_t slots = layout.buckets[layout.embedding()].padded + 2 * layout.largest_but_first;
+    visit("exchange", &model->exchange.received, o.split.world > 1 ? slots * sizeof(float) : 0,
           Memory::Shared);
 
     visit("master weights", &model->opt.master,
@@ -4357,8 +4219,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     visit("FP8 scales", &model->fp8.tensors, o.fp8 * fp8_tensors(c) * sizeof(Fp8Tensor), Memory::Zeroed);
     visit("FP8 weights", &model->fp8.weights,
-          o.fp8 * 2 * (c.L * layout.buckets[1].elems + o.fp8_head * model->param_specs[PARAM_wte].slot),
-          Memory::Plain);
+          o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems +
+                       o.fp8_head * model->param_specs[PARAM_wte].slot), Memory::Plain);
     if (!o.muon) { return; }
     const MuonShare share = gpt2_muon_share(model);
     visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, Memory::Shared);
@@ -4377,8 +4239,10 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
     model->layout = param_layout(model->param_specs, config.L, options.split, options.grads_bf16,
                                  options.muon);
     Activations& acts = model->acts;
-    const size_t passes = act_specs(acts.specs, config, B, T, options.recompute, options.trains,
-                                    options.dropout > 0.0, options.fp8, options.fp8_head);
+    const size_t passes = act_specs(acts.specs, config, B, T,
+                                    {.recompute = options.recompute, .trains = options.trains,
+                                     .dropout = options.dropout > 0.0, .fp8 = options.fp8,
+                                     .fp8_head = options.fp8_head});
     acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
     acts.text_bytes = acts.bytes - passes;
     Exchange& x = model->exchange;
@@ -4396,7 +4260,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
         if ((void*)at != (void*)&model.acts.data) { plan.push_back({name, bytes}); }
     });
     for (const ActSpec& a : model.acts.specs) {
-        plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies});
+        if (!a.is_shared) { plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies}); }
     }
     plan.push_back({"keys and values of texts", model.acts.text_bytes});
 #ifdef GPT2_CPU
@@ -4526,12 +4390,6 @@ static char* gpt2_param_data(const GPT2* model, int i, int l) {
            at.offset * model->param_specs[i].elem_bytes;
 }
 
-static Params gpt2_params(const GPT2* model, int l) {
-    Params views;
-    for (int i = 0; i < NUM_PARAMS; i++) { ((const void**)&views)[i] = gpt2_param_data(model, i, l); }
-    return views;
-}
-
 static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
 
 // Elements [begin, end) of layer l's copy of a tensor: this rank has their master weights, m and v.
@@ -4597,32 +4455,47 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
 }
 
 // ---- where gradients are ----
+// What holds for one micro-step.
+struct MicroStep {
+    uint32_t number = 0;        // among all of the job's in a step: keys of rounding and dropout
+    int count = 1;              // micro-steps of this rank in a step
+    int lane = 0;               // of this rank's lanes, the one to whose gradients it belongs
+    bool begins_lane = true;    // it stores gradients; the others of a lane add to them
+    bool ends_lane = true;
+    bool casts_weights = true;  // a step's first: with FP8 the weights have changed
+    bool exchanges = false;     // each bucket of gradients goes to the other ranks once it is complete
+};
+
 // Random numbers for rounding: the `tensor` of a RoundKey. An element's number counts through all buckets
 // (Bucket::first).
 constexpr uint32_t kRoundParams = 16, kRoundGrads = 17, kRoundGradSums = 18;
 
-// Rounds the last micro-step's gradients.
-static RoundKey gpt2_grad_key(const GPT2* model) {
-    return RoundKey{model->options.seed, model->step, model->micro, kRoundGrads};
+// Rounds a micro-step's gradients.
+static RoundKey gpt2_grad_key(const GPT2* model, const MicroStep& micro) {
+    return RoundKey{model->options.seed, model->step, micro.number, kRoundGrads};
 }
 
-// Where the backward stores a gradient: in the buffer of the micro-step's lane.
-static Grad gpt2_grad(GPT2* model, ParamId id, int l, Accumulate acc) {
+// Where the backward stores a gradient: in the buffer of the micro-step's lane. At stage 2 each micro-step
+// stores its own, and the exchange adds them.
+static Grad gpt2_grad(const GPT2* model, ParamId id, int l, const MicroStep& micro) {
     const ParamAddress at = param_address(model->param_specs, model->layout, id, l);
     const Bucket& b = model->layout.buckets[at.bucket];
-    const int buffer = model->options.split.zero == 2 ? 0 : lane_buffer(model->grads.lane);
+    const bool stage2 = model->options.split.zero == 2;
+    const int buffer = stage2 ? 0 : lane_buffer(micro.lane);
     char* data = model->grads.data + buffer * model->layout.grads_bytes + b.grads + at.offset * b.grad_bytes;
-    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model), b.first + at.offset};
+    const Accumulate acc = stage2 || micro.begins_lane ? Accumulate::No : Accumulate::Yes;
+    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model, micro), b.first + at.offset};
 }
 
-// This rank's part of a bucket's gradients at the end of a step, summed over all micro-steps and ranks.
-static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
+// This rank's part of a bucket's gradients at the end of a step, summed over all micro-steps and ranks. last:
+// the step's last micro-step.
+static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, int bucket) {
     const Split& split = model->options.split;
     const Bucket& b = model->layout.buckets[bucket];
     if (split.zero == 2) { return {.data = model->grads.shards + b.shards}; }
-    RoundKey key = gpt2_grad_key(model);
+    RoundKey key = gpt2_grad_key(model, last);
     if (split.world > 1) {      // the sum over ranks was rounded with the key of the job's last micro-step
-        key.micro = (uint32_t)(split.world * model->micro_steps - 1);
+        key.micro = (uint32_t)(split.world * last.count - 1);
         key.tensor = kRoundGradSums;
     }
     return {model->grads.data + b.grads + b.held_at * b.grad_bytes, b.grads_bf16, key, b.first + b.held_at};
@@ -4632,13 +4505,13 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, int bucket) {
 // train_step and gpt2_micro_step, then the functions that they call, in the order of the calls:
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
-static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
-                      Accumulate acc);                                          // after the forward
-static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges);
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n);             // these three: the exchange
-static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges);
+static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
+                      const MicroStep* micro = nullptr);                        // after the forward
+static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro);
+static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n);   // these three: the exchange
+static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro);
 static void gpt2_await_params(GPT2* model, int bucket);
-static void gpt2_update(GPT2* model, double lr, double muon_lr = 0.0);
+static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double muon_lr = 0.0);
 
 static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
 
@@ -4652,55 +4525,58 @@ static char* gpt2_record(const GPT2* model) {
     return model->exchange.records + model->options.split.rank * model->exchange.record_bytes;
 }
 
-// This rank's micro-step number `micro` of `micro_steps`: adds to the gradients of the mean loss over the
-// total batch. Lanes are groups of micro-steps, explained where the exchange begins.
-static void gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int micro,
-                            int micro_steps) {
+// This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank; at stage 2 the
+// ranks take turns. Lanes are groups of micro-steps, explained where the exchange begins.
+static MicroStep micro_step_of(const GPT2* model, int i, int count) {
     const Split& split = model->options.split;
-    const int per_lane = micro_steps / model->options.lanes, lane = micro / per_lane;
-    const bool begins_lane = micro % per_lane == 0, ends_lane = micro % per_lane == per_lane - 1;
-    const bool is_last = micro == micro_steps - 1;
-    const bool exchanges = split.world > 1 && (split.zero == 2 || is_last);
-    const Accumulate add = begins_lane ? Accumulate::No : Accumulate::Yes;
-    const float weight = (float)(1.0 / ((double)B * T * micro_steps * split.world));
-    float* losses = (float*)(gpt2_record(model) + model->exchange.losses_at);     // (lanes)
-    // The job's micro-steps are numbered rank by rank; at stage 2 the ranks take turns.
-    model->micro = (uint32_t)(split.zero == 2 ? micro * split.world + split.rank
-                                              : split.rank * micro_steps + micro);
-    model->micro_steps = micro_steps;
-    model->grads.lane = lane;
-    model->fp8.casts_weights = micro == 0;
+    const int per_lane = count / model->options.lanes;
+    return {.number = (uint32_t)(split.zero == 2 ? i * split.world + split.rank : split.rank * count + i),
+            .count = count,
+            .lane = i / per_lane,
+            .begins_lane = i % per_lane == 0,
+            .ends_lane = i % per_lane == per_lane - 1,
+            .casts_weights = i == 0,
+            .exchanges = split.world > 1 && (split.zero == 2 || i == count - 1)};
+}
 
+// Adds to the gradients of the mean loss over the total batch.
+static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int i,
+                                 int count) {
+    const MicroStep micro = micro_step_of(model, i, count);
+    const Accumulate add = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
+    const float weight = (float)(1.0 / ((double)B * T * count * model->options.split.world));
+    float* losses = (float*)(gpt2_record(model) + model->exchange.losses_at);     // (lanes)
     gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     auto work = [&] {
-        gpt2_loss(model, B, T, ClassifierMode::LossAndGrad, weight, losses + lane, add);
-        gpt2_backward(model, B, T, split.zero == 2 ? Accumulate::No : add, exchanges);
+        gpt2_loss(model, B, T, weight, losses + micro.lane, add, &micro);
+        gpt2_backward(model, B, T, micro);
     };
     // In a graph a kernel begins 1 us sooner after the one before: 0.35 ms for 124M's 350. Arguments change,
     // so each micro-step records its graph anew. An exchange waits for events from outside, which a graph
     // cannot. FP8 does other work in its first step, and in the first micro-step of each.
-    if (model->options.graphs && split.world == 1 && !model->options.fp8) {
+    if (model->options.graphs && model->options.split.world == 1 && !model->options.fp8) {
         Graph* graphs = model->micro_step[add == Accumulate::Yes];
         graph_run(&graphs[model->feed.buckets.num_splits > 0], model->stream, work, true);
     } else {
         work();
     }
-    if (ends_lane && !exchanges) { gpt2_merge_lanes(model, 0, model->layout.elems); }
-    if (is_last) { model->grads.lane = 0; }     // so gpt2_grad finds the sum of all lanes: it is in buffer 0
+    if (micro.ends_lane && !micro.exchanges) { gpt2_merge_lanes(model, micro.lane, 0, model->layout.elems); }
+    return micro;
 }
 
 // False: a signal came before the last micro-step. There is no update then; the next step's gradients replace
 // those of this one.
 static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
-    const int micro_steps = rank_micro_steps();
-    for (int micro = 0; micro < micro_steps; micro++) {
+    const int count = rank_micro_steps();
+    MicroStep micro;
+    for (int i = 0; i < count; i++) {
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
         next_batch(loader, model->step);
-        gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, micro, micro_steps);
+        micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count);
     }
     saver_hold(saver);                          // weights change only after a checkpoint has its copies
-    gpt2_update(model, lr, muon_lr);
+    gpt2_update(model, micro, lr, muon_lr);
     return true;
 }
 
@@ -4745,216 +4621,208 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
     event_record(feed.staged[slot], model->stream);
 }
 
-// ---- the residual stream ----
+// ---- a layer's tensors ----
+// The input of a linear layer, its weight, or the gradient of its output. With --matmul-dtype fp8 its bytes
+// (llmc/ops/fp8.h) are multiplied. A product reads both operands along the dimension that it sums
+// over, so the bytes are there twice. A run's first step multiplies as without FP8 and only takes the largest
+// elements; the second's scales come from these. If the first step is not finite, scales stay 1 until later
+// steps have found largest elements.
+// The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
+// below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
+// The first and the last layer stay in 16 bits: half of FP8's gap in the loss is theirs (NOTES.md). attproj
+// stays there, too: its casts take 124M the time that FP8 saves it.
+struct Operand {
+    floatX* x = nullptr;
+    uint8_t *bytes = nullptr, *bytes_t = nullptr;   // rows, and transposed; null: x is multiplied
+    Fp8Tensor* tensor = nullptr;        // its scale; null: it is none of FP8's
+    Fp8Stats* stats = nullptr;          // what the step's casts of it have seen
+    Fp8Format format = Fp8Format::E4m3;
+    bool kept = true;                   // in a backward: x is as the forward wrote it
+};
+
+// weight's x is (OC,C). bias: (OC), null in the LM head.
+struct Linear { Operand weight; const floatX* bias; int C, OC; Grad dweight, dbias; };
+struct Norm { const float *weight, *bias; float *mean, *rstd; Grad dweight, dbias; };
+struct Attention { float* lse; floatX *keys, *values; };       // keys, values: rows of the cache, or null
+
+// A sum of the residual stream, and the branches that were added last to make it. A branch ends with a linear
+// layer; the gradients of that one's output and bias are computed where the sum's gradient is.
+struct Branch { uint32_t mask; Grad dbias; Operand dout; };     // mask: the number of its dropout's
+struct Sum { floatX* x; int branches; Branch added[2]; };       // x (B,T,C); 0 branches: the embedding
+
+struct Layer {
+    Sum x, x_mid, x_out;                // before the layer, after its first branch, after the layer
+    Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,4C) = gelu(fch)
+    floatX *qkv, *fch;                  // (B,T,3,NH,HS) (B,T,4C)
+    Attention att;
+    Norm w_ln1, w_ln2;
+    Linear w_qkv, w_attproj, w_fc, w_fcproj;
+    Operand dfch, dqkv;                 // gradients, of these shapes
+    floatX *dln1, *dln2, *datty;
+};
+
+struct Head {
+    Sum x;                              // (B,T,C) after the last layer
+    Operand lnf;                        // (B,T,C)
+    Norm w_lnf;
+    Linear w;                           // wte
+    floatX* logits;                     // (B,T,Vp), then their gradient
+    float* losses;                      // (B,T)
+    Operand dlogits;
+    floatX* dlnf;
+};
+
 // A forward or backward pass over (B,T).
 struct Pass {
     GPT2* model;
     const ActSpec* act_specs;           // the model's; section 9 has its own, for one row
     int B, T;
-    bool trains;                        // with dropout and FP8
+    const MicroStep* micro = nullptr;   // null: nothing is trained, so there is neither dropout nor FP8
     float* scratch = nullptr;           // of a backward
-    Params params(int l) const { return gpt2_params(model, l); }
+
+    int N() const { return B * T; }
+    Stream stream() const { return model->stream; }
+    const Config& config() const { return model->config; }
+    bool drops() const { return micro && model->options.dropout > 0.0; }
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
     // In a backward: whether layer l's tensor is as the forward wrote it. No later layer shares its copy.
-    bool has(ActId id, int l) const { return l == model->config.L - 1 || l < act_specs[id].copies - 1; }
-    Stream stream() const { return model->stream; }
-};
-
-// A point of the stream lies between two additions. Branches have just been added; norms read the sum:
-//     sum          its value                               norms that read it
-//     encoded      the embedding                           layer 0's
-//     residual2    x + attention(ln1(x))                   ln2; in sequential blocks only
-//     residual3    the output of layer l                   layer l + 1's; lnf after the last layer
-// A layer has the norm ln1; a parallel block has ln1 and ln2, which read the same x. Forward, backward and
-// section 9 go from point to point, so what meets at a point is said once, in the two functions below.
-enum class Branch { Attention, Mlp };
-enum class Linear { Qkv, AttProj, Fc, FcProj, Head };
-struct ResidualPoint {
-    void* sum;                          // (B,T,C) floatX, or fp32
-    int branches, added_layer;          // branches just added, 0 for the embedding, and their layer
-    Branch branch[2];
-    int norms, layer;                   // norms that read the sum, and their layer
-    struct { ParamId weight, bias; floatX* out; Linear reader; } norm[2];       // (C) (C) (B,T,C); reads out
-    float *mean, *rstd;                 // (B,T) of the sum's rows, for both norms
-};
-static ResidualPoint point_after_attention(const Pass& pass, int l) {      // sequential blocks
-    const Acts a = pass.acts(l);
-    ResidualPoint x = {};
-    x.sum = a.residual2, x.branches = 1, x.branch[0] = Branch::Attention, x.added_layer = l;
-    x.norms = 1, x.norm[0] = {PARAM_ln2w, PARAM_ln2b, a.ln2, Linear::Fc}, x.layer = l;
-    x.mean = a.ln2_mean, x.rstd = a.ln2_rstd;
-    return x;
-}
-static ResidualPoint point_after_layer(const Pass& pass, int l) {          // -1: the embedding
-    const Config& c = pass.model->config;
-    ResidualPoint x = {};
-    x.sum = l < 0 ? pass.acts(0).encoded : pass.acts(l).residual3;
-    if (l >= 0) {
-        x.added_layer = l;
-        if (c.block != Block::Sequential) { x.branch[x.branches++] = Branch::Attention; }
-        x.branch[x.branches++] = Branch::Mlp;
-    }
-    if (l + 1 < c.L) {
-        const Acts next = pass.acts(l + 1);
-        x.norms = c.block == Block::Parallel ? 2 : 1, x.layer = l + 1;
-        x.norm[0] = {PARAM_ln1w, PARAM_ln1b, next.ln1, Linear::Qkv};
-        x.norm[1] = {PARAM_ln2w, PARAM_ln2b, next.ln2, Linear::Fc};
-        x.mean = next.ln1_mean, x.rstd = next.ln1_rstd;
-    } else {
-        const Acts a = pass.acts(0);
-        x.norms = 1, x.norm[0] = {PARAM_lnfw, PARAM_lnfb, a.lnf, Linear::Head};
-        x.mean = a.lnf_mean, x.rstd = a.lnf_rstd;
-    }
-    return x;
-}
-// Weights or biases of a norm that reads the point; null: RMSNorm has no biases.
-static const float* point_param(const GPT2* model, const ResidualPoint& x, ParamId id) {
-    const Params p = gpt2_params(model, x.layer);
-    return model->param_specs[id].copies > 0 ? ((const float* const*)&p)[id] : nullptr;
-}
-
-// The dropout of branch k that point x adds, or of the embedding. rows: B*T of a micro-step.
-// Masks have numbers: 0 the embedding's, then two for each layer's branches, then one for each attention.
-static Dropout gpt2_dropout(const GPT2* model, const ResidualPoint& x, int k, int rows) {
-    const uint32_t tensor = x.branches == 0 ? 0 : 1 + 2 * (uint32_t)x.added_layer + (uint32_t)x.branch[k];
-    return dropout_of(model->options.dropout, {model->options.seed, model->step, tensor},
-                      (uint64_t)model->micro * (uint64_t)rows);
-}
-
-// The dropout of layer l's attention probabilities. has_bits: its bits are in memory from the forward.
-static AttentionKeep gpt2_attention_keep(const Pass& pass, int l, bool has_bits) {
-    const GPT2* model = pass.model;
-    const int B = pass.B, T = pass.T, NH = model->config.NH;
-    const uint32_t tensor = 1 + 2 * (uint32_t)model->config.L + (uint32_t)l;
-    const Dropout dropout = dropout_of(model->options.dropout, {model->options.seed, model->step, tensor},
-                                       (uint64_t)model->micro * (uint64_t)B * (uint64_t)NH * (uint64_t)T);
-    uint32_t* bits = pass.acts(l).att_keep;
-    if (!has_bits) { attention_dropout({bits, dropout, B, T, NH}, model->stream); }
-    return {bits, dropout.scale};
-}
-
-// Arguments for the norms that read a point whose sum is in memory.
-static NormForward<floatX, float> point_norms(const GPT2* model, const ResidualPoint& x, int rows) {
-    const Config& c = model->config;
-    NormForward<floatX, float> norm = {};
-    for (int k = 0; k < x.norms; k++) {
-        norm.y[k] = {x.norm[k].out, point_param(model, x, x.norm[k].weight),
-                     point_param(model, x, x.norm[k].bias)};
-    }
-    norm.mean = x.mean, norm.rstd = x.rstd;
-    norm.inp = (floatX*)x.sum;
-    norm.kind = c.norm, norm.N = rows, norm.C = c.C;
-    norm.residual_fp32 = has_fp32_residual(c);
-    return norm;
-}
-
-// ---- linear layers ----
-// out (N,OC) = inp (N,C) weight^T + bias. N is the pass's B*T; the weight's shape says C and OC.
-// With --matmul-dtype fp8 they multiply FP8 bytes (llmc/ops/fp8.h), in training only. A run's first step
-// multiplies as without FP8 and takes the largest elements alone; the second's scales come from these. If the
-// first step is not finite, scales stay 1 until later steps have found largest elements.
-// The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
-// below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
-// The first and the last layer stay in 16 bits: half of FP8's gap in the loss is theirs (NOTES.md). attproj
-// stays there, too: its casts take 124M the time that FP8 saves it.
-// rows8: where the rows of an input's bytes lie. A norm writes them in the place of its output.
-constexpr struct { ParamId weight, bias; ActId rows8, inp8; } kLinears[] = {
-    {PARAM_qkvw, PARAM_qkvb, ACT_ln1, ACT_qkv_inp8},
-    {PARAM_attprojw, PARAM_attprojb, NUM_ACTS, NUM_ACTS},       // never in FP8
-    {PARAM_fcw, PARAM_fcb, ACT_ln2, ACT_fc_inp8},
-    {PARAM_fcprojw, PARAM_fcprojb, ACT_rows8, ACT_fcproj_inp8},
-    {PARAM_wte, NUM_PARAMS, ACT_lnf, ACT_head_inp8}};   // no bias
-enum class Fp8Mode { Off, Measure, On };
-static Fp8Mode fp8_mode(const Pass& pass, int l, Linear which) {
-    const Options& o = pass.model->options;
-    const bool wanted = which == Linear::Head ? o.fp8_head : o.fp8 && fp8_layer(l, pass.model->config.L);
-    if (!pass.trains || !wanted || which == Linear::AttProj) { return Fp8Mode::Off; }
-    return pass.model->step == 0 ? Fp8Mode::Measure : Fp8Mode::On;
-}
-
-// One layer in one pass. An FP8 product reads each operand as rows of K bytes: an input or an output's
-// gradient row by row for a product with the weights, and transposed for the weights' gradient.
-struct Fp8Operand { Fp8Tensor* tensor; uint8_t *bytes, *transposed; Fp8Format format = Fp8Format::E4m3; };
-struct LinearLayer {
-    int N, C, OC;
-    const floatX *weight, *bias;        // (OC,C) (OC); bias: null in the LM head
-    Fp8Mode fp8;
-    Fp8Operand inp8, dout8, weight8;    // (N,C) (N,OC) (OC,C); see GPT2_ACTS
-};
-static LinearLayer linear_layer(const Pass& pass, int l, Linear which) {
-    const GPT2* model = pass.model;
-    const auto& names = kLinears[(int)which];
-    const ParamSpec& s = model->param_specs[names.weight];
-    const bool head = which == Linear::Head;
-    auto param = [&](ParamId id) { return (const floatX*)gpt2_param_data(model, id, l); };
-    LinearLayer p = {pass.B * pass.T, (int)s.cols, (int)s.rows, param(names.weight),
-                     head ? nullptr : param(names.bias), fp8_mode(pass, l, which), {}, {}, {}};
-    if (p.fp8 == Fp8Mode::Off) { return p; }
-    const Acts acts = pass.acts(l);
-    const int L = model->config.L, i = head ? 4 * L : 4 * l + (int)which;
-    const size_t layer = model->layout.buckets[1].elems;
-    uint8_t* weight = model->fp8.weights + 2 * (head ? L * layer : l * layer + s.offset);
-    Fp8Tensor* tensors = model->fp8.tensors;
-    auto act = [&](ActId id) { return ((uint8_t* const*)&acts)[id]; };
-    p.inp8 = {tensors + 2 * i, act(names.rows8), act(names.inp8)};
-    if (which == Linear::Fc && model->config.block == Block::ParallelTied) {
-        p.inp8 = linear_layer(pass, l, Linear::Qkv).inp8;               // both branches read ln1
-    }
-    // linear_dinp of fcproj reads its own rows while it writes fc's. columns8 its linear_dweight has read.
-    p.dout8 = {tensors + 2 * i + 1, which == Linear::FcProj ? (uint8_t*)acts.dnarrow : acts.rows8,
-               acts.columns8};
-    if (head) { p.dout8.transposed = (uint8_t*)acts.logits, p.dout8.format = Fp8Format::E5m2; }
-    p.weight8 = {tensors + fp8_saved(model->config) + i, weight, weight + s.slot};
-    return p;
-}
-
-// What the step's casts of a tensor have seen.
-static Fp8Stats* fp8_stats(const GPT2* model, const Fp8Tensor* tensor) {
-    return (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) + (tensor - model->fp8.tensors);
-}
-
-// The cast of a.inp to the operand's bytes. Measure: it only takes its largest element.
-static Fp8Cast<floatX, float> operand_cast(const Pass& pass, const Fp8Operand& to, Fp8Mode mode,
-                                           Fp8Cast<floatX, float> a) {
-    if (mode == Fp8Mode::On) { a.out = to.bytes, a.out_t = to.transposed; }
-    a.tensor = to.tensor, a.stats = fp8_stats(pass.model, to.tensor);
-    a.scratch = pass.scratch;
-    return a;
-}
-
-// out = inp weight^T + bias + residual; residual: (N,OC) or null. GELU lies between fc and fcproj: fc stores
-// its sum in fch, and GELU of that in out, with FP8 as fcproj's bytes.
-static void linear_forward(const Pass& pass, int l, Linear which, floatX* out, const floatX* inp,
-                           const floatX* residual = nullptr) {
-    const LinearLayer p = linear_layer(pass, l, which);
-    floatX* fch = pass.acts(l).fch;
-    const bool is_fp8 = p.fp8 == Fp8Mode::On;           // then a norm or fc has written the bytes
-    if (p.fp8 == Fp8Mode::Measure) {
-        fp8_cast(operand_cast(pass, p.inp8, p.fp8, {.inp = inp, .N = p.N, .C = p.C}), pass.stream());
-    }
-    if (!is_fp8) {
-        return matmul_forward({.out = out, .inp = inp, .weight = p.weight, .bias = p.bias,
-                               .residual = residual, .pre_gelu = which == Linear::Fc ? fch : nullptr,
-                               .N = p.N, .C = p.C, .OC = p.OC}, pass.stream());
-    }
-    if (pass.model->fp8.casts_weights) {                // first its largest element, then with that the cast
-        for (Fp8Mode mode : {Fp8Mode::Measure, Fp8Mode::On}) {
-            fp8_cast(operand_cast(pass, p.weight8, mode, {.inp = p.weight, .source = Fp8Source::Weight,
-                                  .N = p.OC, .C = p.C}), pass.stream());
+    bool kept(ActId id, int l) const { return l == config().L - 1 || l < act_specs[id].copies - 1; }
+    template <class T> T* param(ParamId id, int l) const { return (T*)gpt2_param_data(model, id, l); }
+    Grad grad(ParamId id, int l) const { return micro ? gpt2_grad(model, id, l, *micro) : Grad{}; }
+    // Before a tensor is written. A DEBUG build fills its memory, and that of all that lies there, with NaN.
+    template <class T> T* fresh(T* tensor) const {
+#ifdef DEBUG
+        size_t bytes = 0;
+        for (int i = 0; i < NUM_ACTS && tensor; i++) {
+            const ActSpec& s = act_specs[i];
+            const bool there = model->acts.data + s.offset == (char*)tensor;
+            if (there) { bytes = std::max(bytes, s.elems * s.elem_bytes); }
         }
+        device_fill(tensor, 0xFF, bytes, stream());
+#endif
+        return tensor;
     }
-    Fp8Cast<floatX, float> gelu = {};
-    if (which == Linear::Fc) {
-        gelu = operand_cast(pass, linear_layer(pass, l, Linear::FcProj).inp8, p.fp8,
-                            {.inp = fch, .source = Fp8Source::Gelu, .N = p.N, .C = p.OC});
-    }
-    fp8_matmul({.out = which == Linear::Fc ? fch : out, .a = p.inp8.bytes, .b = p.weight8.bytes,
-                .a_tensor = p.inp8.tensor, .b_tensor = p.weight8.tensor, .bias = p.bias,
-                .residual = residual, .M = p.N, .N = p.OC, .K = p.C, .fast = true,
-                .cast = gelu}, pass.stream());
-}
+    bool exists(ParamId id) const { return model->param_specs[id].copies > 0; }    // RMSNorm has no biases
 
-// ---- forward ----
+    // FP8 numbers the linear layers: 4 l + kQkv, kFc or kFcProj, and behind all layers the LM head, 4 L.
+    enum { kIn16Bits = -1, kQkv = 0, kFc = 2, kFcProj = 3 };
+    enum Fp8Role { kInput, kDout, kWeight };
+    Operand operand(floatX* x, int linear, Fp8Role role, uint8_t* bytes, uint8_t* bytes_t) const {
+        const Config& c = config();
+        const Options& o = model->options;
+        Operand y = {.x = x};
+        const bool is_head = linear == 4 * c.L;
+        const bool is_fp8 = is_head ? o.fp8_head : linear >= 0 && o.fp8 && fp8_layer(linear / 4, c.L);
+        if (!micro || !is_fp8) { return y; }
+        y.tensor = model->fp8.tensors +
+                   (role == kWeight ? fp8_saved(c) + linear : 2 * linear + (role == kDout));
+        y.stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) +
+                  (y.tensor - model->fp8.tensors);
+        if (model->step > 0) { y.bytes = bytes, y.bytes_t = bytes_t; }
+        return y;
+    }
+    Linear linear_of(ParamId weight, ParamId bias, int l, int linear) const {
+        const ParamSpec& s = model->param_specs[weight];
+        const Layout& layout = model->layout;
+        const size_t place = 2 * (linear / 4 * layout.buckets[layout.layer(0)].elems + s.offset);
+        uint8_t* bytes = model->options.fp8 ? model->fp8.weights + place : nullptr;
+        const bool has_bias = bias != NUM_PARAMS;
+        return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes ? bytes + s.slot : nullptr),
+                has_bias ? param<floatX>(bias, l) : nullptr, (int)s.cols, (int)s.rows,
+                grad(weight, l), has_bias ? grad(bias, l) : Grad{}};
+    }
+    Norm norm_of(ParamId weight, ParamId bias, int l, float* mean, float* rstd) const {
+        return {param<float>(weight, l), exists(bias) ? param<float>(bias, l) : nullptr, mean, rstd,
+                grad(weight, l), exists(bias) ? grad(bias, l) : Grad{}};
+    }
+
+    // Masks have numbers: 0 the embedding's, then two for each layer's branches.
+    Branch branch(int l, bool is_mlp, int place) const {
+        const Acts a = acts(0);
+        floatX* dout = !drops() ? a.dx : place == 0 ? a.dbranch : a.dbranch2;
+        if (l < 0) { return {0, {}, {.x = dout}}; }                 // the embedding
+        const uint32_t mask = 1 + 2 * (uint32_t)l + is_mlp;
+        if (!is_mlp) { return {mask, grad(PARAM_attprojb, l), {.x = dout}}; }
+        return {mask, grad(PARAM_fcprojb, l),
+                operand(dout, 4 * l + kFcProj, kDout, a.dbranch_8, a.dbranch_t8)};
+    }
+    Sum after_layer(int l) const {                                  // -1: the embedding
+        if (l < 0) { return {acts(0).embedded, 0, {branch(-1, false, 0)}}; }
+        if (config().block == Block::Sequential) { return {acts(l).x_out, 1, {branch(l, true, 0)}}; }
+        return {acts(l).x_out, 2, {branch(l, false, 0), branch(l, true, 1)}};
+    }
+    Head head_of() const {
+        const Acts a = acts(0);
+        const int head = 4 * config().L;
+        Head y = {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
+                  norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
+                  linear_of(PARAM_wte, NUM_PARAMS, 0, head), a.logits, a.losses,
+                  operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
+        y.dlogits.format = Fp8Format::E5m2;
+        return y;
+    }
+    Layer layer_of(int l) const {
+        const Acts a = acts(l);
+        const int first = 4 * l;                                    // of the layer's linear layers
+        Layer y = {};
+        y.x = after_layer(l - 1);
+        y.x_mid = {a.x_mid, 1, {branch(l, false, 0)}};
+        y.x_out = after_layer(l);
+        y.ln1 = operand(a.ln1, first + kQkv, kInput, a.ln1_8, a.ln1_t8);
+        y.ln2 = operand(a.ln2, first + kFc, kInput, a.ln2_8, a.ln2_t8);
+        y.atty = {.x = a.atty};
+        y.act = operand(a.act, first + kFcProj, kInput, a.act_8, a.act_t8);
+        y.ln1.kept = kept(ACT_ln1, l), y.ln2.kept = kept(ACT_ln2, l), y.act.kept = kept(ACT_act, l);
+        y.qkv = a.qkv, y.fch = a.fch;
+        y.att = {a.att_lse, nullptr, nullptr};
+        y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
+        if (exists(PARAM_ln2w)) { y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd); }
+        y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv);
+        y.w_attproj = linear_of(PARAM_attprojw, PARAM_attprojb, l, kIn16Bits);
+        y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc);
+        y.w_fcproj = linear_of(PARAM_fcprojw, PARAM_fcprojb, l, first + kFcProj);
+        y.dfch = operand(a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
+        y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
+        y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty;
+        return y;
+    }
+
+    // To the bytes of an operand; in a run's first step it only takes the largest element.
+    Fp8Cast<floatX, float> cast_to(const Operand& to, Fp8Cast<floatX, float> a) const {
+        a.out = to.bytes, a.out_t = to.bytes_t, a.tensor = to.tensor, a.stats = to.stats, a.scratch = scratch;
+        return a;
+    }
+    void cast(const Operand& y, int C) const {
+        fresh(y.bytes), fresh(y.bytes_t);
+        if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.x, .N = N(), .C = C}), stream()); }
+    }
+    // Its rows of bytes are there.
+    void transpose(const Operand& y, int C) const {
+        if (y.bytes) { fp8_transpose({y.bytes_t, y.bytes, N(), C}, stream()); }
+    }
+    Dropout dropout(uint32_t mask) const {
+        const GPT2& m = *model;
+        return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
+    }
+    // out, and out2 if it is not {}, = norms of x
+    NormForward<floatX, float> norms(const Operand& out, const Sum& x, const Norm& w, const Operand& out2,
+                                     const Norm& w2) const {
+        NormForward<floatX, float> n = {};
+        const Operand* outs[] = {&out, &out2};
+        const Norm* weights[] = {&w, &w2};
+        for (int k = 0; k < 2; k++) {
+            const Operand& y = *outs[k];
+            n.y[k] = {y.bytes ? nullptr : y.x, weights[k]->weight, weights[k]->bias};
+            if (y.bytes) { n.y[k].fp8 = y.bytes, n.y[k].tensor = y.tensor, n.y[k].stats = y.stats; }
+        }
+        n.mean = w.mean, n.rstd = w.rstd;
+        n.inp = x.x;
+        n.kind = config().norm, n.N = N(), n.C = config().C;
+        return n;
+    }
+};
+
+// ---- the forward's verbs ----
 // For section 9: a forward over one text also copies keys and values of its first `count` positions into
 // `rows` rows of the decoder's cache.
 struct CacheFill {
@@ -4964,115 +4832,169 @@ struct CacheFill {
     int rows, count;
 };
 
-// Who adds a branch to the stream? Its last GEMM does, where it can. With dropout, or with a stream in fp32,
-// the next norm adds it: the branch's output then waits in `waiting`, and beside a stream in fp32 so does the
-// embedding. Nothing else uses that memory before the backward.
+// What a layer is made of. A page such as gpt2_layer calls these; it says neither what is fused nor what is
+// FP8's. The engines below compute again what -r has not kept, or write text, by the same pages.
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
-    bool drops, adds_in_gemm;
-    floatX* waiting[2];                 // (B,T,C)
+    // A branch's last product adds it to the stream. With dropout, and when text is written, the branch waits
+    // instead, and the next norm adds it. Nothing else uses that memory before the backward.
+    bool waits;
+    floatX* waiting_memory[2];          // (N,C)
+    struct { const floatX* before; const floatX* branch[2]; int count; } waiting = {};
+
+    explicit Forward(const Pass& pass, const CacheFill* cache = nullptr)
+        : Pass(pass), cache(cache), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
+
+    virtual Layer layer(int l) const {
+        Layer y = layer_of(l);
+        if (cache) {
+            const size_t at = l * cache->layer_stride;
+            y.att.keys = cache->keys + at, y.att.values = cache->values + at;
+        }
+        return y;
+    }
+
+    virtual Head head() const { return head_of(); }
+    // Parameters of a bucket may still be on their way from other ranks.
+    virtual void await(int bucket) { gpt2_await_params(model, bucket); }
+
+    // x = token plus position embedding
+    virtual void embed(const Sum& x) {
+        encoder_forward({x.x, model->feed.inputs.tokens, param<floatX>(PARAM_wte, 0),
+                         param<floatX>(PARAM_wpe, 0), B, T, config().C}, stream());
+        if (waits) { waiting = {nullptr, {x.x}, 1}; }               // its dropout is in place
+    }
+
+    // out, and out2 if it is given, = norm(x), after the additions to x that wait
+    virtual void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {},
+                      const Norm& w2 = {}) {
+        NormForward<floatX, float> n = norms(out, x, w, out2, w2);
+        if (waiting.count > 0) {
+            n.residual = x.x, n.inp = waiting.before;
+            for (int k = 0; k < waiting.count; k++) {
+                n.branch[k] = waiting.branch[k];
+                if (drops()) { n.dropout[k] = dropout(x.added[k].mask); }
+            }
+            waiting = {};
+        }
+        norm_forward(n, stream());
+        for (const Operand* y : {&out, &out2}) {
+            if (y->bytes) { transpose(*y, config().C); }
+            else { cast(*y, config().C); }
+        }
+    }
+
+    // out = inp weight^T + bias + residual
+    virtual void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* residual = nullptr) {
+        if (!inp.bytes) {
+            return matmul_forward({.out = out, .inp = inp.x, .weight = w.weight.x, .bias = w.bias,
+                                   .residual = residual, .N = N(), .C = w.C, .OC = w.OC}, stream());
+        }
+        fp8_product(out, inp, w, residual, {});
+    }
+
+    // out = gelu(fch), fch = inp weight^T + bias
+    virtual void linear_gelu(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) {
+        if (!inp.bytes) {
+            matmul_forward({.out = out.x, .inp = inp.x, .weight = w.weight.x, .bias = w.bias,
+                            .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC}, stream());
+            return cast(out, w.OC);
+        }
+        fp8_product(fch, inp, w, nullptr, cast_to(out, {.inp = fch, .source = Fp8Source::Gelu, .N = N(),
+                                                        .C = w.OC}));
+    }
+
+    // out = before + (inp weight^T + bias)
+    virtual void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) {
+        if (!waits) { return linear(out.x, inp, w, before.x); }
+        if (waiting.count == 0) { waiting.before = before.x; }
+        floatX* branch = fresh(waiting_memory[waiting.count]);
+        linear(branch, inp, w);
+        waiting.branch[waiting.count++] = branch;
+    }
+
+    // out = causal self-attention of qkv
+    virtual void attention(floatX* out, const floatX* qkv, const Attention& att) {
+        const int C = config().C, NH = config().NH;
+        if (cache) {
+            cache_store({att.keys, att.values, qkv, cache->rows, cache->count, model->T, C}, stream());
+        }
+        attention_forward({out, att.lse, qkv, B, T, NH, C / NH}, stream());
+    }
+
+    void fp8_product(floatX* out, const Operand& inp, const Linear& w, const floatX* residual,
+                     const Fp8Cast<floatX, float>& then) {
+        if (micro->casts_weights) {             // first its largest element, then with that the cast
+            const Fp8Cast<floatX, float> values = {.inp = w.weight.x, .source = Fp8Source::Weight, .N = w.OC,
+                                                   .C = w.C};
+            fp8_cast(cast_to({.tensor = w.weight.tensor, .stats = w.weight.stats}, values), stream());
+            fp8_cast(cast_to(w.weight, values), stream());
+        }
+        fp8_matmul({.out = out, .a = inp.bytes, .b = w.weight.bytes, .a_tensor = inp.tensor,
+                    .b_tensor = w.weight.tensor, .bias = w.bias, .residual = residual, .M = N(), .N = w.OC,
+                    .K = w.C, .fast = true, .cast = then}, stream());
+    }
 };
 
-// out = attention(inp) + before: (B,T,C) each; before: null for 0
-static void gpt2_attention_forward(const Forward& f, int l, floatX* out, const floatX* before,
-                                   const floatX* inp) {
-    const int B = f.B, T = f.T, C = f.model->config.C, NH = f.model->config.NH;
-    const Acts a = f.acts(l);
-    linear_forward(f, l, Linear::Qkv, a.qkv, inp);                                              // (B,T,3C)
-    if (f.cache) {
-        const size_t at = l * f.cache->layer_stride;
-        cache_store({f.cache->keys + at, f.cache->values + at, a.qkv, f.cache->rows, f.cache->count,
-                     f.model->T, C}, f.stream());
-    }
-    AttentionKeep keep = {};
-    if (f.drops) { keep = gpt2_attention_keep(f, l, false); }
-    attention_forward({a.atty, a.att_lse, a.qkv, B, T, NH, C / NH, keep}, f.stream());          // (B,T,C)
-    linear_forward(f, l, Linear::AttProj, out, a.atty, before);                                 // (B,T,C)
+// ---- pages ----
+// GPT-2 (Radford et al. 2019): x + attention(norm(x)), then x + mlp(norm(x))
+static void gpt2_layer(Forward& e, int l) {
+    const Layer a = e.layer(l);
+    e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
+    e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,3,NH,HS)
+    e.attention(a.atty.x, a.qkv, a.att);                    // (B,T,C)
+    e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
+    e.norm(a.ln2, a.x_mid, a.w_ln2);                        // (B,T,C)
+    e.linear_gelu(a.act, a.fch, a.ln2, a.w_fc);             // (B,T,4C)
+    e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);      // (B,T,C)
 }
 
-// out = mlp(inp) + before: as in gpt2_attention_forward
-static void gpt2_mlp_forward(const Forward& f, int l, floatX* out, const floatX* before, const floatX* inp) {
-    const Acts a = f.acts(l);
-    linear_forward(f, l, Linear::Fc, a.fch_gelu, inp);                              // (B,T,4C), and a.fch
-    linear_forward(f, l, Linear::FcProj, out, a.fch_gelu, before);                              // (B,T,C)
+// Parallel blocks (GPT-J, Wang and Komatsuzaki 2021): x + attention(norm(x)) + mlp(norm2(x)); tied: one norm
+static void parallel_layer(Forward& e, int l) {
+    const Layer a = e.layer(l);
+    const bool tied = e.config().block == Block::ParallelTied;
+    if (tied) { e.norm(a.ln1, a.x, a.w_ln1); }
+    else { e.norm(a.ln1, a.x, a.w_ln1, a.ln2, a.w_ln2); }
+    e.linear(a.qkv, a.ln1, a.w_qkv);
+    e.attention(a.atty.x, a.qkv, a.att);
+    e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);
+    e.linear_gelu(a.act, a.fch, tied ? a.ln1 : a.ln2, a.w_fc);
+    e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);
 }
 
-// The norms that read point x; for FP8 products as bytes, which are also transposed, once for all that read
-// them. Where no GEMM has added x's branches, the kernel first adds them to the sum of `before`, the point
-// before x; null: x is the embedding.
-static void gpt2_add_and_norm(const Forward& f, const ResidualPoint& x, const ResidualPoint* before) {
-    const int N = f.B * f.T;
-    NormForward<floatX, float> norm = point_norms(f.model, x, N);
-    for (int k = 0; k < x.norms; k++) {
-        const LinearLayer reader = linear_layer(f, x.layer, x.norm[k].reader);
-        if (reader.fp8 != Fp8Mode::On) { continue; }
-        norm.y[k].out = nullptr;
-        norm.y[k].fp8 = reader.inp8.bytes, norm.y[k].tensor = reader.inp8.tensor;
-        norm.y[k].stats = fp8_stats(f.model, reader.inp8.tensor);
-    }
-    if (!f.adds_in_gemm) {
-        norm.residual = (floatX*)x.sum;
-        norm.inp = before ? (floatX*)before->sum : nullptr;
-        for (int k = 0; k < std::max(x.branches, 1); k++) {
-            norm.branch[k] = f.waiting[k];
-            if (f.drops) { norm.dropout[k] = gpt2_dropout(f.model, x, k, N); }
-        }
-        // the embedding does not wait if it has the stream's type: its dropout is in place
-        if (!before && !norm.residual_fp32) { norm.branch[0] = norm.residual; }
-    }
-    norm_forward(norm, f.model->stream);
-    for (int k = 0; k < x.norms; k++) {
-        const LinearLayer reader = linear_layer(f, x.layer, x.norm[k].reader);
-        const Fp8Operand& to = reader.inp8;
-        if (reader.fp8 == Fp8Mode::On) { fp8_transpose({to.transposed, to.bytes, N, reader.C}, f.stream()); }
-    }
+static void model_layer(Forward& e, int l) {
+    if (e.config().block == Block::Sequential) { gpt2_layer(e, l); }
+    else { parallel_layer(e, l); }
 }
 
-// All activations up to lnf, from the inputs on the device. LossAndGrad: with dropout.
-static void gpt2_forward(GPT2* model, int B, int T, ClassifierMode mode = ClassifierMode::LossOnly,
+// ---- forward ----
+// All activations up to lnf, from the inputs on the device.
+static void forward_pass(Forward& e) {
+    const Layout& layout = e.model->layout;
+    for (int bucket : {layout.embedding(), layout.biases(), layout.norms()}) { e.await(bucket); }
+    e.embed(e.layer(0).x);
+    for (int l = 0; l < e.config().L; l++) {
+        e.await(layout.layer(l));
+        model_layer(e, l);
+    }
+    const Head head = e.head();
+    e.norm(head.lnf, head.x, head.w_lnf);
+}
+
+// micro: a pass that trains, with dropout; null: one that does not.
+static void gpt2_forward(GPT2* model, int B, int T, const MicroStep* micro = nullptr,
                          const CacheFill* cache = nullptr) {
-    const Config& c = model->config;
-    const bool trains = mode == ClassifierMode::LossAndGrad, drops = trains && model->options.dropout > 0.0;
-    Forward f = {{model, cache ? cache->act_specs : model->acts.specs, B, T, trains}, cache, drops,
-                 !branches_apart(c, drops), {}};
-    f.waiting[0] = f.acts(0).dnarrow, f.waiting[1] = f.acts(0).dnarrow2;
-    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
-        gpt2_await_params(model, model->layout.bucket_of(kind, Where::Global, 0));
-    }
-    const Params p = f.params(0);
-    ResidualPoint x = point_after_layer(f, -1);
-    floatX* embedding = has_fp32_residual(c) ? f.waiting[0] : (floatX*)x.sum;
-    encoder_forward({embedding, model->feed.inputs.tokens, p.wte, p.wpe, B, T, c.C}, model->stream);
-    gpt2_add_and_norm(f, x, nullptr);                                           // ln1(x)
-    for (int l = 0; l < c.L; l++) {
-        gpt2_await_params(model, model->layout.bucket_of(Kind::Matrix, Where::Block, l));
-        const Acts a = f.acts(l);
-        const ResidualPoint end = point_after_layer(f, l);
-        // outputs of the branches, and what their last GEMMs add
-        floatX* att_out = f.adds_in_gemm ? (floatX*)a.residual2 : f.waiting[0];
-        floatX* mlp_out = f.adds_in_gemm ? (floatX*)end.sum : f.waiting[c.block != Block::Sequential];
-        const floatX* before_att = f.adds_in_gemm ? (floatX*)x.sum : nullptr;
-        const floatX* before_mlp = f.adds_in_gemm ? att_out : nullptr;
-        gpt2_attention_forward(f, l, att_out, before_att, a.ln1);               // x + attention(ln1(x))
-        if (c.block == Block::Sequential) {
-            const ResidualPoint mid = point_after_attention(f, l);
-            gpt2_add_and_norm(f, mid, &x);                                      // ln2
-            gpt2_mlp_forward(f, l, mlp_out, before_mlp, a.ln2);                 // + mlp(ln2(.))
-            gpt2_add_and_norm(f, end, &mid);                                    // the next ln1, or lnf
-        } else {
-            const floatX* inp = c.block == Block::Parallel ? a.ln2 : a.ln1;     // tied: both read ln1
-            gpt2_mlp_forward(f, l, mlp_out, before_mlp, inp);                   // + mlp(ln2(x))
-            gpt2_add_and_norm(f, end, &x);                                      // the next norms, or lnf
-        }
-        x = end;
-    }
+    Forward e({model, cache ? cache->act_specs : model->acts.specs, B, T, micro}, cache);
+    forward_pass(e);
 }
 
 // ---- loss ----
 // Logits (rows,Vp) of rows of lnf, (rows,C). To a linear layer it does not matter whose tokens the rows are.
-static void gpt2_logits(GPT2* model, const floatX* lnf, int rows, bool trains = false) {
-    const Pass pass = {model, model->acts.specs, 1, rows, trains};
-    linear_forward(pass, 0, Linear::Head, pass.acts(0).logits, lnf);
+static void gpt2_logits(GPT2* model, floatX* lnf, int rows, const MicroStep* micro = nullptr) {
+    Forward e({model, model->acts.specs, 1, rows, micro});
+    Head head = e.head();
+    head.lnf.x = lnf;
+    e.linear(head.logits, head.lnf, head.w);
 }
 
 // An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
@@ -5082,236 +5004,207 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
     const Config& c = model->config;
     const int rows = std::min(N, round_up(count, 256));
     const Acts a = gpt2_acts(model, 0);
-    floatX* const counted = a.dnarrow;          // (rows,C) free since the forward ended
-    gather_rows({counted, a.lnf, model->feed.inputs.counted, rows, c.C}, model->stream);
-    gpt2_logits(model, counted, rows);
+    gather_rows({a.counted, a.lnf, model->feed.inputs.counted, rows, c.C}, model->stream);      // (rows,C)
+    gpt2_logits(model, a.counted, rows);
     classifier({a.logits, a.losses, model->feed.inputs.targets, 0.0f, nullptr, count, c.V, c.Vp,
                 ClassifierMode::LossOnly}, model->stream);
 }
 
-// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. LossAndGrad puts
-// the gradient of the mean in place of the logits, or writes its bytes for FP8 products.
-static void gpt2_loss(GPT2* model, int B, int T, ClassifierMode mode, float weight, float* mean,
-                      Accumulate acc) {
+// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step
+// it puts the gradient of the mean in place of the logits, or writes its bytes for FP8 products.
+static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
+                      const MicroStep* micro) {
     const Config& c = model->config;
     const int N = B * T;
-    const Acts a = gpt2_acts(model, 0);
-    const bool trains = mode == ClassifierMode::LossAndGrad;
-    const LinearLayer head = linear_layer({model, model->acts.specs, B, T, trains}, 0, Linear::Head);
-    gpt2_forward(model, B, T, mode);
-    gpt2_logits(model, a.lnf, N, trains);
-    Classifier<floatX, float> loss = {a.logits, a.losses, model->feed.inputs.targets, weight,
-                                      &model->state->update.loss_scale, N, c.V, c.Vp, mode};
-    if (head.fp8 == Fp8Mode::On) { loss.fp8_grad = head.dout8.bytes, loss.fp8_tensor = head.dout8.tensor; }
-    classifier(loss, model->stream);
-    loss_sum({mean, a.losses, weight, acc, N}, model->stream);
+    const Head head = Pass{model, model->acts.specs, B, T, micro}.head_of();
+    gpt2_forward(model, B, T, micro);
+    gpt2_logits(model, head.lnf.x, N, micro);
+    const Operand& dlogits = head.dlogits;
+    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
+                .dloss = weight, .loss_scale = &model->state->update.loss_scale, .N = N, .V = c.V,
+                .Vp = c.Vp, .mode = micro ? ClassifierMode::LossAndGrad : ClassifierMode::LossOnly,
+                .fp8_grad = dlogits.bytes, .fp8_tensor = dlogits.bytes ? dlogits.tensor : nullptr},
+               model->stream);
+    loss_sum({mean, head.losses, weight, acc, N}, model->stream);
 }
 
-// ---- backward ----
-// A lane's first micro-step stores gradients, later ones add: no memset. exchanges: each bucket of gradients
-// goes to the other ranks as soon as it is complete.
+// ---- the backward's verbs ----
+// Who sums the gradient of which bias: linear_gelu_backward fc's, attention_backward qkv's, and norm_backward
+// that of attproj or fcproj, whose branch was added to the sum which the norm reads.
 struct Backward : Pass {
-    Accumulate acc;
-    bool exchanges;
-    Grad dwte;                          // see gpt2_backward
-    Grad grad(ParamId id, int l) const { return gpt2_grad(model, id, l, acc); }
+    // A layer's matrices are a bucket, which goes to the other ranks when the last of them has its gradient.
+    int bucket = 0, weights_left = 0;
+    // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last gradient
+    // is computed, which hides a part of its way.
+    bool postpones = false;
+    struct { Operand dout, inp; Linear w; } postponed;
+
+    explicit Backward(const Pass& pass) : Pass(pass) {}
+
+    void begin_layer(int l) {
+        bucket = model->layout.layer(l), weights_left = model->layout.layer_matrices, postpones = l == 0;
+    }
+    void weight_backward(const Operand& dout, const Operand& inp, const Linear& w) {
+        if (dout.bytes) {
+            fp8_matmul({.grad = w.dweight, .scratch = scratch, .a = dout.bytes_t, .b = inp.bytes_t,
+                        .a_tensor = dout.tensor, .b_tensor = inp.tensor, .M = w.OC, .N = w.C, .K = N(),
+                        .a_format = dout.format}, stream());
+        } else {
+            matmul_backward_weight({w.dweight, scratch, dout.x, inp.x, N(), w.C, w.OC}, stream());
+        }
+    }
+    // dweight (+)= dout^T inp
+    void next_weight(const Operand& dout, const Operand& inp, const Linear& w) {
+        const bool is_last = --weights_left == 0;
+        if (is_last && postpones) { postponed = {dout, inp, w}; return; }
+        weight_backward(dout, inp, w);
+        if (is_last) { gpt2_bucket_complete(model, bucket, *micro); }
+    }
+
+    // dinp = dout weight + residual, and the weight's gradient
+    void linear_backward(floatX* dinp, const Operand& dout, const Operand& inp, const Linear& w,
+                         const floatX* residual = nullptr) {
+        next_weight(dout, inp, w);
+        fresh(dinp);
+        if (dout.bytes) { return fp8_product(dinp, dout, w, residual, {}); }
+        matmul_backward_input({dinp, dout.x, w.weight.x, residual, nullptr, N(), w.C, w.OC}, stream());
+    }
+
+    // dfch = (dout weight) * gelu'(fch), and its column sums, the gradient of the bias of fc
+    void linear_gelu_backward(const Operand& dfch, const Operand& dout, const Operand& act, const Linear& w,
+                              const floatX* fch, const Grad& dbias) {
+        next_weight(dout, act, w);
+        fresh(dfch.x);
+        if (dout.bytes) {
+            return fp8_product(dfch.x, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = dfch.x,
+                               .pre_gelu = fch, .source = Fp8Source::GeluGrad, .N = N(), .C = w.C}));
+        }
+        matmul_backward_input({.dinp = dfch.x, .dout = dout.x, .weight = w.weight.x, .residual = nullptr,
+                               .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
+                               .scratch = scratch}, stream());
+        cast(dfch, w.C);
+    }
+
+    // dqkv from datty, and its column sums, the gradient of the bias of qkv
+    void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
+                            const Attention& att, const Grad& dbias) {
+        const int C = config().C, NH = config().NH;
+        AttentionBackward<floatX, float> a = {dqkv.x, scratch, datty, atty, qkv, att.lse, B, T, NH, C / NH};
+        fresh(dqkv.x);
+        if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
+        ::attention_backward(a, stream());
+        if (dqkv.bytes) {
+            return fp8_transpose({dqkv.bytes_t, dqkv.bytes, N(), 3 * C, dbias, scratch, dqkv.tensor, true},
+                                 stream());
+        }
+        bias_backward({dbias, scratch, dqkv.x, N(), 3 * C, true}, stream());
+        cast(dqkv, 3 * C);
+    }
+
+    // dx, the gradient of the stream at x, (+)= that of the norm, or of two that read x. dx is then the
+    // gradient of each branch that was added to make x, or with dropout what passes its mask.
+    void norm_backward(const floatX* dout, const Sum& x, const Norm& w, const floatX* dout2 = nullptr,
+                       const Norm& w2 = {}, Accumulate acc = Accumulate::Yes) {
+        NormBackward<floatX, float> n = {};
+        n.dresidual = acts(0).dx, n.dresidual_acc = acc;
+        n.y[0] = {dout, w.weight, w.dweight, w.dbias};
+        n.y[1] = {dout2, w2.weight, w2.dweight, w2.dbias};
+        for (int k = 0; k < std::max(x.branches, 1); k++) {
+            const Branch& added = x.added[k];
+            if (drops()) { n.branch[k].dout = added.dout.x, n.branch[k].dropout = dropout(added.mask); }
+            n.branch[k].dbias = added.dbias;
+        }
+        n.scratch = scratch;
+        n.inp = x.x, n.mean = w.mean, n.rstd = w.rstd;
+        n.kind = config().norm, n.N = N(), n.C = config().C;
+        ::norm_backward(n, stream());
+        for (int k = 0; k < x.branches; k++) { cast(x.added[k].dout, config().C); }
+    }
+
+    void fp8_product(floatX* out, const Operand& dout, const Linear& w, const floatX* residual,
+                     const Fp8Cast<floatX, float>& then) {
+        fp8_matmul({.out = out, .a = dout.bytes, .b = w.weight.bytes_t, .a_tensor = dout.tensor,
+                    .b_tensor = w.weight.tensor, .residual = residual, .M = N(), .N = w.C, .K = w.OC,
+                    .fast = dout.format == Fp8Format::E4m3, .a_format = dout.format, .cast = then}, stream());
+    }
 };
 
-// A linear layer's backward is these three, in this order. dout: the gradient of its output. From fcproj to
-// fc the gradient passes GELU's slope in fcproj's linear_dinp. There its columns are summed, too, for fc's
-// bias. linear_dout sums qkv's, and the norms' backward the others'. With FP8 the classifier has written the
-// LM head's gradient as bytes, attention qkv's, and fcproj's linear_dinp fc's.
-static void linear_dout(const Backward& b, int l, Linear which, const floatX* dout) {
-    const LinearLayer p = linear_layer(b, l, which);
-    const bool is_fp8 = p.fp8 == Fp8Mode::On;
-    const Grad dbias = which == Linear::Qkv ? b.grad(PARAM_qkvb, l) : Grad{};
-    if (is_fp8 && (which == Linear::Qkv || which == Linear::Head)) {
-        return fp8_transpose({p.dout8.transposed, p.dout8.bytes, p.N, p.OC, dbias, b.scratch,
-                              p.dout8.tensor, which == Linear::Qkv}, b.stream());
-    }
-    if (which == Linear::Head || (is_fp8 && which == Linear::Fc)) { return; }
-    if (which == Linear::Qkv) { bias_backward({dbias, b.scratch, dout, p.N, p.OC, true}, b.stream()); }
-    if (p.fp8 != Fp8Mode::Off) {
-        fp8_cast(operand_cast(b, p.dout8, p.fp8, {.inp = dout, .N = p.N, .C = p.OC}), b.stream());
-    }
-}
-static void linear_dweight(const Backward& b, int l, Linear which, const floatX* dout, const floatX* inp) {
-    const LinearLayer p = linear_layer(b, l, which);
-    const Grad dweight = which == Linear::Head ? b.dwte : b.grad(kLinears[(int)which].weight, l);
-    if (p.fp8 != Fp8Mode::On) {
-        return matmul_backward_weight({dweight, b.scratch, dout, inp, p.N, p.C, p.OC}, b.stream());
-    }
-    fp8_matmul({.grad = dweight, .scratch = b.scratch, .a = p.dout8.transposed, .b = p.inp8.transposed,
-                .a_tensor = p.dout8.tensor, .b_tensor = p.inp8.tensor, .M = p.OC, .N = p.C, .K = p.N,
-                .a_format = p.dout8.format}, b.stream());
-}
-// residual: another gradient of the input, or null.
-static void linear_dinp(const Backward& b, int l, Linear which, floatX* dinp, const floatX* dout,
-                        const floatX* residual = nullptr) {
-    const LinearLayer p = linear_layer(b, l, which);
-    if (p.fp8 != Fp8Mode::On) {
-        const bool gelu = which == Linear::FcProj;
-        return matmul_backward_input({dinp, dout, p.weight, residual, gelu ? b.acts(l).fch : nullptr, p.N,
-                                      p.C, p.OC, gelu ? b.grad(PARAM_fcb, l) : Grad{}, b.scratch},
-                                     b.stream());
-    }
-    Fp8Cast<floatX, float> slope = {};
-    if (which == Linear::FcProj) {
-        slope = operand_cast(b, linear_layer(b, l, Linear::Fc).dout8, p.fp8,
-                             {.dbias = b.grad(PARAM_fcb, l), .inp = dinp, .pre_gelu = b.acts(l).fch,
-                              .source = Fp8Source::GeluGrad, .N = p.N, .C = p.C});
-    }
-    fp8_matmul({.out = dinp, .a = p.dout8.bytes, .b = p.weight8.transposed, .a_tensor = p.dout8.tensor,
-                .b_tensor = p.weight8.tensor, .residual = residual, .M = p.N, .N = p.C, .K = p.OC,
-                .fast = which != Linear::Head, .a_format = p.dout8.format,
-                .cast = slope}, b.stream());
+// The pages of the backward mirror those of the forward, from the last line to the first.
+static void gpt2_layer_backward(Backward& e, int l) {
+    const Layer a = e.layer_of(l);
+    e.linear_gelu_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);
+    e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
+    e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
+    e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
+    e.attention_backward(a.dqkv, a.datty, a.atty.x, a.qkv, a.att, a.w_qkv.dbias);
+    e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
+    e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
 
-// The last gradient of layer l, that of qkvw, from dqkv (B,T,3C) in dwide. Its bucket is then complete.
-static void gpt2_layer_complete(const Backward& b, int l, const floatX* inp) {
-    linear_dweight(b, l, Linear::Qkv, b.acts(l).dwide, inp);
-    gpt2_bucket_complete(b.model, b.model->layout.bucket_of(Kind::Matrix, Where::Block, l), b.exchanges);
+static void parallel_layer_backward(Backward& e, int l) {
+    const Layer a = e.layer_of(l);
+    const bool tied = e.config().block == Block::ParallelTied;
+    e.linear_gelu_backward(a.dfch, a.x_out.added[1].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);
+    e.linear_backward(a.dln2, a.dfch, tied ? a.ln1 : a.ln2, a.w_fc);
+    e.linear_backward(a.datty, a.x_out.added[0].dout, a.atty, a.w_attproj);
+    e.attention_backward(a.dqkv, a.datty, a.atty.x, a.qkv, a.att, a.w_qkv.dbias);
+    e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv, tied ? a.dln2 : nullptr);
+    if (tied) { e.norm_backward(a.dln1, a.x, a.w_ln1); }
+    else { e.norm_backward(a.dln1, a.x, a.w_ln1, a.dln2, a.w_ln2); }
 }
 
-// A branch's backward, from dout: dinp, the gradient of its input inp, and the gradients of its tensors. The
-// last bias's is missing: gpt2_norms_backward computes it. dinp_mlp: the MLP's gradient of the same input,
-// added to dinp, or null. For layer 0, gpt2_backward calls gpt2_layer_complete itself, later.
-static void gpt2_attention_backward(const Backward& b, int l, floatX* dinp, const floatX* dinp_mlp,
-                                    floatX* dout, const floatX* inp) {
-    const GPT2* model = b.model;
-    const int C = model->config.C, NH = model->config.NH;
-    const Acts a = b.acts(l);
-    linear_dout(b, l, Linear::AttProj, dout);
-    linear_dweight(b, l, Linear::AttProj, dout, a.atty);
-    linear_dinp(b, l, Linear::AttProj, a.dnarrow, dout);                                        // (B,T,C)
-    AttentionKeep keep = {};
-    if (model->options.dropout > 0.0) {
-        keep = gpt2_attention_keep(b, l, b.has(ACT_att_keep, l));
+// Computes again what -r has not kept, norms and GELU, by the forward's page. FP8 keeps bytes in their place.
+struct Recompute : Forward {
+    explicit Recompute(const Pass& pass) : Forward(pass) {}
+    static bool lacks(const Operand& y) { return !y.kept && !y.bytes; }
+    void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2, const Norm& w2) override {
+        if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
     }
-    AttentionBackward<floatX, float> att = {a.dwide, b.scratch, a.dnarrow, a.atty, a.qkv, a.att_lse, b.B,
-                                            b.T, NH, C / NH, keep};
-    const LinearLayer qkv = linear_layer(b, l, Linear::Qkv);
-    if (qkv.fp8 == Fp8Mode::On) {
-        att.fp8 = qkv.dout8.bytes, att.tensor = qkv.dout8.tensor, att.stats = fp8_stats(model, att.tensor);
+    void linear_gelu(const Operand& out, floatX* fch, const Operand&, const Linear& w) override {
+        if (lacks(out)) { gelu_forward({out.x, fch, (size_t)N() * w.OC}, stream()); }
     }
-    attention_backward(att, b.stream());                                                        // (B,T,3C)
-    linear_dout(b, l, Linear::Qkv, a.dwide);
-    if (l > 0) { gpt2_layer_complete(b, l, inp); }
-    linear_dinp(b, l, Linear::Qkv, dinp, a.dwide, dinp_mlp);                                    // (B,T,C)
-}
+    void linear(floatX*, const Operand&, const Linear&, const floatX*) override {}
+    void linear_add(const Sum&, const Sum&, const Operand&, const Linear&) override {}
+    void attention(floatX*, const floatX*, const Attention&) override {}
+};
 
-// Whether the MLP and qkv of layer l find their input, which -r has not kept, by computing it again. FP8 has
-// kept bytes in its place.
-static bool gpt2_recomputes(const Backward& b, int l, ActId input) {
-    return !b.has(input, l) && fp8_mode(b, l, Linear::Fc) != Fp8Mode::On;
-}
-
-static void gpt2_mlp_backward(const Backward& b, int l, floatX* dinp, floatX* dout, const floatX* inp) {
-    const Acts a = b.acts(l);
-    if (gpt2_recomputes(b, l, ACT_fch_gelu)) {
-        gelu_forward({a.fch_gelu, a.fch, (size_t)b.B * b.T * 4 * b.model->config.C}, b.stream());
-    }
-    linear_dout(b, l, Linear::FcProj, dout);
-    linear_dweight(b, l, Linear::FcProj, dout, a.fch_gelu);
-    linear_dinp(b, l, Linear::FcProj, a.dwide, dout);                                           // (B,T,4C)
-    linear_dout(b, l, Linear::Fc, a.dwide);
-    linear_dweight(b, l, Linear::Fc, a.dwide, inp);
-    linear_dinp(b, l, Linear::Fc, dinp, a.dwide);                                               // (B,T,C)
-}
-
-// Backward of the norms that read point x: dresidual (+)= their gradients; it is then the gradient of x's
-// sum. It is also the gradient of each branch that x adds, unless there is dropout or a stream in fp32: then
-// dbranch is. The kernel also sums the columns of these: the gradients of the branches' last biases.
-static void gpt2_norms_backward(const Backward& b, const ResidualPoint& x, Accumulate acc) {
-    const Config& c = b.model->config;
-    const Acts a = b.acts(0);
-    const int N = b.B * b.T;
-    const bool drops = b.model->options.dropout > 0.0;
-    const floatX* const dout[2] = {a.dnarrow, a.dnarrow2};
-    floatX* const dbranch[2] = {a.dbranch, a.dbranch2};
-    NormBackward<floatX, float> n = {};
-    n.dresidual = (floatX*)a.dresidual;
-    n.dresidual_acc = acc;
-    for (int k = 0; k < x.norms; k++) {
-        n.y[k].dout = dout[k];
-        n.y[k].weight = point_param(b.model, x, x.norm[k].weight);
-        n.y[k].dweight = b.grad(x.norm[k].weight, x.layer);
-        if (c.norm == NormKind::Layer) { n.y[k].dbias = b.grad(x.norm[k].bias, x.layer); }
-    }
-    for (int k = 0; k < std::max(x.branches, 1); k++) {
-        if (branches_apart(c, drops)) { n.branch[k].dout = dbranch[k]; }
-        if (drops) { n.branch[k].dropout = gpt2_dropout(b.model, x, k, N); }
-        if (x.branches == 0) { continue; }                          // the embedding
-        const ParamId bias = x.branch[k] == Branch::Attention ? PARAM_attprojb : PARAM_fcprojb;
-        n.branch[k].dbias = b.grad(bias, x.added_layer);
-    }
-    n.scratch = b.scratch;
-    n.inp = (floatX*)x.sum;
-    n.mean = x.mean, n.rstd = x.rstd;
-    n.kind = c.norm, n.N = N, n.C = c.C;
-    n.residual_fp32 = has_fp32_residual(c);
-    norm_backward(n, b.stream());
-}
-
+// ---- backward ----
 // Gradients of every parameter from dlogits, in the forward's order reversed.
-static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchanges) {
+static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     const Config& c = model->config;
-    const Options& o = model->options;
-    const int N = B * T;
-    const bool apart = branches_apart(c, o.dropout > 0.0);
-    Stream stream = model->stream;
-    Backward b = {{model, model->acts.specs, B, T, true, model->acts.scratch}, acc, exchanges, {}};
-    auto recompute = [&](int l, const ResidualPoint& x) {
-        if (gpt2_recomputes(b, l, ACT_ln1)) { norm_forward(point_norms(model, x, N), stream); }
-    };
-    auto complete = [&](Kind kind) {
-        gpt2_bucket_complete(model, model->layout.bucket_of(kind, Where::Global, 0), exchanges);
-    };
-
-    const Acts shared = b.acts(0);                    // tensors that all layers share
-    floatX *const dln1 = shared.dnarrow, *const dln2 = shared.dnarrow2;
-    floatX* const dresidual = (floatX*)shared.dresidual;
-    floatX* const dbranch = apart ? shared.dbranch : dresidual;
-    floatX* const dbranch2 = apart ? shared.dbranch2 : dresidual;
+    const Layout& layout = model->layout;
+    const bool grads_bf16 = model->options.grads_bf16;
+    Backward e({model, model->acts.specs, B, T, &micro, model->acts.scratch});
+    Head head = e.head_of();
     // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
     // parts are summed in fp32, at the start of scratch; other ops use the rest.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    b.dwte = o.grads_bf16 ? Grad{b.scratch, Accumulate::No} : b.grad(PARAM_wte, 0);
-    if (o.grads_bf16) { b.scratch += wte_elems; }
-    linear_dout(b, 0, Linear::Head, shared.logits);
-    linear_dweight(b, 0, Linear::Head, shared.logits, shared.lnf);
-    linear_dinp(b, 0, Linear::Head, shared.dnarrow, shared.logits);                             // dlnf
-    gpt2_norms_backward(b, point_after_layer(b, c.L - 1), Accumulate::No);                  // lnf
+    const Grad dwte = head.w.dweight;
+    if (grads_bf16) {
+        head.w.dweight = {e.scratch, Accumulate::No};
+        e.scratch += wte_elems;
+    }
+    e.transpose(head.dlogits, head.w.OC);
+    e.linear_backward(head.dlnf, head.dlogits, head.lnf, head.w);
+    e.norm_backward(head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
     for (int l = c.L - 1; l >= 0; l--) {
-        const Acts a = b.acts(l);
-        const ResidualPoint x = point_after_layer(b, l - 1);
-        if (c.block == Block::Sequential) {
-            const ResidualPoint mid = point_after_attention(b, l);
-            recompute(l, mid);
-            gpt2_mlp_backward(b, l, dln1, dbranch, a.ln2);
-            gpt2_norms_backward(b, mid, Accumulate::Yes);                                       // ln2
-            recompute(l, x);
-            gpt2_attention_backward(b, l, dln1, nullptr, dbranch, a.ln1);
-        } else {
-            const bool tied = c.block == Block::ParallelTied;       // both branches' gradients are ln1's
-            recompute(l, x);
-            gpt2_mlp_backward(b, l, dln2, dbranch2, tied ? a.ln1 : a.ln2);
-            gpt2_attention_backward(b, l, dln1, tied ? dln2 : nullptr, dbranch, a.ln1);
-        }
-        gpt2_norms_backward(b, x, Accumulate::Yes);                                             // ln1, both
+        Recompute recompute(e);
+        model_layer(recompute, l);
+        e.begin_layer(l);
+        if (c.block == Block::Sequential) { gpt2_layer_backward(e, l); }
+        else { parallel_layer_backward(e, l); }
     }
 
-    // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last gradient
-    // is computed, which hides a part of its way.
-    complete(Kind::Norm);
-    complete(Kind::Bias);
-    b.dwte.acc = Accumulate::Yes;
-    encoder_backward({b.dwte, b.grad(PARAM_wpe, 0), b.scratch, dbranch, model->feed.buckets, B, T, c.maxT,
-                      c.C}, stream);
-    if (o.grads_bf16) { grad_accumulate({b.grad(PARAM_wte, 0), b.dwte.data, wte_elems}, stream); }
-    complete(Kind::Matrix);
-    gpt2_layer_complete(b, 0, shared.ln1);
-    gpt2_bucket_complete(model, -1, exchanges);
+    gpt2_bucket_complete(model, layout.norms(), micro);
+    gpt2_bucket_complete(model, layout.biases(), micro);
+    head.w.dweight.acc = Accumulate::Yes;
+    encoder_backward({head.w.dweight, e.grad(PARAM_wpe, 0), e.scratch, e.after_layer(-1).added[0].dout.x,
+                      model->feed.buckets, B, T, c.maxT, c.C}, e.stream());
+    if (grads_bf16) { grad_accumulate({dwte, head.w.dweight.data, wte_elems}, e.stream()); }
+    gpt2_bucket_complete(model, layout.embedding(), micro);
+    e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);
+    gpt2_bucket_complete(model, layout.layer(0), micro);
+    gpt2_bucket_complete(model, -1, micro);
 }
 
 // ---- exchange between GPUs ----
@@ -5336,13 +5229,10 @@ static void gpt2_backward(GPT2* model, int B, int T, Accumulate acc, bool exchan
 // At stage 2 every micro-step is a lane and is exchanged at once. The ranks take micro-steps in turns: rank r
 // has micro-step j * world + r at time j. Those of one time are one subtree, or a few subtrees if the number
 // of ranks is no power of two. Two layers' gradients are in memory at a time.
-//
-// --reduction nccl sums in NCCL's order instead: the bits then depend on the number of ranks.
 
 // After a lane: adds the pairs that it completes (lane_buffer in lanes.h says which buffers these are), in n
 // elements from `offset` bytes on. With several lanes on a rank, gradients are fp32.
-static void gpt2_merge_lanes(GPT2* model, size_t offset, size_t n) {
-    const int lane = model->grads.lane;
+static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
     if (merges == 0) { return; }
     auto buffer = [&](int k) { return (float*)(model->grads.data + k * model->layout.grads_bytes + offset); };
@@ -5365,24 +5255,24 @@ static char* exchange_slot(const GPT2* model, int slot) {
 
 // Sums the ranks' pieces of a bucket at stages 0 and 1: piece r is rank r's sum of its lanes, stored by that
 // rank's last micro-step.
-static void gpt2_sum_pieces(GPT2* model, int bucket) {
+static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
     const Bucket& b = model->layout.buckets[bucket];
     const BucketExchange& x = model->exchange.buckets[bucket];
     const size_t bytes = b.shard * b.grad_bytes, first = b.first + b.mine;
-    const RoundKey key = {model->options.seed, model->step, (uint32_t)model->micro_steps - 1, kRoundGrads};
+    const RoundKey key = {model->options.seed, model->step, (uint32_t)last.count - 1, kRoundGrads};
     lane_sum({.out = {(float*)(model->grads.data + b.grads + model->options.split.rank * bytes),
-                      Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, bucket).key, first},
+                      Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, last, bucket).key, first},
               .pieces = {exchange_slot(model, x.slot), b.grads_bf16, key, first},
-              .piece_micros = (uint32_t)model->micro_steps, .num_pieces = model->options.split.world,
+              .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
               .n = b.shard}, model->stream);
 }
 
 // Stage 2: adds the ranks' micro-steps of one time to the sums of lanes in grads.shards, subtree by subtree.
-static void gpt2_sum_micro_steps(GPT2* model, int bucket) {
+static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro) {
     const Bucket& b = model->layout.buckets[bucket];
     const BucketExchange& x = model->exchange.buckets[bucket];
     const Split& split = model->options.split;
-    const int first_lane = (int)model->micro - split.rank, lanes = model->options.lanes * split.world;
+    const int first_lane = (int)micro.number - split.rank, lanes = model->options.lanes * split.world;
     auto shards = [&](int k) { return model->grads.shards + k * model->layout.shard_elems + b.shards; };
     LaneSum<floatX, float> a = {};
     a.piece_micros = 1;
@@ -5402,27 +5292,16 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket) {
     }
 }
 
-// Stage 2 with --reduction nccl: adds NCCL's sum over the ranks to that of earlier micro-steps.
-static void gpt2_sum_nccl(GPT2* model, int bucket) {
-    const Bucket& b = model->layout.buckets[bucket];
-    float* sums = model->grads.shards + b.shards;
-    const bool is_first = model->micro < (uint32_t)model->options.split.world;
-    lane_sum({.out = {sums, Accumulate::No}, .chain = {sums}, .num_chain = is_first ? 0 : 1,
-              .pieces = {.data = (float*)(model->grads.data + b.grads) + b.mine}, .num_pieces = 1,
-              .n = b.shard}, model->stream);
-}
-
 // The gradients of all ranks have arrived, or soon will: sums them. The kernels run on the backward's stream.
 // On a second stream, the two sets of kernels would wait for each other's SMs (dev/bench/NOTES.md).
-static void gpt2_sum_bucket(GPT2* model, int bucket) {
+static void gpt2_sum_bucket(GPT2* model, int bucket, const MicroStep& micro) {
     const Bucket& b = model->layout.buckets[bucket];
     const BucketExchange& x = model->exchange.buckets[bucket];
-    const bool stage2 = model->options.split.zero == 2, nccl = model->options.nccl_order;
+    const int zero = model->options.split.zero;
     stream_wait(model->stream, x.arrived);
-    if (stage2 && nccl) { gpt2_sum_nccl(model, bucket); }
-    else if (stage2) { gpt2_sum_micro_steps(model, bucket); }
-    else if (!nccl) { gpt2_sum_pieces(model, bucket); }
-    if (model->options.split.zero == 0 && !nccl) {
+    if (zero == 2) { gpt2_sum_micro_steps(model, bucket, micro); }
+    else { gpt2_sum_pieces(model, bucket, micro); }
+    if (zero == 0) {
         stream_follow(model, model->exchange.stream, model->stream);
         device_all_gather(model->grads.data + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
     }
@@ -5430,30 +5309,22 @@ static void gpt2_sum_bucket(GPT2* model, int bucket) {
 
 // The backward has computed a bucket's gradients: sends them to the other ranks. The gradients of the bucket
 // before have arrived in the meantime: sums them. bucket -1: no more buckets follow.
-static void gpt2_bucket_complete(GPT2* model, int bucket, bool exchanges) {
-    if (!exchanges) { return; }
-    const Options& o = model->options;
-    const Split& split = o.split;
+static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro) {
+    if (!micro.exchanges) { return; }
     Exchange& exchange = model->exchange;
     const int before = exchange.bucket_in_flight;
     exchange.bucket_in_flight = bucket;
     if (bucket >= 0) {
         const Bucket& b = model->layout.buckets[bucket];
         BucketExchange& x = exchange.buckets[bucket];
-        char* grads = model->grads.data + b.grads;
-        if (split.zero < 2) { gpt2_merge_lanes(model, b.grads, b.padded); }
+        if (model->options.split.zero < 2) { gpt2_merge_lanes(model, micro.lane, b.grads, b.padded); }
         stream_follow(model, exchange.stream, model->stream);       // the slot's last sums are done, too
-        if (!o.nccl_order) {
-            x.slot = bucket == 0 ? 2 : exchange.next_slot++ % 2;
-            device_all_to_all(exchange_slot(model, x.slot), grads, b.shard * b.grad_bytes, exchange.stream);
-        } else if (split.zero == 0) {
-            device_all_reduce((float*)grads, b.padded, exchange.stream);
-        } else {
-            device_reduce_scatter((float*)grads, b.shard, exchange.stream);
-        }
+        x.slot = bucket == model->layout.embedding() ? 2 : exchange.next_slot++ % 2;
+        device_all_to_all(exchange_slot(model, x.slot), model->grads.data + b.grads, b.shard * b.grad_bytes,
+                          exchange.stream);
         event_record(x.arrived, exchange.stream);
     }
-    if (before >= 0) { gpt2_sum_bucket(model, before); }
+    if (before >= 0) { gpt2_sum_bucket(model, before, micro); }
 }
 
 // An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
@@ -5511,11 +5382,11 @@ static void check_ranks(GPT2* model, int64_t step) {
 }
 
 // ---- update ----
-// The rows of a launch that begins at a bucket. Buckets 1 to L, the layers' matrices, are rows of one launch.
+// The rows of a launch that begins at a bucket. The layers' buckets are rows of one launch.
 static Rows gpt2_update_rows(const GPT2* model, int bucket) {
-    const int L = model->config.L;
-    if (bucket != 1 || L == 1) { return {}; }
-    const Bucket &b = model->layout.buckets[1], &next = model->layout.buckets[2];
+    const int L = model->config.L, layer = model->layout.layer(0);
+    if (bucket != layer || L == 1) { return {}; }
+    const Bucket &b = model->layout.buckets[layer], &next = model->layout.buckets[layer + 1];
     const size_t grads = model->options.split.zero == 2 ? b.shard * sizeof(float) : next.grads - b.grads;
     return {L, next.params - b.params, grads, next.first - b.first};
 }
@@ -5523,7 +5394,7 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
 // Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the first of
 // these layers' buckets.
 static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updates, int layers) {
-    const size_t stride = model->layout.buckets[1].padded;
+    const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
     auto product = [&](int i) { return model->opt.muon_products + i * share.place; };
     for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
@@ -5536,19 +5407,21 @@ static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updat
 
 // Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
 // a whole matrix, so its bits do not depend on the number of ranks.
-static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
+static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare share = gpt2_muon_share(model);
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
     muonX* updates = (muonX*)model->opt.muon_updates;
     for (int first = 0; first < model->config.L; first += share.together) {
-        const int layers = std::min(share.together, model->config.L - first), bucket = 1 + first;
+        const int layers = std::min(share.together, model->config.L - first);
+        const int bucket = model->layout.layer(first);
         const Bucket& b = model->layout.buckets[bucket];
         rows.count = layers;
         muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
-                       .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update, .n = b.held,
-                       .update_row = b.padded, .rows = rows, .momentum = momentum}, model->stream);
+                       .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update,
+                       .n = b.held, .update_row = b.padded, .rows = rows, .momentum = momentum},
+                      model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {
@@ -5573,17 +5446,16 @@ static void gpt2_update_muon(GPT2* model, Rows rows, double lr) {
 
 // Computes the norm, decides whether to skip, and runs AdamW and Muon: all on the device, from the same
 // numbers on every rank.
-static void gpt2_update(GPT2* model, double lr, double muon_lr) {
+static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double muon_lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const Exchange& exchange = model->exchange;
-    const int L = model->config.L;
-    const int order[] = {L + 2, L + 1, 0, 1};           // as the next forward needs the parameters
+    const auto order = model->layout.update_order();
 
     // this rank's record, of its shards; then the ranks gather all records
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
-        StoredGrads grads = gpt2_summed_grads(model, bucket);
+        StoredGrads grads = gpt2_summed_grads(model, last, bucket);
         if (split.zero == 0) {
             grads.data = (const char*)grads.data + b.mine * b.grad_bytes;
             grads.first += b.mine;
@@ -5610,12 +5482,12 @@ static void gpt2_update(GPT2* model, double lr, double muon_lr) {
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
         const Rows rows = gpt2_update_rows(model, bucket);
-        if (b.muon) { gpt2_update_muon(model, rows, muon_lr); continue; }
+        if (b.muon) { gpt2_update_muon(model, last, rows, muon_lr); continue; }
         adamw_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
                       .m = model->opt.m + b.state, .v = model->opt.v + b.v,
-                      .grads = gpt2_summed_grads(model, bucket), .state = &model->state->update,
+                      .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update,
                       .n = b.held, .rows = rows,
                       .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
                       .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
@@ -5634,7 +5506,7 @@ struct Decoder {
     int rows;
     ActSpec act_specs[NUM_ACTS];        // of that forward
     floatX *keys, *values;              // (L,rows,T,C) the cache
-    floatX* residual;                   // (rows,C) the stream; it may point to fp32
+    floatX* residual;                   // (rows,C) the stream
     floatX *branches, *normalised;      // (2,rows,C) the norms' inputs and outputs
     floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
     float *mean, *rstd;                 // (rows)
@@ -5653,10 +5525,9 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     const size_t C = c.C, n = rows, cache = (size_t)c.L * n * T * C;
     d.rows = rows;
     Places p = {(uintptr_t)base};
-    p.at += act_specs(d.act_specs, c, 1, T, 0, false);
+    p.at += act_specs(d.act_specs, c, 1, T, {.trains = false});
     p.take(&d.keys, cache), p.take(&d.values, cache);
-    p.take(&d.residual, n * C * (has_fp32_residual(c) ? sizeof(float) / sizeof(floatX) : 1));
-    p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
+    p.take(&d.residual, n * C), p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
     p.take(&d.qkv, n * 3 * C), p.take(&d.atty, n * C), p.take(&d.fch, n * 4 * C), p.take(&d.logits, n * c.V);
     p.take(&d.mean, n), p.take(&d.rstd, n);
     p.take(&d.tokens, n), p.take(&d.positions, n), p.take(&d.draws, n), p.take(&d.ids, n);
@@ -5693,7 +5564,7 @@ static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, i
     const size_t cache_row = (size_t)model->T * model->config.C, at = row * cache_row;
     const CacheFill cache = {d->act_specs, d->keys + at, d->values + at, d->rows * cache_row, rows, count};
     gpt2_feed(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
-    gpt2_forward(model, 1, T, ClassifierMode::LossOnly, &cache);
+    gpt2_forward(model, 1, T, nullptr, &cache);
 }
 
 // Prepares the next step of every text and returns its position; all texts have the same number of tokens. A
@@ -5724,61 +5595,59 @@ static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts,
     return kept - 1;
 }
 
-// Adds a point's branches, or the embedding, to the stream and computes the point's norms.
-static void decoder_add_and_norm(Decoder* d, const ResidualPoint& x) {
-    const size_t row_elems = (size_t)d->rows * d->model->config.C;
-    NormForward<floatX, float> norm = point_norms(d->model, x, d->rows);
-    for (int k = 0; k < x.norms; k++) { norm.y[k].out = d->normalised + k * row_elems; }
-    norm.mean = d->mean, norm.rstd = d->rstd;
-    norm.residual = d->residual;
-    norm.inp = x.branches > 0 ? norm.residual : nullptr;
-    for (int k = 0; k < std::max(x.branches, 1); k++) { norm.branch[k] = d->branches + k * row_elems; }
-    norm_forward(norm, d->model->stream);
-}
+// The engine that writes: each of `rows` rows is one new token of its own text.
+struct Decoding : Forward {
+    Decoder* d;
 
-// out (rows,C) = attention(inp (rows,C)), as gpt2_attention_forward has it
-static void decoder_attention(Decoder* d, int l, floatX* out, const floatX* inp) {
-    const Params p = gpt2_params(d->model, l);
-    const int n = d->rows, C = d->model->config.C, NH = d->model->config.NH, T = d->model->T;
-    const size_t at = (size_t)l * n * T * C;
-    Stream stream = d->model->stream;
-    decode_matmul({d->qkv, inp, p.qkvw, p.qkvb, false, n, C, 3 * C}, stream);
-    decode_attention({d->atty, d->keys + at, d->values + at, d->qkv, d->positions, n, T, NH, C / NH}, stream);
-    decode_matmul({out, d->atty, p.attprojw, p.attprojb, false, n, C, C}, stream);
-}
-
-// out (rows,C) = mlp(inp (rows,C))
-static void decoder_mlp(Decoder* d, int l, floatX* out, const floatX* inp) {
-    const Params p = gpt2_params(d->model, l);
-    const int n = d->rows, C = d->model->config.C;
-    decode_matmul({d->fch, inp, p.fcw, p.fcb, true, n, C, 4 * C}, d->model->stream);
-    decode_matmul({out, d->fch, p.fcprojw, p.fcprojb, false, n, 4 * C, C}, d->model->stream);
-}
+    explicit Decoding(Decoder* d) : Forward({d->model, d->act_specs, 1, d->rows}), d(d) {
+        waits = true;
+        waiting_memory[0] = d->branches, waiting_memory[1] = d->branches + (size_t)d->rows * config().C;
+    }
+    void await(int) override {}                 // decoder_begin has waited for all
+    Layer layer(int l) const override {
+        const size_t row = config().C, at = (size_t)l * d->rows * model->T * row;
+        Layer y = layer_of(l);
+        y.x.x = y.x_mid.x = y.x_out.x = d->residual;
+        y.ln1.x = d->normalised, y.ln2.x = d->normalised + d->rows * row;
+        y.qkv = d->qkv, y.atty.x = d->atty, y.act.x = d->fch;
+        y.att = {nullptr, d->keys + at, d->values + at};
+        for (Norm* norm : {&y.w_ln1, &y.w_ln2}) { norm->mean = d->mean, norm->rstd = d->rstd; }
+        return y;
+    }
+    Head head() const override {
+        Head y = head_of();
+        y.x.x = d->residual, y.lnf.x = d->normalised, y.logits = d->logits;
+        y.w_lnf.mean = d->mean, y.w_lnf.rstd = d->rstd;
+        return y;
+    }
+    void embed(const Sum&) override {
+        decode_encoder({d->branches, d->tokens, d->positions, param<floatX>(PARAM_wte, 0),
+                        param<floatX>(PARAM_wpe, 0), N(), config().C}, stream());
+        waiting = {nullptr, {d->branches}, 1};
+    }
+    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX*) override {
+        decode_matmul({out, inp.x, w.weight.x, w.bias, false, N(), w.C, w.OC}, stream());
+    }
+    void linear_gelu(const Operand& out, floatX*, const Operand& inp, const Linear& w) override {
+        decode_matmul({out.x, inp.x, w.weight.x, w.bias, true, N(), w.C, w.OC}, stream());
+    }
+    void attention(floatX* out, const floatX* qkv, const Attention& att) override {
+        const int C = config().C, NH = config().NH;
+        decode_attention({out, att.keys, att.values, qkv, d->positions, N(), model->T, NH, C / NH}, stream());
+    }
+};
 
 // Enqueues one step: one more token of every text. The tokens arrive in drawn[slot] (rows).
 static void decoder_step(Decoder* d, int slot) {
     GPT2* model = d->model;
     const Config& c = model->config;
     Stream stream = model->stream;
-    const int n = d->rows, C = c.C;
-    const Pass pass = {model, d->act_specs, 1, model->T, false};    // for the points; no activations are read
-    floatX* const branch[2] = {d->branches, d->branches + (size_t)n * C};           // (rows,C) each
-    const floatX* const normalised[2] = {d->normalised, d->normalised + (size_t)n * C};
+    const int n = d->rows;
     graph_run(&d->step, stream, [&] {
-        const Params p = gpt2_params(model, 0);
-        decode_encoder({branch[0], d->tokens, d->positions, p.wte, p.wpe, n, C}, stream);
-        for (int l = 0; l < c.L; l++) {
-            decoder_add_and_norm(d, point_after_layer(pass, l - 1));
-            decoder_attention(d, l, branch[0], normalised[0]);
-            if (c.block == Block::Sequential) {
-                decoder_add_and_norm(d, point_after_attention(pass, l));
-                decoder_mlp(d, l, branch[0], normalised[0]);
-            } else {
-                decoder_mlp(d, l, branch[1], normalised[c.block == Block::Parallel]);
-            }
-        }
-        decoder_add_and_norm(d, point_after_layer(pass, c.L - 1));                  // lnf
-        decode_matmul({d->logits, d->normalised, p.wte, nullptr, false, n, C, c.V}, stream);
+        Decoding e(d);
+        forward_pass(e);
+        const Head head = e.head();
+        decode_matmul({head.logits, head.lnf.x, head.w.weight.x, nullptr, false, n, c.C, c.V}, stream);
         sample_tokens({d->tokens, d->positions, d->draws, d->ids, d->logits, model->options.sampling,
                        model->options.seed, n, c.V}, stream);
     });
@@ -5956,9 +5825,9 @@ static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& fol
 // == 11 setting up a run ==
 // In the order in which main calls these functions. Flags and their checks are in llmc/run/run_config.h.
 #ifdef GPT2_CPU
-constexpr Build kBuild = {PRECISION_NAME, false, kDeviceHasNccl};
+constexpr Build kBuild = {PRECISION_NAME, false};
 #else
-constexpr Build kBuild = {PRECISION_NAME, true, kDeviceHasNccl};
+constexpr Build kBuild = {PRECISION_NAME, true};
 #endif
 
 // A run: its parts, and how far it is, between two steps.
@@ -6001,7 +5870,7 @@ static Options run_options() {
     o.kernels = run.kernels;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers: all but dropout in the first step alone
+    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers: in the first step alone
     o.weight_decay = (float)run.weight_decay;
     o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
     o.grad_clip = (float)run.grad_clip;
@@ -6017,7 +5886,6 @@ static Options run_options() {
     o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};
     o.split = {comm.rank, comm.world, comm.world > 1 && o.trains ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
-    o.nccl_order = run.reduction == Reduction::Nccl;
     return o;
 }
 
@@ -6147,11 +6015,10 @@ static void print_model(const GPT2& model) {
     const Config& c = model.config;
     const Split& split = model.options.split;
     if (split.world > 1 && model.options.trains) {
-        printf("ranks: %d, ZeRO stage %d, gradients summed %s\n", split.world, split.zero,
-               model.options.nccl_order ? "in NCCL's order" : format("over %d lanes", run.lanes).c_str());
+        printf("ranks: %d, ZeRO stage %d, gradients summed over %d lanes\n", split.world, split.zero,
+               run.lanes);
     }
     report_model(c, model.param_specs, model.options.muon, run.verbose > 0);
-    if (has_fp32_residual(c)) { printf("residual stream: fp32, beside branches in " PRECISION_NAME "\n"); }
     if (model.options.fp8) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
@@ -6237,7 +6104,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
 // program in BF16.
 static void print_plan() {
     const bool here = strcmp(run.plan, "auto") == 0;
-    const Build build = kBuild.is_cuda ? kBuild : Build{"BF16", true, true};
+    const Build build = kBuild.is_cuda ? kBuild : Build{"BF16", true};
     const GpuKind* gpu = gpu_kind(run.plan);
     if (here && !kBuild.is_cuda) { die("--plan auto needs the CUDA program: this one has no GPU"); }
     if (!here && !gpu) { die("--plan %s: choose auto, or one of %s", run.plan, gpu_names().c_str()); }
@@ -6318,7 +6185,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
         const int live = (int)std::min(B, rows - i * B);
         next_batch(loader, model->step);      // always B rows: the first ones follow the last
         gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
-        gpt2_loss(model, live, T, ClassifierMode::LossOnly, weight, &model->state->loss, Accumulate::No);
+        gpt2_loss(model, live, T, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&losses[i], &model->state->loss, sizeof(float), model->stream);
     });
     std::vector<double> all(losses, losses + batches);
@@ -6419,6 +6286,7 @@ static Facts run_facts(Training* t) {
     const Facts origin = origin_facts(*t);
     facts.insert(facts.end(), origin.begin(), origin.end());
     facts.push_back({"started in", t->start});
+    if (run.dropout > 0.0) { facts.push_back({kDropoutFact, "the embedding's and the branches' outputs"}); }
     for (int i = 0; i < kNumFlags; i++) {
         facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
     }

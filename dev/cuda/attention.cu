@@ -1,7 +1,7 @@
 /*
 Ladder of the attention kernels (section 6.9): every step is checked against the plain kernels (fp32
 arithmetic), then timed on rotated buffers. "shipped" is what training runs here; the first mma.sync step of a
-kind is what it runs where there is no sm90 form. Dropout's steps keep all, so that they can be checked alike.
+kind is what it runs where there is no sm90 form.
 Build and run, from the repository root:
     make build/cuda/attention && build/cuda/attention [B [T [HS]]]      e.g. build/cuda/attention 64 1024 64
         without HS: every head size that has steps, C = 768 (or the next multiple of HS below) for all
@@ -19,7 +19,6 @@ constexpr int kBuffers = 2;     // rotated; each set is many times the L2 at the
 struct Buffers {
     AttentionForward<floatX, float> forward;
     AttentionBackward<floatX, float> backward;
-    uint32_t* keep;                 // bits of a dropout, all set: it changes no result, and takes its time
 };
 
 static int B = 64, T = 1024;
@@ -35,23 +34,21 @@ struct Step {
 
 template <int kHS, int kGroups, int kTile, int kBlocks> static void forward_mma(const Buffers& b) {
     typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
-    attention_launch<Shape>(attention_forward_mma_kernel<Shape, false>, b.forward,
-                            sizeof(MmaShared<1, Shape>), 0);
+    attention_launch<Shape>(attention_forward_mma_kernel<Shape>, b.forward, sizeof(MmaShared<1, Shape>), 0);
 }
 template <Own kOwn, int kHS, int kGroups, int kTile, int kBlocks> static void backward_mma(const Buffers& b) {
     typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
-    attention_launch<Shape>(attention_backward_mma_kernel<kOwn, Shape, false>, b.backward,
+    attention_launch<Shape>(attention_backward_mma_kernel<kOwn, Shape>, b.backward,
                             sizeof(MmaShared<2, Shape>), 0);
 }
 template <int kStages, int kBlocks> static void forward_sm90(const Buffers& b) {
     typedef Sm90Shape<kStages, kBlocks> Shape;
-    attention_launch<Shape>(attention_forward_sm90_kernel<Shape, false>, b.forward,
-                            sizeof(Sm90Shared<1, Shape>), 0,
+    attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, b.forward, sizeof(Sm90Shared<1, Shape>), 0,
                             tensor_map(b.forward.qkv, B, T, 3 * b.forward.NH));
 }
 template <Own kOwn, int kStages, int kBlocks> static void backward_sm90(const Buffers& b) {
     typedef Sm90Shape<kStages, kBlocks> Shape;
-    attention_launch<Shape>(attention_backward_sm90_kernel<kOwn, Shape, false>, b.backward,
+    attention_launch<Shape>(attention_backward_sm90_kernel<kOwn, Shape>, b.backward,
                             sizeof(Sm90Shared<2, Shape>), 0,
                             tensor_map(b.backward.qkv, B, T, 3 * b.backward.NH),
                             tensor_map(b.backward.dout, B, T, b.backward.NH));
@@ -60,20 +57,6 @@ static void forward_plain(const Buffers& b) { attention_plain(b.forward, 0); }
 static void backward_plain(const Buffers& b) { attention_plain(b.backward, 0); }
 static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
 static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
-static void forward_dropout(const Buffers& b) {
-    AttentionForward<floatX, float> a = b.forward;
-    a.keep = {b.keep, 1.0f};
-    attention_forward(a, 0);
-}
-static void backward_dropout(const Buffers& b) {
-    AttentionBackward<floatX, float> a = b.backward;
-    a.keep = {b.keep, 1.0f};
-    attention_backward(a, 0);
-}
-static void drawn_forward_dropout(const Buffers& b) {
-    attention_dropout({b.keep, dropout_of(0.0, {1337, 1, 2}, 0), b.forward.B, b.forward.T, b.forward.NH}, 0);
-    forward_dropout(b);
-}
 
 // As in MmaShape: head size, groups of 16 rows a warp, rows of a tile, blocks on an SM.
 #define FORWARD(HS, ...) \
@@ -90,9 +73,6 @@ static const Step kSteps[] = {
     {0, AttentionPass::Backward, "backward plain", backward_plain},
     {0, AttentionPass::Forward, "forward shipped", forward_shipped},
     {0, AttentionPass::Backward, "backward shipped", backward_shipped},
-    {0, AttentionPass::Forward, "forward shipped, with dropout", forward_dropout},
-    {0, AttentionPass::Backward, "backward shipped, with dropout", backward_dropout},
-    {0, AttentionPass::Forward, "dropout drawn, then that forward", drawn_forward_dropout},
 #ifdef ENABLE_FP32
     FORWARD(32, 2, 64, 2), FORWARD(32, 2, 32, 3), FORWARD(32, 1, 64, 3),
     DQ(32, 2, 32, 2), DQ(32, 2, 32, 3), DQ(32, 1, 32, 3),
@@ -183,13 +163,11 @@ static Buffers buffers_create(int NH, int HS, uint32_t seed) {
     fill_kernel<<<(unsigned)ceil_div(3 * n, (size_t)256), 256, 0, 0>>>(qkv, 3 * n, seed);
     fill_kernel<<<(unsigned)ceil_div(n, (size_t)256), 256, 0, 0>>>(dout, n, seed + 17);
     cudaCheck(cudaGetLastError());
-    uint32_t* keep = allocate<uint32_t>(B * NH * keep_words(T));
-    cudaCheck(cudaMemset(keep, 0xFF, B * NH * keep_words(T) * sizeof(uint32_t)));
-    return {{out, lse, qkv, B, T, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS}, keep};
+    return {{out, lse, qkv, B, T, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS}};
 }
 static void buffers_free(const Buffers& b) {
     for (void* p : {(void*)b.forward.out, (void*)b.forward.lse, (void*)b.forward.qkv, (void*)b.backward.dqkv,
-                    (void*)b.backward.scratch, (void*)b.backward.dout, (void*)b.keep}) {
+                    (void*)b.backward.scratch, (void*)b.backward.dout}) {
         device_free(p);
     }
 }

@@ -457,7 +457,7 @@ static void fuzz_descriptor(Bytes input) {
     for (const ParamSpec& s : specs) { elements += (double)s.rows * (double)s.cols * s.copies; }
     PROPERTY((double)layout.state_elems >= elements * 0.999999, "%zu elements", layout.state_elems);
     ActSpec acts[NUM_ACTS];
-    const size_t bytes = act_specs(acts, c, 1, c.maxT, 0);
+    const size_t bytes = act_specs(acts, c, 1, c.maxT, {});
     PROPERTY((double)bytes >= 4.0 * c.maxT * (double)c.C * c.L, "activations of %zu bytes", bytes);
 }
 

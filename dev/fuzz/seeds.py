@@ -89,7 +89,7 @@ SEEDS = {
         "usual": flags(1, "-e d12 -b 64 -t 1024 -z 524288 -l 6e-4 -u 700 -q 0 -c 0.1 -x 19073 -v 250 "
                        "-o runs/d12"),
         "equals": flags(2, "--micro-batch=2 --model=L4,NH4,C128,T128,V256 -zs=1 --prompt=-b -x=epoch "
-                        "--lanes=4 -z=4096 --reduction=tree"),
+                        "--lanes=4 -z=4096 --matmul-dtype=bf16"),
         "enums": flags(1, "-k linear --kernels portable --grad-dtype fp32 -pi tcp -ps host:80 --seed 7"),
         "floats": flags(3, "--beta1 .9 --beta2=0.95 --eps 1E-8 --temperature 5. --grad-clip 1e30 -f 0 -r 2 "
                         "-w 0")},

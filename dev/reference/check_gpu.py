@@ -261,7 +261,7 @@ SEED, DROPOUT, ROWS = 1337, 0.15, 4                     # SEED: the dump's
 
 
 def masks(p, device):
-    """gpt2.py's `dropped`: the masks of a first update, for rows of C, or of attention's T keys."""
+    """gpt2.py's `dropped`: the masks of a first update, for rows of C."""
     def dropped(x, place):
         factors = dropout_factors(SEED, 0, place, 0, x.numel() // x.shape[-1], x.shape[-1], p)
         factors = torch.from_numpy(factors.astype(np.float64)).to(device).view(x.shape)

@@ -24,17 +24,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dims.C, 3 * dims.C)
         self.proj = nn.Linear(dims.C, dims.C)
 
-    def forward(self, x, dropped=None):
-        """dropped: of the probabilities (B,NH,T,T), which SDPA does not show."""
+    def forward(self, x):
         B, T, C = x.shape
         q, k, v = (z.view(B, T, self.NH, C // self.NH).transpose(1, 2) for z in self.qkv(x).split(C, dim=2))
-        if self.sdpa and not dropped:
+        if self.sdpa:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(C // self.NH))
             future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
             weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-            out = (dropped(weights) if dropped else weights) @ v
+            out = weights @ v
         return self.proj(out.transpose(1, 2).reshape(B, T, C))
 
 
@@ -47,8 +46,7 @@ def undropped(x, place):
 
 
 class Block(nn.Module):
-    """One layer: dims.block says what it reads; dropped(x, 0, 1 or 2) is attention's, the MLP's, or that of
-    attention's probabilities."""
+    """One layer: dims.block says what it reads; dropped(x, place) is attention's, place + 1 the MLP's."""
 
     def __init__(self, dims, sdpa):
         super().__init__()
@@ -63,20 +61,19 @@ class Block(nn.Module):
     def mlp(self, x):
         return self.fcproj(F.gelu(self.fc(x), approximate="tanh"))
 
-    def forward(self, x, dropped=undropped):
+    def forward(self, x, dropped=undropped, place=1):
         first = self.ln1(x)
-        attention = self.att(first, None if dropped is undropped else lambda weights: dropped(weights, 2))
+        attention = self.att(first)
         if self.kind == 0:
-            x = x + dropped(attention, 0)
-            return x + dropped(self.mlp(self.ln2(x)), 1)
+            x = x + dropped(attention, place)
+            return x + dropped(self.mlp(self.ln2(x)), place + 1)
         second = first if self.kind == 2 else self.ln2(x)
-        return x + dropped(attention, 0) + dropped(self.mlp(second), 1)
+        return x + dropped(attention, place) + dropped(self.mlp(second), place + 1)
 
 
 class GPT2(nn.Module):
     """Also what is not GPT-2: dims.block and dims.norm. dropped(x, place) is x with the mask of a place of
-    the model: 0 the embedding's, 1 + 2 l and 2 + 2 l those of layer l's attention and MLP, and 1 + 2 L + l
-    that of its attention's probabilities."""
+    the model: 0 the embedding's, 1 + 2 l and 2 + 2 l those of layer l's attention and MLP."""
 
     def __init__(self, dims, sdpa=True):
         super().__init__()
@@ -89,8 +86,7 @@ class GPT2(nn.Module):
     def forward(self, x, y, dropped=undropped):
         h = dropped(F.embedding(x, self.wte) + self.wpe[:x.shape[1]], 0)
         for l, block in enumerate(self.blocks):
-            places = (1 + 2 * l, 2 + 2 * l, 1 + 2 * self.dims.L + l)
-            h = block(h, undropped if dropped is undropped else lambda z, i, at=places: dropped(z, at[i]))
+            h = block(h, dropped, 1 + 2 * l)
         # the product runs over all Vp rows, which keeps it aligned; the padding is cut off unseen
         logits = F.linear(self.lnf(h), self.wte)[..., :self.dims.V]
         wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -312,7 +312,7 @@ static void test_state_file() {
 static Config tiny_config() {
     Config c = {};
     c.maxT = 1, c.V = 6, c.Vp = 8, c.L = 1, c.NH = 1, c.C = 8;
-    c.norm = NormKind::Rms, c.residual_fp32 = true;
+    c.norm = NormKind::Rms;
     return c;
 }
 constexpr size_t kTinyLive = 48, kTinyValues = 64;      // of its one tensor, with two rows of padding
@@ -390,7 +390,7 @@ static void test_model_file() {
             write_model(path, it.data, it.type, it.to_bf16);
             CHECK_IS(file_size(path.c_str()), it.to_bf16 ? 1024 + 128 : 1024 + 256);
             const Config has = model_read_config(path.c_str(), tiny_table);
-            CHECK(has.V == c.V && has.norm == c.norm && has.block == c.block && has.residual_fp32, "header");
+            CHECK(has.V == c.V && has.norm == c.norm && has.block == c.block, "header");
             int calls = 0;
             model_read(path.c_str(), tiny_table, has, [&](int i, int l, const float* read) {
                 calls += i == 0 && l == 0 && std::equal(read, read + kTinyLive, values.data()) &&

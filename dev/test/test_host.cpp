@@ -622,20 +622,19 @@ static void parse_run(const std::vector<std::string>& words) {
 }
 
 static void test_run() {
-    const Build cuda = {"BF16", true, true};
+    const Build cuda = {"BF16", true};
     TEST("run: what builds with several GPUs refuse") {
-        const struct { Build build; std::vector<std::string> words; const char* message; } cases[] = {
-            {{"BF16", true, false}, {"--reduction", "nccl"}, "needs NCCL"},
-            {cuda, {"--reduction", "nccl", "--grad-dtype", "bf16"}, "in bf16"},
-            {cuda, {"--reduction", "nccl", "--lanes", "8"}, "each of the 4 ranks has one lane"},
-            {cuda, {"-b", "1", "-z", "4096", "--lanes", "2"}, "hint: --lanes 4 fits"},
+        const struct { std::vector<std::string> words; const char* message; } cases[] = {
+            {{"--grad-dtype", "bf16", "--lanes", "8"}, "each of the 4 ranks has one lane"},
+            {{"-b", "1", "-z", "4096", "--lanes", "2"}, "hint: --lanes 4 fits"},
+            {{"-b", "1", "-t", "1", "-z", "16777216", "-zs", "2"}, "hint: -zs 1 has fewer lanes"},
         };
         comm.world = 4;
         for (const auto& c : cases) {
             check_dies(c.message, [&] {
                 parse_run(c.words);
                 Config config = descriptor_config("d12");
-                config_check(&config, true, c.build);
+                config_check(&config, true, cuda);
             }, {c.message});
         }
         comm = Comm();
@@ -719,13 +718,23 @@ static void test_run() {
     }
     check_lives("flags of old programs", [] {
         Facts facts = {{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},
-                       {"flag.chat", "0"}, {"flag.muon-steps", "5"}, {"flag.gelu-fusion", "0"}};
+                       {"flag.chat", "0"}, {"flag.muon-steps", "5"}, {"flag.gelu-fusion", "0"},
+                       {"flag.reduction", "tree"}, {"flag.residual-dtype", "branch"}};
         settings_known(&facts, "flag.");
     });
-    check_dies("a flag of old programs", [] {
-        Facts facts = {{"flag.muon-steps", "6"}};
-        settings_known(&facts, "flag.");
-    }, {"began with --muon-steps 6, which this program does not have", "the program that began it"});
+    const struct { const char *name, *value; } former[] = {
+        {"muon-steps", "6"}, {"reduction", "nccl"}, {"residual-dtype", "fp32"}};
+    for (const auto& flag : former) {
+        check_dies("a flag of old programs", [&] {
+            Facts facts = {{std::string("flag.") + flag.name, flag.value}};
+            settings_known(&facts, "flag.");
+        }, {format("began with --%s %s, which this program does not have", flag.name, flag.value),
+            "the program that began it"});
+    }
+    check_dies("a run whose first model's file said so", [&] {
+        settings_resume({{"residual", "fp32"}, {"flag.residual-dtype", "branch"}}, descriptor_config("d12"),
+                        cuda);
+    }, {"began with --residual-dtype fp32, which this program does not have"});
     for (const char* head : {"0", "1", "false", "true"}) {
         Facts facts = {{"flag.matmul-dtype", "fp8"}, {"flag.fp8-head", head}};
         settings_known(&facts, "flag.");

@@ -80,7 +80,7 @@ EVALUATES = {"-x": 0, "-j": "long/*.bin", "-m": 10**6}
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("task, flags, largest", [
     ({}, {"-b": 256}, V * C), ({}, {"-b": 256, "-r": 2}, V * C), ({}, {"-b": 256, "-r": 1}, V * C),
-    ({}, {"-b": 256, "--dropout": 0.1, "--residual-dtype": "fp32"}, V * C),
+    ({}, {"-b": 256, "--dropout": 0.1}, V * C),
     ({}, {"-b": 2, "-e": "L3,NH2,C512,T32,V300", "--optimizer": "muon"}, 4 * 512 * 512),
     ({}, {"-b": 2, "-e": "L3,NH2,C512,T32,V300"}, 4 * 512 * 512),
     ({}, {"-b": 64, "-e": "L1,NH2,C16,T32,V50000"}, 50048 * 16),

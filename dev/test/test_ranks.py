@@ -180,22 +180,6 @@ def test_low_precision():
     same_bits({**flags, "-w": 0}, worlds((1, 2, 4), 0, 1, 2))
 
 
-@pytest.mark.numeric
-def test_nccl_order():
-    """--reduction nccl: sums in NCCL's own order, which has its own bits for each number of ranks."""
-    if on_cpu():
-        pytest.skip("the CUDA program's")
-    flags = {"-x": 10, "-l": "1e-3", **batch(8)}
-    tree = run_ok(flags).losses()
-    for n in (2, 4):
-        need(n)
-        for zs in (0, 1):
-            more = {**flags, **ranks(n, zs), "--reduction": "nccl"}
-            same_bits(more, TWICE)                              # and its ranks agree at the end
-            relative = [a / b for a, b in zip(left_of(more)[0].losses(), tree)]
-            assert_close(relative, [1] * len(tree), tolerance(1e-5, 1e-2), f"{n} ranks, -zs {zs}: losses")
-
-
 @functools.cache
 def trained():
     run_ok({"-o": "trained", "-x": 20, **batch(4)})

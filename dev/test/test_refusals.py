@@ -22,9 +22,9 @@ VALUES = """
 --log-every -1 | -r 3 | -f 2 | -a yes | -w 2 | -y 2 | -h 2 | -sl -1 | -sg -1 | --seed -1
 --grad-clip -1 | --beta1 1 | --beta2 1 | --eps 0 | --optimizer sgd | --muon-lr -1 | --muon-momentum 1
 --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
---top-k -1 | --top-p 1.5 | --verbose 2 | --residual-dtype fp16 | --block serial | --norm layer
+--top-k -1 | --top-p 1.5 | --verbose 2 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
---matmul-dtype fp16 | --reduction ring nccl | -pi udp | -pn 4097
+--matmul-dtype fp16 | -pi udp | -pn 4097
 -pg -1 | --cooldown 1.1 | --muon-warmup -1
 """
 
@@ -117,7 +117,7 @@ REFUSED = f"""
 -e L2,NH1,C12296,T32,V256            => C=12296 | at most | 12288 channels
 -e L10000,NH1,C12288,T32,V256                => GiB | free
 -e L100,NH1,C12288,T32,V256 -b 65536         => GiB | free
--e L10000,NH64,C64,T16777216,V256 -b 127 --dropout 0.1      => tensor ' | elements: too many
+-e L10000,NH12288,C12288,T16777216,V65536 -b 127     => GiB | free
 -e L2,NH2,C32,T16777216,V256 -b 65536        => 65536 | 16777216
 -e L2,NH2,C32,T2048,V256 -b 65536            => 65536 | GiB
 

@@ -214,7 +214,6 @@ VARIANTS = [{"-n": 1, "-r": 1, "-a": 1}, {"-n": 0, "-b": 4, "--lanes": None, "--
             {"-x": "epoch", "-z": 48, "--lanes": None, "--optimizer": "muon", "--muon-warmup": 9},
             {"-b": 16, "--lanes": None, "--dropout": 0.2, "--block": "parallel-tied", "--norm": "rmsnorm"},
             {"--dropout": 0.1, "--block": "parallel", "-r": 2},
-            {"--dropout": 0.1, "--residual-dtype": "fp32"},
             {"--matmul-dtype": "fp8-head", "-n": 2, "-l": "1e-3"},
             {"-h": 1, "--eval-data": "questions.bin", "--eval-every": 1},
             {"--matmul-dtype": "fp8", "-n": 1, "-r": 2, "-l": "1e-3"}]
@@ -309,8 +308,8 @@ FIXED = flags_of("""
 --model L1,NH2,C32,T16,V256 --micro-batch 2 --sequence-length 8 --total-batch 512 --learning-rate 0.02
 --lr-schedule linear --warmup 3 --final-fraction 0.5 --weight-decay 0 --beta1 0.8 --beta2 0.9 --eps 1e-06
 --grad-clip 2 --seed 3 --shuffle 0 --overfit 1 --tf32 1 --master-weights 0 --kernels portable
---grad-dtype bf16 --lanes 4 --reduction nccl --optimizer muon --muon-lr 0.03 --muon-momentum 0.9
---muon-decay 0.1 --block parallel --norm rmsnorm --dropout 0.1 --residual-dtype fp32
+--grad-dtype bf16 --lanes 4 --optimizer muon --muon-lr 0.03 --muon-momentum 0.9
+--muon-decay 0.1 --block parallel --norm rmsnorm --dropout 0.1
 --matmul-dtype fp8-head --cooldown 0.6 --muon-warmup 9""")
 
 

@@ -72,8 +72,6 @@ CHANGES = [
     *[(flag, {"samples"}, set()) for flag in ("-s 1", "-g 3", "--prompt ab", "--num-samples 2",
                                               "--temperature 0.1", "--top-k 2", "--top-p 0.5")],
     ("-r 1", {"memory"}, set()), ("-r 2", {"memory"}, set()),
-    # no other type where all is fp32, but the model's file, too, says what was asked for
-    ("--residual-dtype fp32", {"weights", LOW + "memory"}, {LOW + kind for kind in ALL_NUMBERS}),
     ("--block parallel", ALL_NUMBERS | {"memory"}, SHOWN),
     ("--block parallel-tied", ALL_NUMBERS | {"memory"}, SHOWN),
     ("--norm rmsnorm", ALL_NUMBERS, SHOWN | {"memory"}),
@@ -124,7 +122,7 @@ def test_every_flag_has_a_row():
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
     known |= {"evaluate", "eval-data", "eval-every", "log-gpu", "verbose"}  # tests of their own
     known |= {"plan", "price"}
-    known |= {"gpus", "zero-stage", "lanes", "reduction", "process-init", "process-server",
+    known |= {"gpus", "zero-stage", "lanes", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node"}
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
     known |= {name for name, row in rows.items() if flags & {*re.split("[ ,]", row.strip()), "--" + name}}

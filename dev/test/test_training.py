@@ -12,10 +12,10 @@ import struct
 
 import pytest
 
-from checks import read
+from checks import read, write
 from trainer import (USUAL as COMMON, Program, assert_close, exact, log_columns, log_lines, logged_steps,
-                     model_path, nan_model, need_fp8, on_cpu, refused, run, run_ok, sentences, settings_of,
-                     tolerance, write_shard)
+                     model_path, nan_model, need_fp8, on_cpu, run, run_ok, sentences, tolerance,
+                     without_checksum, write_shard)
 from twins import (BLOCKS, NORMS, SEED, behind, doubles, formats, gradients, mean_loss, norm_of, np,
                    row_losses, trained, uneven_rows, windows)
 
@@ -23,7 +23,7 @@ B, T, C, L = 3, 12, 24, 2
 MODEL = f"L{L},NH2,C{C},T{T},V256"
 USUAL = {**COMMON, "-e": MODEL, "-b": B, "-x": 1}
 KINDS = list(itertools.product(range(3), range(2)))
-RESIDUAL_WORD = 253         # of a model file's header: 1 where the residual stream was in fp32
+RESIDUAL_WORD = 253         # of a model file's header: 1 where a program kept the residual stream in fp32
 pytestmark = pytest.mark.numeric
 
 
@@ -215,8 +215,8 @@ def test_fp8(more):
 
 @pytest.mark.parametrize("flags", [{**flags_of(*kind)} for kind in KINDS] + [
     {"-e": "L1,NH1,C8,T16,V256"}, {"-e": "L3,NH2,C24,T16,V200", "-c": 0.5}, {"-t": 7}, {"-t": 1},
-    {"-e": "L1,NH4,C40,T31,V384", "-r": 2, "-z": 62 * B}, {"--residual-dtype": "fp32"},
-    {"--dropout": 0.4}, {**flags_of(2, 1), "--residual-dtype": "fp32", "--dropout": 0.2},
+    {"-e": "L1,NH4,C40,T31,V384", "-r": 2, "-z": 62 * B},
+    {"--dropout": 0.4}, {**flags_of(2, 1), "--dropout": 0.2},
     {"-e": "L2,NH2,C32,T16,V256", "--matmul-dtype": "fp8-head"}], ids=str)
 def test_saved(flags):
     """A file says what it is, loads again and is the model that was trained, whose likeliest letters it
@@ -235,9 +235,6 @@ def test_saved(flags):
     version = (5 if Program.precision == "BF16" else 3) + 100 * (kind != (0, 0))
     header = struct.unpack("<10i", read(path)[:40])
     assert header[1] == version and header[8:] == kind == (dims.block, dims.norm)
-    residual = flags.get("--residual-dtype") == "fp32"
-    assert residual_word(path) == residual
-    assert ("\nresidual stream: fp32" in result.out) == (residual and not exact())
     assert dims.text() == flags.get("-e", MODEL)
     lacking = [[], ["ln1b", "ln2b", "lnfb"]][kind[1]] + [[], [], ["ln2w", "ln2b"]][kind[0]]
     assert {name for name in formats.NAMES if p[name].size == 0} == set(lacking)
@@ -245,11 +242,11 @@ def test_saved(flags):
     assert not p["wte"][dims.V:].any()
     assert not exact() or np.array_equal(p["wpe"][length:], start["wpe"][length:])
     assert (p["wpe"][:length] != start["wpe"][:length]).any(1).all()
-    rows = windows(sentences(2, 3000), length)[:20 * B]                         # -m is 20
-    for model in (path, folder):
+    for model, batch in ((path, 64), (folder, B)):      # rows of a batch; -m is 20
         loaded = run_ok({"-e": model, "-x": 0, **{"-t": length if "-t" in flags else None}}).val_losses()
-        assert_close(loaded, result.val_losses()[-1:], tolerance(0, 2e-2), "loss of what was saved")
+        rows = windows(sentences(2, 3000), length)[:20 * batch]
         assert_close(loaded, [mean_loss(dims, p, rows)], tolerance(1e-5, 3e-2), "the judge's loss")
+    assert_close(loaded, result.val_losses()[-1:], tolerance(0, 2e-2), "loss of what was saved")
     if dims.V == 256:                                                           # else there is no tokenizer
         [text] = run_ok({"-e": path, "-x": 0, "--prompt": "tak", "--temperature": 0, "-g": T - 4}).samples()
         assert max(behind(dims, p, text, 3), default=0) <= tolerance(1e-4, 0.25), text
@@ -258,18 +255,12 @@ def test_saved(flags):
     assert read(path) == read(model_path(folder + "_again"))
 
 
-def residual_word(path):
-    return struct.unpack_from("<i", read(path), 4 * RESIDUAL_WORD)[0]
-
-
-def test_residual_kept():
-    """A model file's type of the stream, or what a flag says, becomes the run's, also where that goes on."""
-    run_ok({"--residual-dtype": "fp32", "-o": "stream"})
-    for given, word in (({}, 1), ({"--residual-dtype": "branch"}, 0)):
-        run_ok({"-e": model_path("stream"), **given, "-o": f"stream{word}"})
-        own, other = ("branch", "fp32")[word], ("fp32", "branch")[word]
-        assert settings_of(f"stream{word}")["residual-dtype"] == own
-        resumed = {"-e": None, "-o": f"stream{word}", "-y": 1, "-x": 2}
-        refused({**resumed, "--residual-dtype": other}, "--residual-dtype " + other)
-        run_ok(resumed)
-        assert residual_word(f"stream{word}/model_00000002.bin") == word
+def test_file_of_an_fp32_stream():
+    """Of an earlier program: it loads, with a note, and is the same model without that mark."""
+    start = trained_kind(0, 0)
+    data = without_checksum(read(start))
+    data[4 * RESIDUAL_WORD] = 1
+    write("marked.bin", data)
+    got, want = run_ok({"-e": "marked.bin", "-o": "marked"}), run_ok({"-e": start, "-o": "unmarked"})
+    assert re.fullmatch("note: 'marked.bin' was trained with --residual-dtype fp32; here .*\n", got.err)
+    assert got.losses() == want.losses() and read(model_path("marked")) == read(model_path("unmarked"))

@@ -40,12 +40,12 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def attention(p, l, x, heads, dropped):
+def attention(p, l, x, heads):
     length, head = x.shape[1], x.shape[2] // heads
     qkv = (x @ p["qkvw"][l].T + p["qkvb"][l]).reshape(*x.shape[:2], 3, heads, head)
     q, k, v = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
     scores = q @ k.transpose(0, 1, 3, 2) / math.sqrt(head) + np.triu(np.full((length, length), -np.inf), 1)
-    y = (dropped(softmax(scores)) @ v).transpose(0, 2, 1, 3).reshape(x.shape)
+    y = (softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(x.shape)
     return y @ p["attprojw"][l].T + p["attprojb"][l]
 
 
@@ -59,20 +59,17 @@ def logits(dims, p, tokens, dropout=0.0, step=0, seed=SEED):
     """(B,T,V) of tokens (B,T); dropout: as in the first micro-step of update `step`."""
     rms, tied = dims.norm == 1, dims.block == 2
 
-    def dropped(x, place):                      # rows of C, or of attention's T keys
+    def dropped(x, place):
         if not dropout:
             return x
-        width = x.shape[-1]
-        factors = formats.dropout_factors(seed, step, place, 0, x.size // width, width, dropout)
+        factors = formats.dropout_factors(seed, step, place, 0, x.size // dims.C, dims.C, dropout)
         return x * factors.reshape(x.shape)
 
     tokens = np.asarray(tokens)
     x = dropped(p["wte"][tokens] + p["wpe"][:tokens.shape[1]], 0)
     for l in range(dims.L):
         first = normed(x, p["ln1w"][l], None if rms else p["ln1b"][l], rms)
-        weights_place = 1 + 2 * dims.L + l
-        added = attention(p, l, first, dims.NH, lambda weights: dropped(weights, weights_place))
-        added = dropped(added, 1 + 2 * l)
+        added = dropped(attention(p, l, first, dims.NH), 1 + 2 * l)
         if dims.block == 0:
             x, added = x + added, 0.0
         second = first if tied else normed(x, p["ln2w"][l], None if rms else p["ln2b"][l], rms)

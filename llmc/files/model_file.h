@@ -16,8 +16,8 @@ The version also stands for the meaning of the ops: another GELU or another epsi
 because the tensors look the same.
 
 The last two words of the header are a checksum of the file; other programs leave them 0. The word before them
-is 1 with --residual-dtype fp32. This does not change the version: the stream's type only rounds the same
-function differently, and llm.c or an exporter may read the file as GPT-2.
+is 1 in files of earlier programs that kept the residual stream in fp32. The stream's type only rounds the
+same function differently, so such a file is read, with a note.
 */
 #ifndef LLMC_FILES_MODEL_FILE_H
 #define LLMC_FILES_MODEL_FILE_H
@@ -34,6 +34,7 @@ function differently, and llm.c or an exporter may read the file as GPT-2.
 
 #include "../check.h"               // gives: AtomicFile, die, format, fopen_check
 #include "../checksum.h"            // gives: Checksum
+#include "../comm/comm.h"           // gives: comm
 #include "../model/layout.h"        // gives: ParamSpec, ParamTable
 #include "../model/model_config.h"  // gives: Config, config_error, check_same_model
 #include "../rand.h"                // gives: bf16_to_float, bf16_round_nearest, half_to_float
@@ -122,10 +123,9 @@ static inline Config model_read_header(const char* path, FILE* f, ParamTable tab
     }
     Config c = {};
     if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
-    c.residual_fp32 = header[kModelResidualWord] != 0;
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
     std::string error = config_error(c);
-    if (header[kModelResidualWord] != c.residual_fp32) {
+    if (header[kModelResidualWord] != 0 && header[kModelResidualWord] != 1) {
         error = format("residual stream %d is not known", header[kModelResidualWord]);
     }
     if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
@@ -144,6 +144,10 @@ static inline Config model_read_config(const char* path, ParamTable table) {
     int header[256], version;
     const Config c = model_read_header(path, f, table, header, &version);
     fclose(f);
+    if (header[kModelResidualWord] != 0 && comm.rank == 0) {
+        fprintf(stderr, "note: '%s' was trained with --residual-dtype fp32; here the residual stream has the "
+                "type of the other activations\n", path);
+    }
     return c;
 }
 
@@ -200,7 +204,6 @@ static inline ModelWriter model_begin(const std::string& path, const Config& c, 
     ModelWriter w = {atomic_open(path),
                      {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block, (int)c.norm},
                      Checksum(), bf16};
-    w.header[kModelResidualWord] = c.residual_fp32;
     atomic_write(&w.out, w.header, sizeof(w.header));
     checksum_add(&w.sum, w.header, sizeof(w.header));
     return w;

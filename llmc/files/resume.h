@@ -43,7 +43,6 @@ static inline void config_facts(const Config& c, Facts* facts) {
     facts->push_back({c.is_gpt2() ? "model" : "variant",
                       format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)});
     if (!c.is_gpt2()) { facts->push_back({"block and norm", format("%d %d", (int)c.block, (int)c.norm)}); }
-    if (c.residual_fp32) { facts->push_back({"residual", "fp32"}); }
 }
 
 static inline Config facts_config(const Facts& facts) {
@@ -53,7 +52,6 @@ static inline Config facts_config(const Facts& facts) {
     int block = 0, norm = 0;
     if (variant && (!kinds || sscanf(kinds->c_str(), "%d %d", &block, &norm) != 2)) { text = nullptr; }
     c.block = (Block)block, c.norm = (NormKind)norm;
-    c.residual_fp32 = facts_find(facts, "residual") != nullptr;
     if (!text || sscanf(text->c_str(), "%d %d %d %d %d %d", &c.maxT, &c.V, &c.Vp, &c.L, &c.NH, &c.C) != 6) {
         die("the state to resume from does not say which model it is of");
     }

@@ -12,13 +12,14 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 #ifndef LLMC_MODEL_LAYOUT_H
 #define LLMC_MODEL_LAYOUT_H
 
+#include <assert.h>     // gives: assert
 #include <stddef.h>     // gives: size_t
 #include <stdint.h>     // gives: uintptr_t
 
 #include <algorithm>    // gives: std::max
+#include <array>        // gives: std::array
 #include <vector>       // gives: std::vector
 
-#include "../check.h"           // gives: die
 #include "../numbers.h"         // gives: round_up, ceil_div
 #include "../ops/op_types.h"    // gives: kChunk
 
@@ -56,6 +57,7 @@ struct ActSpec {
     size_t elems, elem_bytes;
     size_t stride;      // elements from copy to copy; layers behind the last copy share it
     size_t offset;      // bytes from the arena's start
+    bool is_shared;     // it lies in another tensor's memory
 };
 
 // Places arrays one behind the other. Addresses are numbers: for sizes alone, the base is null.
@@ -68,15 +70,6 @@ struct Places {
     size_t bytes() const { return at - base; }
 };
 
-// Dies if a tensor has more than 2^62 elements. The product comes as a double, which does not wrap.
-static inline size_t size_check(const char* name, double elements) {
-    if (!(elements < 4.6e18)) {
-        die("tensor '%s' would have %.3g elements: too many\nhint: use a smaller model, -b or -t", name,
-            elements);
-    }
-    return (size_t)elements;
-}
-
 // A row of GPT2_PARAMS; L: the model's layers.
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
                                    Init init, Kind kind, size_t live_rows, int muon, uint32_t id,
@@ -84,17 +77,24 @@ static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where wh
     const size_t elems = rows * cols;
     const size_t slot = round_up(elems, kAlign / 2);    // a multiple of kAlign bytes for 2-byte elements, too
     const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
-    size_check(name, (double)rows * (double)cols * copies);
     return {name, where, init, kind, copies, rows, cols, live_rows, muon, id, hf, elems, slot, elem_bytes, 0,
             0};
 }
 
-// A row of GPT2_ACTS, placed at *offset, which moves on.
-static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems, int copies,
-                               size_t* offset) {
-    const size_t bytes = round_up(size_check(name, (double)elems) * elem_bytes, kAlign);
-    const ActSpec spec = {name, copies, elems, elem_bytes, bytes / elem_bytes, *offset};
-    size_check(name, (double)bytes * copies);
+// A row of GPT2_ACTS, placed at *offset, which moves on. kept: copies of a Block's tensor; or act_in(other),
+// for one that lies in the memory of row `other` of specs. No model's bytes reach 2^64: config_error limits
+// layers, channels and positions, and a micro-step has less than 2^31 tokens.
+static inline int act_in(int other) { return -1 - other; }
+static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems, Where where, int kept,
+                               const ActSpec* specs, size_t* offset) {
+    const size_t bytes = round_up(elems * elem_bytes, kAlign);
+    if (kept < 0) {
+        const ActSpec& in = specs[act_in(kept)];
+        assert(elems * elem_bytes <= in.elems * in.elem_bytes);
+        return {name, in.copies, elems, elem_bytes, in.stride * in.elem_bytes / elem_bytes, in.offset, true};
+    }
+    const int copies = where == Where::Block ? kept : 1;
+    const ActSpec spec = {name, copies, elems, elem_bytes, bytes / elem_bytes, *offset, false};
     *offset += bytes * copies;
     return spec;
 }
@@ -154,11 +154,19 @@ struct Layout {
     size_t params_bytes, grads_bytes;
     size_t largest_but_first;           // padded elements of a bucket other than the embedding's
     int L;
+    int layer_matrices;                 // of a layer's bucket
 
+    // the buckets' numbers
+    int embedding() const { return 0; }
+    int layer(int l) const { return 1 + l; }
+    int biases() const { return 1 + L; }
+    int norms() const { return 2 + L; }
     int bucket_of(Kind kind, Where where, int l) const {
-        if (kind == Kind::Matrix) { return where == Where::Global ? 0 : 1 + l; }
-        return kind == Kind::Bias ? L + 1 : L + 2;
+        if (kind == Kind::Matrix) { return where == Where::Global ? embedding() : layer(l); }
+        return kind == Kind::Bias ? biases() : norms();
     }
+    // As a forward needs the parameters. The layers' buckets follow each other and are updated together.
+    std::array<int, 4> update_order() const { return {norms(), biases(), embedding(), layer(0)}; }
 };
 
 // grads_bf16: matrices have bf16 gradients. muon: Muon updates the layers' matrices.
@@ -168,6 +176,7 @@ static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, co
     layout.L = L;
     layout.buckets.resize(L + 3);
     for (const ParamSpec& s : specs) {
+        layout.layer_matrices += s.where == Where::Block && s.kind == Kind::Matrix && s.copies > 0;
         for (int l = 0; l < s.copies; l++) {
             Bucket& b = layout.buckets[layout.bucket_of(s.kind, s.where, l)];
             b.kind = s.kind;

@@ -25,14 +25,12 @@ struct Config {
     int L, NH, C;
     Block block = Block::Sequential;
     NormKind norm = NormKind::Layer;
-    bool residual_fp32 = false;     // type of the residual stream and its gradient; false: the branches' type
     bool is_gpt2() const { return block == Block::Sequential && norm == NormKind::Layer; }
 };
 // A multiple of 128, so that the LM head's GEMM has whole tiles.
 static inline int padded_vocab(int V) { return (int)round_up<int64_t>(V, 128); }
 #define BLOCK_NAMES "sequential|parallel|parallel-tied"
 #define NORM_NAMES "layernorm|rmsnorm"
-#define RESIDUAL_NAMES "branch|fp32"
 
 // Checks the numbers of a file's header or a descriptor. Returns why they cannot be a model here, or "".
 static inline std::string config_error(const Config& c) {

@@ -168,9 +168,10 @@ static inline void* pinned_malloc(size_t bytes, const char* what) {
     return p;
 }
 static inline void pinned_free(void* p) { device_sync(); pinned_ends(p); free(p); }
-static inline void device_zero(void* p, size_t bytes, Stream stream) {
-    on_stream(stream, [=] { memset(p, 0, bytes); });
+static inline void device_fill(void* p, int byte, size_t bytes, Stream stream) {
+    on_stream(stream, [=] { memset(p, byte, bytes); });
 }
+static inline void device_zero(void* p, size_t bytes, Stream stream) { device_fill(p, 0, bytes, stream); }
 static inline void copy_on_device(void* to, const void* from, size_t bytes, Stream stream) {
     on_stream(stream, [=] { memcpy(to, from, bytes); });
 }
@@ -185,10 +186,7 @@ static inline void device_all_to_all(void* recv, const void* send, size_t bytes,
 static inline void device_all_gather(void* all, size_t bytes, Stream stream) {
     in_turn(stream, [=] { comm_all_gather(all, bytes); });
 }
-// --reduction nccl needs a GPU.
 constexpr bool kDeviceHasNccl = false;
-static inline void device_reduce_scatter(float*, size_t, Stream) { assert(!"config_check refused it"); }
-static inline void device_all_reduce(float*, size_t, Stream) { assert(!"config_check refused it"); }
 
 // Names of llmc/ops/cublaslt.h and section 6.9 that the model calls: there is nothing to do here.
 static inline size_t gemm_workspace_bytes() { return 0; }

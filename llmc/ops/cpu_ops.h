@@ -578,8 +578,7 @@ template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a) 
 // ---- causal self-attention ----
 // q, k, v of position t and head h are the HS values at qkv[b,t,0,h,:], qkv[b,t,1,h,:], qkv[b,t,2,h,:].
 // s[t,u] = q[t].k[u] / sqrt(HS) for u <= t;   lse[t] = log(sum over u of exp(s[t,u]))
-// p[t,u] = exp(s[t,u] - lse[t]);   out[t] = sum over u of f[t,u]*p[t,u]*v[u]
-// f[t,u] is the factor of a dropout on p: 0, or the scale that keeps the mean; without a dropout, 1.
+// p[t,u] = exp(s[t,u] - lse[t]);   out[t] = sum over u of p[t,u]*v[u]
 // No (T,T) matrix is kept. Keys are taken kKeys at a time so that the exponentials vectorise.
 
 constexpr int kKeys = 64;
@@ -589,34 +588,6 @@ template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, i
     #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) { sum += x[i] * y[i]; }
     return sum;
-}
-
-// f's bits. Each query is a row of the dropout's matrix, its keys are the columns.
-template <class Real> void attention_dropout_cpu(const AttentionDropout<Real, Real>& a) {
-    const size_t stride = padded_T(a.T);
-    #pragma omp parallel for
-    for (int bh = 0; bh < a.B * a.NH; bh++) {
-        uint32_t* keep = a.keep + bh * keep_words(a.T);
-        for (size_t i = 0; i < keep_words(a.T); i++) { keep[i] = 0; }
-        Dropout d = a.dropout;
-        d.first_row += (uint64_t)bh * a.T;
-        for (int t = 0; t < a.T; t++) {
-            dropout_row(d, t, t + 1, [&](int u, float factor) {
-                keep[u / 32 * stride + t] |= (uint32_t)(factor != 0.0f) << u % 32;
-            });
-        }
-    }
-}
-
-// x[u] *= f[t,u0+u] of head bh
-template <class Real>
-static inline void drop_keys(Real* x, const AttentionKeep& keep, size_t bh, int T, int t, int u0, int keys) {
-    if (!keep.bits) { return; }
-    const uint32_t* words = keep.bits + bh * keep_words(T) + t;
-    for (int u = 0; u < keys; u++) {
-        const bool kept = words[(u0 + u) / 32 * padded_T(T)] >> (u0 + u) % 32 & 1;
-        x[u] *= kept ? (Real)keep.scale : (Real)0;
-    }
 }
 
 // Online softmax: while keys go by, `max` is the largest score so far; sum and out are relative to exp(max).
@@ -650,7 +621,6 @@ template <class Real> void attention_forward_cpu(const AttentionForward<Real, Re
                     const Real rescale = exp_cpu(old_max - max);    // 0 for the first tile: from -inf
                     sum = sum * rescale + tile_sum;
                     for (int i = 0; i < HS; i++) { out_t[i] *= rescale; }
-                    drop_keys(p, a.keep, (size_t)b * NH + h, T, t, u0, keys);
                     for (int u = 0; u < keys; u++) {
                         const Real* v_u = v + (u0 + u) * 3 * C;
                         #pragma omp simd
@@ -665,9 +635,9 @@ template <class Real> void attention_forward_cpu(const AttentionForward<Real, Re
 }
 
 // With p from lse and D[t] = sum over i of dout[t,i]*out[t,i] (= sum over u of p[t,u]*dp[t,u]):
-// dp[t,u] = f[t,u] * dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
+// dp[t,u] = dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
 // dq[t] = sum over u <= t of ds[t,u]*k[u]
-// dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of f[t,u]*p[t,u]*dout[t]
+// dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of p[t,u]*dout[t]
 // fp8: the bytes of these.
 template <class Real> void attention_backward_cpu(const AttentionBackward<Real, Real>& a) {
     const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
@@ -701,13 +671,11 @@ template <class Real> void attention_backward_cpu(const AttentionBackward<Real, 
                         p[u] = scale * dot_cpu(q_t, k + (u0 + u) * 3 * C, HS);
                         ds[u] = dot_cpu(dout_t, v + (u0 + u) * 3 * C, HS);
                     }
-                    drop_keys(ds, a.keep, (size_t)b * NH + h, T, t, u0, keys);
                     #pragma omp simd
                     for (int u = 0; u < keys; u++) {
                         p[u] = exp_cpu(p[u] - a.lse[stat]);
                         ds[u] = p[u] * (ds[u] - D) * scale;
                     }
-                    drop_keys(p, a.keep, (size_t)b * NH + h, T, t, u0, keys);
                     for (int u = 0; u < keys; u++) {
                         const size_t at = (u0 + u) * 3 * C;
                         #pragma omp simd

@@ -161,9 +161,10 @@ static inline void* pinned_malloc(size_t bytes, const char* what) {
     return p;
 }
 static inline void pinned_free(void* p) { cudaCheck(cudaFreeHost(p)); }
-static inline void device_zero(void* p, size_t bytes, Stream stream) {
-    cudaCheck(cudaMemsetAsync(p, 0, bytes, stream));
+static inline void device_fill(void* p, int byte, size_t bytes, Stream stream) {
+    cudaCheck(cudaMemsetAsync(p, byte, bytes, stream));
 }
+static inline void device_zero(void* p, size_t bytes, Stream stream) { device_fill(p, 0, bytes, stream); }
 static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
     cudaCheck(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream));
 }

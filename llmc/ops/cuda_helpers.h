@@ -65,20 +65,18 @@ __device__ __forceinline__ void store(T* p, Index i, Index n, const Pack<T>& pac
 
 // Kernels keep a row in registers as words and read them through this. In an array of 16-bit values each
 // element would take a register of its own.
-template <class T> __device__ __forceinline__ Pack<T> as_pack(uint4 first, uint4 last) {
-    Pack<T> pack;                       // of one word or two; of one, both arguments are it
-    memcpy(&pack, &first, 16);
-    if constexpr (sizeof(pack) > 16) { memcpy((char*)&pack + 16, &last, 16); }
+__device__ __forceinline__ x128 as_pack(uint4 word) {
+    x128 pack;
+    memcpy(&pack, &word, sizeof(pack));
     return pack;
 }
-__device__ __forceinline__ x128 as_pack(uint4 word) { return as_pack<floatX>(word, word); }
 // Makes the compiler read these words anew. It would otherwise keep the floats that an earlier phase made of
 // them, in twice the registers.
-template <int kRows, int kVectors, int kWide>
-__device__ __forceinline__ void keep_packed(uint4 (&words)[kRows][kVectors][kWide]) {
+template <int kRows, int kVectors>
+__device__ __forceinline__ void keep_packed(uint4 (&words)[kRows][kVectors]) {
 #pragma unroll
-    for (int i = 0; i < kRows * kVectors * kWide; i++) {
-        uint4& word = words[i / (kVectors * kWide)][i / kWide % kVectors][i % kWide];
+    for (int i = 0; i < kRows * kVectors; i++) {
+        uint4& word = words[i / kVectors][i % kVectors];
         asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
     }
 }

@@ -132,16 +132,6 @@ static inline void device_all_gather(void* all, size_t bytes, Stream stream) {
     NvtxRange range("all_gather");
     ncclCheck(ncclAllGather((char*)all + comm.rank * bytes, all, bytes, ncclInt8, nccl_state.comm, stream));
 }
-// In place, in NCCL's order: the rank's shard of x, `shard` elements, becomes the sum of all ranks' x there.
-static inline void device_reduce_scatter(float* x, size_t shard, Stream stream) {
-    NvtxRange range("reduce_scatter");
-    ncclCheck(ncclReduceScatter(x, x + comm.rank * shard, shard, ncclFloat, ncclSum, nccl_state.comm,
-                                stream));
-}
-static inline void device_all_reduce(float* x, size_t n, Stream stream) {
-    NvtxRange range("all_reduce");
-    ncclCheck(ncclAllReduce(x, x, n, ncclFloat, ncclSum, nccl_state.comm, stream));
-}
 
 static inline void device_comm_end() {
     ncclComm_t ended;
@@ -165,8 +155,6 @@ static inline void* device_comm_malloc(size_t bytes, const char* what) { return 
 static inline void device_comm_free(void* p) { device_free(p); }
 static inline void device_all_to_all(void*, const void*, size_t, Stream) {}
 static inline void device_all_gather(void*, size_t, Stream) {}
-static inline void device_reduce_scatter(float*, size_t, Stream) {}
-static inline void device_all_reduce(float*, size_t, Stream) {}
 static inline void device_comm_end() {}
 #endif
 

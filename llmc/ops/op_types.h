@@ -54,18 +54,6 @@ LLMC_HD static inline float dropout_factor(const Dropout& d, const Rand4& random
     return dropout_bits16(random, lane) < d.dropped ? 0.0f : d.scale;
 }
 
-// Rows a head in the arrays that attention keeps for its queries: T, padded to whole tiles of every kernel.
-LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
-
-// Which of attention's probabilities a dropout keeps, a bit each: (B,NH,padded_T/32,padded_T) words. A head's
-// word [j][q] has keys 32 j to 32 j + 31 of query q, the first key in the lowest bit. Bits of keys after the
-// query, and of queries from T on, are 0.
-struct AttentionKeep {
-    const uint32_t* bits = nullptr;     // null: nothing is dropped
-    float scale = 1.0f;                 // of what is kept
-};
-LLMC_HD static inline size_t keep_words(int T) { return padded_T(T) / 32 * padded_T(T); }     // of a head
-
 // Where one gradient tensor goes. S is fp32 in the trainer and double where tests run the twins. The CUDA
 // build can keep the tensor in bf16, rounded with dither (--grad-dtype bf16; see bf16_encode_dithered in
 // rand.h). Element i then draws the random bits of position `first` + i of the whole gradient, on any rank.
@@ -79,9 +67,6 @@ template <class S> struct GradOf {
     size_t first = 0;
 };
 typedef GradOf<float> Grad;
-
-// A tensor of the residual stream, or null: fp32 if is_fp32, else X.
-template <class X> struct ResidualOf { X* data; bool is_fp32; };
 
 // A gradient tensor that a GradOf has stored.
 struct StoredGrads {

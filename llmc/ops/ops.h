@@ -34,9 +34,7 @@ template <class X, class S> struct EncoderBackward {    // dwte is only added to
 };
 
 // Norms of the residual stream. Forward: a row's new value is inp plus up to two branches, each after its
-// dropout; it is normalised once or twice, with the same statistics. Backward is the reverse. Branches and
-// normalised rows are X. The stream and its gradient may be S (--residual-dtype fp32): small additions are
-// then not rounded away, and each branch has a gradient of its own, in X.
+// dropout; it is normalised once or twice, with the same statistics. Backward is the reverse.
 template <class X, class S> struct NormOutput {
     X* out;                             // (N,C)
     const S *weight, *bias;             // (C). weight: null in the second: there is one norm. bias: null in
@@ -48,14 +46,13 @@ template <class X, class S> struct NormOutput {
 template <class X, class S> struct NormForward {
     NormOutput<X, S> y[2];
     S *mean, *rstd;                     // (N); mean: not used by an RMSNorm
-    X* residual;                        // (N,C) the sum; may be inp or, if it has its type, a branch. Null
-                                        // where there are no branches: inp is normalised
+    X* residual;                        // (N,C) the sum; may be inp or a branch. Null where there are no
+                                        // branches: inp is normalised
     const X* inp;                       // (N,C), or null where nothing comes before the branches
     const X* branch[2];                 // (N,C); null: fewer branches
     Dropout dropout[2];                 // of each branch
     NormKind kind;
     int N, C;
-    bool residual_fp32;                 // residual and inp point to S, not X
 };
 template <class X, class S> struct NormGrad {
     const X* dout;                      // (N,C); null in the second: there is one norm
@@ -64,7 +61,7 @@ template <class X, class S> struct NormGrad {
 };
 template <class X, class S> struct BranchGrad {         // of what the forward added
     X* dout;                            // (N,C) dresidual through the branch's dropout; null: it is dresidual
-                                        // itself, which is X's, and nothing is dropped
+                                        // itself, and nothing is dropped
     Dropout dropout;
     GradOf<S> dbias;                    // (C) or null: column sums of the branch's gradient, as stored: the
                                         // bias gradient of the linear layer that the branch ends with
@@ -79,7 +76,6 @@ template <class X, class S> struct NormBackward {
     const S *mean, *rstd;               // (N)
     NormKind kind;
     int N, C;
-    bool residual_fp32;                 // dresidual and inp point to S, not X; each branch then has a dout
 };
 
 template <class X, class S> struct MatmulForward {      // out = inp weight^T + bias + residual
@@ -192,7 +188,6 @@ template <class X, class S> struct AttentionForward {   // causal self-attention
     S* lse;                             // (B,NH,T) log-sum-exp of the scores
     const X* qkv;                       // (B,T,3,NH,HS)
     int B, T, NH, HS;
-    AttentionKeep keep = {};            // of the softmax's results
 };
 template <class X, class S> struct AttentionBackward {
     X* dqkv;                            // (B,T,3,NH,HS) not written with fp8
@@ -200,15 +195,9 @@ template <class X, class S> struct AttentionBackward {
     const X *dout, *out, *qkv;          // (B,T,C) (B,T,C) (B,T,3,NH,HS)
     const S* lse;                       // (B,NH,T)
     int B, T, NH, HS;
-    AttentionKeep keep = {};            // the forward's
     uint8_t* fp8 = nullptr;             // (B,T,3,NH,HS) or null; else the bytes of dqkv * scale in e4m3
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
-};
-template <class X, class S> struct AttentionDropout {   // the bits of an AttentionKeep
-    uint32_t* keep;                     // (B,NH,padded_T/32,padded_T)
-    Dropout dropout;                    // of a matrix (B*NH*T,T): row (b*NH + h)*T + q has query q's keys
-    int B, T, NH;
 };
 
 template <class X, class S> struct Classifier {         // softmax and cross-entropy over the first V columns
@@ -382,9 +371,8 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
       out("fp8_y0", a.y[0].fp8, a.N, a.C), out("fp8_y1", a.y[1].fp8, a.N, a.C),                        \
       out("fp8_amax0", a.y[0].stats ? &a.y[0].stats->amax : nullptr, 1),                               \
       out("mean", a.kind == NormKind::Layer ? a.mean : nullptr, a.N), out("rstd", a.rstd, a.N),        \
-      out("residual", ResidualOf<Weight>{a.residual, a.residual_fp32}, a.N, a.C))                      \
-    X(norm_backward, NormBackward,                                                                     \
-      out("dresidual", ResidualOf<Weight>{a.dresidual, a.residual_fp32}, a.N, a.C),                    \
+      out("residual", a.residual, a.N, a.C))                                                           \
+    X(norm_backward, NormBackward, out("dresidual", a.dresidual, a.N, a.C),                            \
       out("dweight0", a.y[0].dweight, a.C), out("dbias0", a.y[0].dbias, a.C),                          \
       out("dweight1", a.y[1].dweight, a.C), out("dbias1", a.y[1].dbias, a.C),                          \
       out("branch0", a.branch[0].dout, a.N, a.C), out("branch1", a.branch[1].dout, a.N, a.C),          \
@@ -406,7 +394,6 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
       out("saturated", a.saturated, 1))                                                                \
     X(gelu_forward, GeluForward, out("out", a.out, a.n))                                               \
     X(gelu_backward_inplace, GeluBackward, out("dinp", a.d, a.N, a.OC), out("dbias", a.dbias, a.OC))   \
-    X(attention_dropout, AttentionDropout, out("keep", a.keep, a.B, a.NH, keep_words(a.T)))            \
     X(attention_forward, AttentionForward, out("out", a.out, a.B, a.T, a.NH, a.HS),                    \
       out("lse", a.lse, a.B, a.NH, a.T))                                                               \
     X(attention_backward, AttentionBackward,                                                           \
@@ -441,7 +428,7 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     X(sample_tokens, SampleTokens, out("tokens", a.tokens, a.N))
 
 // op_name(a) is the op's name. op_outputs(a, f) calls f(op, output, where, elements) for each of its outputs;
-// `where` is a pointer, GradOf or ResidualOf. (Weight is the structs' X, a name that the macro has taken.)
+// `where` is a pointer or GradOf. (Weight is the structs' X, a name that the macro has taken.)
 #define X(op, Args, ...)                                                            \
     template <class Weight, class S>                                                \
     constexpr const char* op_name(const Args<Weight, S>&) { return #op; }           \

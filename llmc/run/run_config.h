@@ -36,14 +36,12 @@ keeps. Host only.
 #include "schedulers.h"             // gives: kLrKinds
 
 // Options of this program's build.
-struct Build { const char* precision; bool is_cuda, has_nccl; };
+struct Build { const char* precision; bool is_cuda; };
 
 // Options of ENUM flags, in the order of the table's texts.
-enum class Reduction { Tree, Nccl };            // how gradients of all ranks are summed
 enum class GradDtype { Fp32, Bf16 };
 enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
-enum class ResidualDtype { Branch, Fp32 };
 enum class OnBadLoss { Stop, Rewind };
 
 struct RunConfig {
@@ -68,7 +66,6 @@ struct RunConfig {
 
     // computation
     int recompute, tf32, master;
-    ResidualDtype residual_dtype;
     GradDtype grad_dtype;
     MatmulDtype matmul_dtype;
     Kernels kernels;
@@ -76,7 +73,6 @@ struct RunConfig {
     const char* plan;
     double price;
     int zero, lanes;
-    Reduction reduction;
 
     // output
     int checkpoint_every, keep, major_every, resume;
@@ -203,17 +199,14 @@ static const Flag kFlags[] = {
     {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
         "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms; 1 and 2 also what "
         "attention's dropout keeps"},
-    {"",    "residual-dtype",  FLAG_ENUM,   &run.residual_dtype, "branch",  0, 0, RESIDUAL_NAMES,
-        "the residual stream and its gradient: in the branches' type, or in fp32 (the norm adds); of -e "
-        "model.bin the model's own, unless given", FLAG_FIXED},
     {"",    "block",           FLAG_ENUM,   &run.block,          "sequential", 0, 0, BLOCK_NAMES,
         "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
         FLAG_FIXED},
     {"",    "norm",            FLAG_ENUM,   &run.norm,           "layernorm", 0, 0, NORM_NAMES,
         "rmsnorm: takes no mean away and has no bias", FLAG_FIXED},
     {"",    "dropout",         FLAG_FLOAT,  &run.dropout,        "0",       0, 0.95, nullptr,
-        "in training, of attention's probabilities and of the embedding's, attention's and the MLP's output; "
-        "the norm adds the residual", FLAG_FIXED},
+        "in training, of the embedding's, attention's and the MLP's output; the norm adds the residual",
+        FLAG_FIXED},
     {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
         FLAG_FIXED},
@@ -233,8 +226,6 @@ static const Flag kFlags[] = {
     {"",    "lanes",           FLAG_INT,    &run.lanes,          "0",       0, 1 << 24, nullptr,
         "parts of a step whose gradients are summed by a tree, the same for any number of ranks; 0: chosen",
         FLAG_FIXED},
-    {"",    "reduction",       FLAG_ENUM,   &run.reduction,      "tree",    0, 0, "tree|nccl",
-        "gradients of all ranks are summed by the lanes' tree, or in NCCL's order", FLAG_FIXED},
     {"pi",  "process-init",    FLAG_ENUM,   &run.comm.init,      "auto",    0, 0, "auto|mpi|tcp|fs",
         "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
         FLAG_NOW},
@@ -270,7 +261,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "                              a sentence (with -g by so many tokens); Ctrl-C\n"
      "                              ends a text, Ctrl-D the program", "", ""},
     {"data and model", "train-data val-data model output-dir resume",
-     "block norm residual-dtype dropout shuffle seed"},
+     "block norm dropout shuffle seed"},
     {"batch and schedule",
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
@@ -283,7 +274,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "master-weights grad-dtype matmul-dtype process-init process-server process-folder processes "
      "process-rank gpus-per-node"},
     {"for measuring and debugging", "",
-     "overfit log-gpu tf32 kernels lanes reduction"}};
+     "overfit log-gpu tf32 kernels lanes"}};
 
 // The command line with `eval|sample|chat RUN` in front written out as flags. Sets run.chat, which has none.
 static inline std::vector<const char*> words_in_full(int argc, char** argv) {
@@ -382,10 +373,9 @@ static inline std::string executable_hash(const char* path = "/proc/self/exe") {
 
 // ---- settings that a run keeps ----
 
-// With --reduction nccl or bf16 sums, each rank has one lane.
+// With bf16 sums each rank has one lane.
 static inline bool one_lane_each() {
-    return run.reduction == Reduction::Nccl ||
-           (run.grad_dtype == GradDtype::Bf16 && (run.zero < 2 || comm.world == 1));
+    return run.grad_dtype == GradDtype::Bf16 && (run.zero < 2 || comm.world == 1);
 }
 
 // The settings to be saved: before config_check settles what they leave open.
@@ -425,7 +415,8 @@ static inline std::string from_start(const std::string& pattern, const std::stri
 // program does. "": any value; the flag concerned only one start, or settings_known says it in today's words.
 constexpr struct { const char *name, *value; } kFormerFlags[] = {
     {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"},
-    {"fp8-head", ""}, {"start-timeout", ""}, {"gelu-fusion", "0"}};
+    {"fp8-head", ""}, {"start-timeout", ""}, {"gelu-fusion", "0"}, {"reduction", "tree"},
+    {"residual-dtype", "branch"}};
 
 // Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
 static inline void settings_known(Facts* facts, const std::string& prefix) {
@@ -445,10 +436,16 @@ static inline void settings_known(Facts* facts, const std::string& prefix) {
     }
 }
 
+// The fact of a state that says what --dropout drops. Earlier programs wrote none, and dropped attention's
+// probabilities, too.
+constexpr const char* kDropoutFact = "dropout of";
+
 // Takes over the settings of a run whose model is `c`. Settings that the run left open stay as it settled
 // them: on another number of ranks it keeps its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
     static Facts facts = from;                  // static: the flags keep pointing to these texts
+    // a stream in fp32, which the run's first model may have had without the flag
+    if (facts_find(from, "residual")) { facts.push_back({"flag.residual-dtype", "fp32"}); }
     settings_known(&facts, "flag.");
     for (auto& fact : facts) {
         for (const char* name : kDataFlags) {
@@ -457,8 +454,7 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
         }
     }
     static const Facts kinds = {{"block", flags_split(BLOCK_NAMES, '|')[(int)c.block]},
-                                {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]},
-                                {"residual-dtype", flags_split(RESIDUAL_NAMES, '|')[c.residual_fp32]}};
+                                {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]}};
     auto saved = [&](const std::string& name) {
         if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
         const std::string* text = facts_find(facts, "flag." + name);
@@ -479,9 +475,12 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
     const int lanes = (int)fact_number(facts, "lanes", 1, INT_MAX);
     if (!one_lane_each()) { run.lanes = lanes; }
     else if (lanes != comm.world) {
-        warn("the run had %d lanes and goes on with one on each of %d ranks (--%s): its sums, and so its "
-             "bits, will differ", lanes, comm.world,
-             run.reduction == Reduction::Nccl ? "reduction nccl" : "grad-dtype bf16");
+        warn("the run had %d lanes and goes on with one on each of %d ranks (--grad-dtype bf16): its sums, "
+             "and so its bits, will differ", lanes, comm.world);
+    }
+    if (run.dropout > 0.0 && !facts_find(facts, kDropoutFact)) {
+        warn("the run began with a program whose --dropout %g also dropped attention's probabilities, which "
+             "this one does not: its losses and bits will differ", run.dropout);
     }
     const std::string* precision = facts_find(facts, "precision");
     if (!precision || *precision != build.precision) {
@@ -495,25 +494,18 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
 // ---- checks over more than one flag ----
 
 // Settles and checks the number of lanes.
-static inline void lanes_check(int64_t micro_steps, const Build& build) {
+static inline void lanes_check(int64_t micro_steps) {
     const bool given = run.lanes != 0, one_each = one_lane_each();
-    if (!build.has_nccl && run.reduction == Reduction::Nccl) {
-        die("--reduction nccl needs NCCL, which this program was built without\n"
-            "hint: --reduction tree works everywhere");
-    }
-    if (run.reduction == Reduction::Nccl && run.grad_dtype == GradDtype::Bf16) {
-        die("--reduction nccl would sum --grad-dtype bf16 in bf16\nhint: --reduction tree sums in fp32");
-    }
     if (one_each && given && run.lanes != comm.world) {
-        die("--lanes %d: with %s each of the %d ranks has one lane\nhint: leave --lanes out", run.lanes,
-            run.reduction == Reduction::Nccl ? "--reduction nccl" : "--grad-dtype bf16", comm.world);
+        die("--lanes %d: with --grad-dtype bf16 each of the %d ranks has one lane\nhint: leave --lanes out",
+            run.lanes, comm.world);
     }
     const int zero = one_each ? 0 : run.zero;
     if (!given) { run.lanes = (int)(one_each ? comm.world : lanes_default(micro_steps, comm.world, zero)); }
     const std::string error = lanes_error(run.lanes, micro_steps, comm.world, zero);
     if (error.empty()) { return; }
     const int64_t good = lanes_default(micro_steps, comm.world, zero);
-    std::string hint = "--reduction nccl has no lanes";
+    std::string hint = "-zs 1 has fewer lanes";
     if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
         hint = format("--lanes %lld fits", (long long)good);
     }
@@ -521,8 +513,7 @@ static inline void lanes_check(int64_t micro_steps, const Build& build) {
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
-// Settles block, norm and type of the residual stream. A descriptor takes them from the flags; a file has its
-// own, but --residual-dtype may change the stream's type.
+// Settles block and norm. A descriptor takes them from the flags; a file has its own.
 static inline void variant_check(Config* c, bool is_descriptor) {
     const struct { const char* flag; int wanted, has; const char* names; } kinds[] = {
         {"block", (int)run.block, (int)c->block, BLOCK_NAMES},
@@ -534,16 +525,11 @@ static inline void variant_check(Config* c, bool is_descriptor) {
             k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
     }
     if (is_descriptor) { c->block = run.block, c->norm = run.norm; }
-    if (is_descriptor || run_given("residual-dtype")) {
-        c->residual_fp32 = run.residual_dtype == ResidualDtype::Fp32;
-    }
-    // for the start-up table and run.json
-    run.block = c->block, run.norm = c->norm;
-    run.residual_dtype = c->residual_fp32 ? ResidualDtype::Fp32 : ResidualDtype::Branch;
+    run.block = c->block, run.norm = c->norm;           // for the start-up table and run.json
 }
 
 // Settles and checks -t, -z and the lanes.
-static inline void batch_check(const Config& c, const Build& build) {
+static inline void batch_check(const Config& c) {
     if (run.T == 0) { run.T = c.maxT; }
     if (run.T > c.maxT) {
         die("-t %d is longer than the model's longest sequence, %d\n"
@@ -575,7 +561,7 @@ static inline void batch_check(const Config& c, const Build& build) {
         die("-z %lld is %lld micro-steps of B*T = %lld tokens: at most %d", (long long)run.total_batch,
             (long long)micro_steps, (long long)tokens, INT_MAX);
     }
-    lanes_check(micro_steps, build);
+    lanes_check(micro_steps);
 }
 
 // The products' sizes are multiples of 16: channels, wte's padded rows, and B*T.
@@ -606,10 +592,10 @@ static inline int64_t max_steps_of(const char* text) {
 }
 
 // Checks over several flags, before anything is allocated. Settles what the flags leave open, and the model's
-// block, norm and residual stream.
+// block and norm.
 static inline void config_check(Config* c, bool is_descriptor, const Build& build) {
     variant_check(c, is_descriptor);
-    batch_check(*c, build);
+    batch_check(*c);
     fp8_check(*c, build);
     for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-decay"}) {
         if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {
