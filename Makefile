@@ -79,7 +79,7 @@ CPU_LIBS = -ldl $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS))
 MODEL_FLAGS = -DGPT2_CPU $(filter -D%,$(OPENBLAS)) $(filter -D% -I%,$(MPI_FLAGS))
 # -O1 -g1: to compile takes half the time. What computes for long gets -O2. No OpenMP: one thread.
 ASAN_OPT = -O1
-build/asan/test_gpt2cpu build/asan/test_cpu_ops build/asan/test_tokenizer: private ASAN_OPT = -O2
+build/asan/test_cpu_ops build/asan/test_tokenizer: private ASAN_OPT = -O2
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas $(ASAN_OPT) -g1 -pthread \
              -fsanitize=address,undefined -fno-sanitize-recover=all
 TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread
@@ -89,10 +89,12 @@ FUZZ_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas -Wno-unused-functio
 LOOK_FLAGS = -O0 $(if $(shell $(NVCC) --help | grep -e --Ofast-compile),--Ofast-compile=max)
 CUDA_OPT = $(if $(filter 1,$(LOOK)),$(LOOK_FLAGS),$(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3))
 CHECKED := $(if $(filter 1,$(LOOK)),build/look,build)
+# ptxas writes the same code with several threads (nvcc's own option for all phases would not)
+SPLIT = $(need_nvcc)$(if $(shell $(NVCC) --help | grep -e --split-compile),-Xptxas --split-compile=4)
 # --threads: two kinds of code are compiled side by side
 CUDA_FLAGS = -std=c++17 -lineinfo --threads 2 -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
               -Xcompiler -pthread$(if $(OPENMP),$(comma)$(OPENMP)) \
-              $(CUDA_OPT) $(filter -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS))
+              $(CUDA_OPT) $(SPLIT) $(filter -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS))
 CUDA_LIBS = -lcublasLt $(patsubst -Wl$(comma)%,-Xlinker %,$(filter-out -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS)))
 DEPS = -MMD -MP -MT $@ -MF build/$(subst /,-,$@).d
 
