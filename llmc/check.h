@@ -186,10 +186,12 @@ static inline void stdout_check() {
 
 // ---- files ----
 
-// After a call on a path has failed: returns if nothing is there. Dies if that is not known, because what
-// counts as missing is made anew.
+// After a call on a path has failed: does errno say that nothing is there?
+static inline bool is_absent() { return errno == ENOENT || errno == ENOTDIR || errno == ENAMETOOLONG; }
+
+// Returns if nothing is there. Dies if that is not known, because what counts as missing is made anew.
 static inline void absent_or_die(const char* call, const std::string& path) {
-    if (errno == ENOENT || errno == ENOTDIR || errno == ENAMETOOLONG) { return; }
+    if (is_absent()) { return; }
     die("cannot %s '%s': %s\nhint: something may be there: check the disk, and the permissions of its "
         "folders", call, path.c_str(), strerror(errno));
 }

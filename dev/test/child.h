@@ -28,7 +28,7 @@ what ends a process (errors, --help, kills), and a disk that refuses. Host only.
 #include <string>           // gives: std::string
 #include <vector>           // gives: std::vector
 
-#include "llmc/check.h"     // gives: fopen_check, file_size
+#include "llmc/check.h"     // gives: fopen_check, file_size, allow_most_files
 #include "test.h"           // gives: CHECK
 
 // ---- texts and files ----
@@ -130,6 +130,14 @@ static inline int folder_end() {    // main's last line
 static inline void limit_to(int resource, rlim_t most) {        // of this process: RLIMIT_NOFILE, ...
     const struct rlimit limit = {most, most};
     if (setrlimit(resource, &limit) != 0) { _exit(99); }
+}
+
+static inline void open_no_more() {         // until the process dies: sanitizers open files at the end
+    struct rlimit files;
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = 3;
+    setrlimit(RLIMIT_NOFILE, &files);
+    die_hook = [] { allow_most_files(); };
 }
 
 struct Child { int code; std::string out, err; };   // code: exit status, or -signal

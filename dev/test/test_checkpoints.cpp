@@ -484,14 +484,7 @@ static void test_whole_checkpoints() {
         const std::function<void()> reads[] = {[&] { checkpoint_line(model); }, [&] { state_error(state); },
                                                [&] { uint64_t sum; model_file_error(model, &sum); }};
         for (const auto& f : reads) {
-            refuses([&] {
-                struct rlimit few;
-                getrlimit(RLIMIT_NOFILE, &few);
-                few.rlim_cur = 3;
-                setrlimit(RLIMIT_NOFILE, &few);
-                die_hook = [] { allow_most_files(); };      // a sanitizer opens files at the end
-                f();
-            }, &f == &reads[1] ? state : model, "Too many");
+            refuses([&] { open_no_more(); f(); }, &f == &reads[1] ? state : model, "Too many");
         }
         const std::string before = listing(asked);
         refuses([&] { refuse_call(LIST, 4, EIO); checkpoint_newest(asked); }, asked, "output error");

@@ -308,10 +308,15 @@ static void test_bad_files() {
     check_dies("one bad file among good ones", [] { load(in_folder("among_*.bin")); }, {"among_1.bin", "7"});
     const std::string loop = in_folder("loop");             // which cannot be followed
     CHECK(symlink(loop.c_str(), loop.c_str()) == 0, "cannot make a link");
-    const std::string patterns[] = {loop + "/*.bin", in_folder("l*p/*.bin"), in_folder("l*/x.bin"), loop};
+    const std::string patterns[] = {loop + "/*.bin", in_folder("l*p/*.bin"), in_folder("l*/x.bin"), loop,
+                                    folder + "*/loop/x.bin"};
     for (const std::string& pattern : patterns) {
         check_dies("what cannot be looked at", [&] { load(pattern); }, {"cannot ", "'" + loop, "links"});
     }
+    check_dies("a folder that cannot be opened", [] {
+        open_no_more();
+        data_glob(in_folder("b*.bin").c_str());
+    }, {"cannot list the folder '" + folder, "Too many open files"});
     check_dies("a folder that cannot be read to its end", [] {
         refuse_call(LIST, 4, EIO);
         load(in_folder("b*.bin"));
@@ -319,7 +324,8 @@ static void test_bad_files() {
     unlink(loop.c_str());
     mkdir_check(in_folder("lost").c_str());
     CHECK(symlink("nowhere", in_folder("lost/x.bin").c_str()) == 0, "cannot make a link");
-    dies("a link to nothing is a file that is missing", in_folder("los?/x.bin"), {"lost/x.bin", "No such"});
+    check_dies("a link to nothing is no match less", [] { load(in_folder("los?/x.bin")); },
+               {"cannot open '" + in_folder("lost/x.bin"), "No such"});
 
     // found by the thread, reported by the caller
     write_text(in_folder("bae.bin"), good);

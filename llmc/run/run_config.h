@@ -403,7 +403,7 @@ static inline std::string from_start(const std::string& pattern, const std::stri
     char here[PATH_MAX];
     struct stat st;
     const bool relative = pattern[0] != '/' && pattern[0] != '~';
-    if (!relative || !start || (stat(start->c_str(), &st) != 0 ? errno == ENOENT : !S_ISDIR(st.st_mode)) ||
+    if (!relative || !start || (stat(start->c_str(), &st) != 0 ? is_absent() : !S_ISDIR(st.st_mode)) ||
         (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
     std::string path;
     const bool is_pattern = stat((*start + "/" + pattern).c_str(), &st) != 0;
