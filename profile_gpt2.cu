@@ -36,7 +36,7 @@ static Work attention_work(double n, double T, double tensors, double products) 
 }
 
 template <class Args> static Work work(const Args&) { return {}; }
-#define WORK(Args) static Work work(const Args<floatX, float>& a)
+#define WORK(Args) static Work work(const Args& a)
 WORK(EncoderForward) { return {2 * kX * a.B * a.T * a.C, 0}; }
 WORK(EncoderBackward) {
     return {(kX * a.B * a.T + 2 * kS * a.buckets.num_segments + kS * a.maxT) * a.C, 0};
@@ -114,7 +114,7 @@ static double ms_between(Event begin, Event end) {
 // The matrix products have their shape in their name, and are kept to be run again.
 template <class Args> static std::string profile_name(const Args& a, Stream) { return op_name(a); }
 #define NAME(op, Args, inp, out)                                                    \
-    static std::string profile_name(const Args<floatX, float>& a, Stream stream) {  \
+    static std::string profile_name(const Args& a, Stream stream) {                 \
         profile.gemms.push_back([=] { op(a, stream); });                            \
         profile.gemm_flops += work(a).flops;                                        \
         return format("%s %dx%d", op_name(a), a.inp, a.out);                        \

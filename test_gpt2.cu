@@ -33,7 +33,7 @@ static std::vector<std::string> output_names() {        // OP.OUTPUT of every ou
     auto add = [&](const char* op, const char* output, auto, size_t) {
         names.push_back(format("%s.%s", op, output));
     };
-#define X(op, Args, ...) op_outputs(Args<floatX, float>{}, add);
+#define X(op, Args) op_outputs(Args{}, add);
     GPT2_OPS(X)
 #undef X
     return names;
@@ -1447,12 +1447,12 @@ template <class X, class S> struct Side {
 typedef Side<floatX, float> OnDevice;
 typedef Side<double, double> Twin;
 
-#define X(name, Args, ...)                                                                      \
-    [[maybe_unused]] static void call(const Args<floatX, float>& a) { name(a, 0); }             \
-    [[maybe_unused]] static void call(const Args<double, double>& a) { name##_cpu<double>(a, 0); }
+#define X(name, Args)                                                  \
+    [[maybe_unused]] static void call(const Args& a) { name(a, 0); }   \
+    [[maybe_unused]] static void call(const Args##Of<double, double>& a) { name##_cpu<double>(a, 0); }
 GPT2_OPS(X)
 #undef X
-// op<GeluForward>(at, {at.x("out", Out(n)), at.x("inp", In(n)), n}) runs the op on the device, or its twin.
+// op<GeluForwardOf>(at, {at.x("out", Out(n)), at.x("inp", In(n)), n}) runs the op on the device, or its twin.
 template <template <class, class> class Args, class X, class S>
 static void op(const Side<X, S>&, const Args<X, S>& a) { call(a); }
 // For those whose arguments are filled in one by one, and then called.
@@ -1505,7 +1505,7 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
     const std::vector<int> tokens = random_tokens(B * T, V, 1);
     Case forward(format("encoder_forward B=%d T=%d C=%d", B, T, C));
     check(forward, [&](auto at) {
-        op<EncoderForward>(at, {at.x("out", Out(B * T * C)), at.exact("tokens", tokens),
+        op<EncoderForwardOf>(at, {at.x("out", Out(B * T * C)), at.exact("tokens", tokens),
                                 at.x("wte", In(V * C)), at.x("wpe", In(maxT * C)), B, T, C});
     });
     std::vector<int> order(B * T);
@@ -1519,7 +1519,7 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
         check(k, [&](auto at) {
             const TokenBuckets buckets = {at.exact("order", order), at.exact("segments", segments),
                                           at.exact("splits", splits), sorted.num_segments, sorted.num_splits};
-            op<EncoderBackward>(at, {at.grad("dwte", In(V * C), Accumulate::Yes, false),
+            op<EncoderBackwardOf>(at, {at.grad("dwte", In(V * C), Accumulate::Yes, false),
                                      at.grad("dwpe", Of(old), is.acc, is.bf16),
                                      at.s("slots", Scratch(encoder_backward_scratch_bytes(B, T, C) / 4 + 1)),
                                      at.x("dout", In(B * T * C)), buckets, B, T, maxT, C});
@@ -1574,7 +1574,7 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
     std::vector<Fp8Tensor> tensor(1);
     fp8_set_scale(&tensor[0], 128.0f);              // 448/128 = 3.5: some saturate
     auto forward = [&](auto at, bool is_added) {
-        auto a = args<NormForward>(at);
+        auto a = args<NormForwardOf>(at);
         for (int i = 0; i < is.norms; i++) {
             const auto& name = kNormNames[i];
             a.y[i] = {fp8 ? nullptr : at.x(name[0], Out(n)), at.s(name[2], In(C, 0.3, 1.0)),
@@ -1618,9 +1618,9 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
     Case k(norm_title("norm_backward", is, N, C) + format(" acc=%d bf16=%d sums=%d", (int)acc, bf16, sums));
     compute(k, [&](auto at) {
         const Twin twin = {&k};
-        auto stats = args<NormForward>(twin);       // mean and rstd of each row, known to both sides
+        auto stats = args<NormForwardOf>(twin);       // mean and rstd of each row, known to both sides
         Doubles y(n), mean(N), rstd(N);
-        auto a = args<NormBackward>(at);
+        auto a = args<NormBackwardOf>(at);
         a.inp = at.x("inp", In(n, 1.0, 0.5));
         for (int i = 0; i < is.norms; i++) {
             const auto& name = kNormNames[i];
@@ -1648,8 +1648,8 @@ static void test_norm_backward(const NormCase& is, int N, int C, Accumulate acc,
         const char* summed = is.drops ? kNormNames[i][6] : "dresidual";
         const Twin at = {&k};
         k.take(summed);
-        op<BiasBackward>(at, {at.grad(kNormNames[i][7], In(C), acc, bf16), nullptr, k[summed].twin.data(), N,
-                              C});
+        op<BiasBackwardOf>(at, {at.grad(kNormNames[i][7], In(C), acc, bf16), nullptr, k[summed].twin.data(),
+                                N, C});
     }
     k.expect();
 }
@@ -1685,7 +1685,7 @@ static void test_matmul(int N, int C, int OC) {
     for (int mode = 0; mode < 3; mode++) {              // plain; bias; bias + residual
         Case k(format("matmul_forward N=%d C=%d OC=%d mode=%d", N, C, OC, mode));
         check(k, [&](auto at) {
-            op<MatmulForward>(at, {at.x("out", Out(N * OC, 5e-6)), at.x("inp", In(N * C)),
+            op<MatmulForwardOf>(at, {at.x("out", Out(N * OC, 5e-6)), at.x("inp", In(N * C)),
                                    at.x("weight", In(OC * C, 1.0 / sqrt(C))),
                                    mode >= 1 ? at.x("bias", In(OC)) : nullptr,
                                    mode == 2 ? at.x("residual", In(N * OC)) : nullptr, nullptr, N, C, OC});
@@ -1694,7 +1694,7 @@ static void test_matmul(int N, int C, int OC) {
     for (bool added : {false, true}) {                  // a residual
         Case k(format("matmul_backward_input N=%d C=%d OC=%d residual=%d", N, C, OC, added));
         check(k, [&](auto at) {
-            op<MatmulBackwardInput>(at, {at.x("dinp", Out(N * C, 5e-6)), at.x("dout", In(N * OC)),
+            op<MatmulBackwardInputOf>(at, {at.x("dinp", Out(N * C, 5e-6)), at.x("dout", In(N * OC)),
                                          at.x("weight", In(OC * C, 1.0 / sqrt(OC))),
                                          added ? at.x("residual", In(N * C)) : nullptr, nullptr, N, C, OC});
         });
@@ -1704,12 +1704,12 @@ static void test_matmul(int N, int C, int OC) {
                       (int)is.acc, is.bf16));
         check(k, [&](auto at) {
             auto* dout = at.x("dout", In(N * OC));
-            op<MatmulBackwardWeight>(at, {at.grad("dweight", In(OC * C, sqrt(N)), is.acc, is.bf16),
+            op<MatmulBackwardWeightOf>(at, {at.grad("dweight", In(OC * C, sqrt(N)), is.acc, is.bf16),
                                           at.s("scratch", Scratch(OC * C)), dout, at.x("inp", In(N * C)),
                                           N, C, OC});
             for (bool of_qkv : {false, true}) {
                 if (of_qkv && OC % 24 > 0) { continue; }                // the thirds are whole vectors
-                op<BiasBackward>(at, {at.grad(of_qkv ? "qkv's dbias" : "dbias", In(OC), is.acc, is.bf16),
+                op<BiasBackwardOf>(at, {at.grad(of_qkv ? "qkv's dbias" : "dbias", In(OC), is.acc, is.bf16),
                                       at.s("sums", Scratch(bias_backward_scratch_bytes(N, OC) / 4 + 1)), dout,
                                       N, OC, of_qkv});
             }
@@ -1730,28 +1730,28 @@ static void test_fp8_cast(int N, int C, float scale) {
         auto* t = at.exact("tensor", std::vector<Fp8Tensor>{tensor});
         auto* own_t = at.exact("own tensor", std::vector<Fp8Tensor>{tensor}, true);
         auto* out = at.exact_out("out", bytes);
-        op<Fp8Cast>(at, {out, at.exact_out("out_t", bytes), stats, t,
+        op<Fp8CastOf>(at, {out, at.exact_out("out_t", bytes), stats, t,
                          at.grad("dbias", In(C, sqrt(N)), Accumulate::Yes, false),
                          at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), x, nullptr,
                          Fp8Source::Plain, N, C});
-        op<Fp8Transpose>(at, {at.exact_out("turned", bytes), out, N, C});
+        op<Fp8TransposeOf>(at, {at.exact_out("turned", bytes), out, N, C});
         for (bool of_qkv : {false, true}) {
             if (of_qkv && C % 48 > 0) { continue; }             // the thirds are multiples of 16
-            op<Fp8Transpose>(at, {at.exact_out(of_qkv ? "qkv's turned" : "turned too", bytes), out, N, C,
+            op<Fp8TransposeOf>(at, {at.exact_out(of_qkv ? "qkv's turned" : "turned too", bytes), out, N, C,
                                   at.grad(of_qkv ? "sums of qkv's bytes" : "sums of bytes", In(C, sqrt(N)),
                                           Accumulate::Yes, false),
                                   at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), t, of_qkv});
         }
-        op<Fp8Cast>(at, {nullptr, nullptr, own, own_t, {}, nullptr, weight, nullptr, Fp8Source::Weight, N,
+        op<Fp8CastOf>(at, {nullptr, nullptr, own, own_t, {}, nullptr, weight, nullptr, Fp8Source::Weight, N,
                          C});
-        op<Fp8Cast>(at, {at.exact_out("own out", bytes), at.exact_out("own out_t", bytes), own, own_t, {},
+        op<Fp8CastOf>(at, {at.exact_out("own out", bytes), at.exact_out("own out_t", bytes), own, own_t, {},
                          nullptr, weight, nullptr, Fp8Source::Weight, N, C});
     });
     // With GELU: a kernel's fast exp may round to the neighbour.
     for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad}) {
         Case g(format("fp8_cast N=%d C=%d scale=%g source=%d", N, C, scale, (int)source));
         auto cast = [&](auto at) {
-            op<Fp8Cast>(at, {at.exact("out", bytes), at.exact("out_t", bytes),
+            op<Fp8CastOf>(at, {at.exact("out", bytes), at.exact("out_t", bytes),
                              at.exact("stats", std::vector<Fp8Stats>(1)),
                              at.exact("tensor", std::vector<Fp8Tensor>{tensor}),
                              at.grad("dbias", In(C, sqrt(N)), Accumulate::No, false),
@@ -1786,7 +1786,7 @@ static void test_fp8_matmul(int M, int N, int K, Fp8Format as = Fp8Format::E4m3)
         Case k(format("fp8_matmul M=%d N=%d K=%d format=%d mode=%d", M, N, K, (int)as, mode));
         check(k, [&](auto at) {
             auto* t = at.exact("tensors", tensors);
-            auto a = args<Fp8Matmul>(at);
+            auto a = args<Fp8MatmulOf>(at);
             a.out = at.x("out", Out(M * N, fast ? 1e-3 : kFp8Floor));
             a.a = at.exact("a", a_bytes), a.b = at.exact("b", b_bytes), a.a_tensor = t, a.b_tensor = t + 1;
             a.bias = mode >= 2 ? at.x("bias", In(N)) : nullptr;
@@ -1800,7 +1800,7 @@ static void test_fp8_matmul(int M, int N, int K, Fp8Format as = Fp8Format::E4m3)
                       is.bf16));
         check(k, [&](auto at) {
             auto* t = at.exact("tensors", tensors);
-            auto a = args<Fp8Matmul>(at);
+            auto a = args<Fp8MatmulOf>(at);
             a.grad = at.grad("grad", In(M * N), is.acc, is.bf16);
             k["grad"].floor = kFp8Floor;
             a.scratch = at.s("scratch", Scratch(M * N));
@@ -1836,13 +1836,13 @@ static void test_fp8_matmul_gelu(int N, int K, int columns) {
         if (nan) { (forward ? bias : pre_gelu).back() = NAN; }
         compute(k, [&](auto at) {
             auto* t = at.exact("tensors", tensors);
-            auto to = args<Fp8Cast>(at);
+            auto to = args<Fp8CastOf>(at);
             to.out = at.exact("bytes", filler), to.out_t = at.exact("turned", filler);
             to.stats = at.exact("stats", std::vector<Fp8Stats>{{7, 1, 0, 0}}), to.tensor = t + 2;
             to.source = forward ? Fp8Source::Gelu : Fp8Source::GeluGrad, to.N = N, to.C = columns;
             to.scratch = at.s("sums", Scratch(std::max(gelu_backward_scratch_bytes(N, columns),
                                                        fp8_cast_scratch_bytes(N, columns)) / 4));
-            auto a = args<Fp8Matmul>(at);
+            auto a = args<Fp8MatmulOf>(at);
             a.a = at.exact("a", a_bytes), a.b = at.exact("b", b_bytes), a.a_tensor = t, a.b_tensor = t + 1;
             a.M = N, a.N = columns, a.K = K, a.fast = true;
             a.out = at.x("out", forward ? Out(n) : Scratch(n)), to.inp = a.out;
@@ -1891,7 +1891,7 @@ static void test_fp8_scales(int count, float amax) {
     Case k(format("fp8_scales count=%d amax=%g", count, amax));
     check(k, [&](auto at) {
         const Start saturated = isfinite(amax) ? Out(1) : Scratch(1);       // inf - inf is no distance
-        op<Fp8Scales>(at, {at.exact("tensors", tensors, true), at.s("saturated", saturated),
+        op<Fp8ScalesOf>(at, {at.exact("tensors", tensors, true), at.s("saturated", saturated),
                            at.exact("records", records, true), bytes, stats_at, ranks, 1, count});
     });
 }
@@ -1901,7 +1901,7 @@ static void test_grad_accumulate(size_t n) {
     for (const GradForm& is : kGradForms) {
         Case k(format("grad_accumulate n=%zu acc=%d bf16=%d", n, (int)is.acc, is.bf16));
         auto accumulate = [&](auto at) {
-            op<GradAccumulate>(at, {at.grad("grad", In(n), is.acc, is.bf16), at.s("values", In(n)), n});
+            op<GradAccumulateOf>(at, {at.grad("grad", In(n), is.acc, is.bf16), at.s("values", In(n)), n});
         };
         repeat(k, accumulate);
         const Buffer& grad = k["grad"];
@@ -1924,13 +1924,13 @@ static void test_matmul_gelu(int N, int K, int columns) {
     for (bool biased : {false, true}) {
         Case k(format("matmul_forward N=%d C=%d OC=%d GELU bias=%d", N, K, columns, biased));
         compute(k, [&](auto at) {
-            op<MatmulForward>(at, {at.x("out", Out(n)), at.x("inp", In(N * K)),
+            op<MatmulForwardOf>(at, {at.x("out", Out(n)), at.x("inp", In(N * K)),
                                    at.x("weight", In(columns * K, 1.0 / sqrt(K))),
                                    biased ? at.x("bias", In(columns)) : nullptr, nullptr,
                                    at.x("pre_gelu", Out(n, 5e-6)), N, K, columns});
         });
         k.take("pre_gelu");                             // GELU reads it as stored
-        op<GeluForward>(Twin{&k}, {k["out"].twin.data(), k["pre_gelu"].twin.data(), n});
+        op<GeluForwardOf>(Twin{&k}, {k["out"].twin.data(), k["pre_gelu"].twin.data(), n});
         k.expect();
     }
     for (const GradForm& is : kGradForms) {
@@ -1939,13 +1939,13 @@ static void test_matmul_gelu(int N, int K, int columns) {
         compute(k, [&](auto at) {
             auto dbias = at.grad("dbias", In(columns), is.acc, is.bf16);
             if (at.is_twin) { dbias.data = nullptr; }
-            op<MatmulBackwardInput>(at, {at.x("dinp", Out(n, 7e-6)), at.x("dout", In(N * K)),
+            op<MatmulBackwardInputOf>(at, {at.x("dinp", Out(n, 7e-6)), at.x("dout", In(N * K)),
                                          at.x("weight", In(columns * K, 1.0 / sqrt(K))), nullptr,
                                          at.x("pre_gelu", In(n, 2.0)), N, columns, K, dbias,
                                          at.s("sums", Scratch(gelu_backward_scratch_bytes(N, columns) / 4))});
         });
         k.take("dinp");                                 // dbias sums the values as stored
-        op<BiasBackward>(Twin{&k}, {Twin{&k}.grad("dbias", In(columns), is.acc, is.bf16), nullptr,
+        op<BiasBackwardOf>(Twin{&k}, {Twin{&k}.grad("dbias", In(columns), is.acc, is.bf16), nullptr,
                                     k["dinp"].twin.data(), N, columns});
         k.expect();
         if (N > 1000) { break; }
@@ -1955,20 +1955,22 @@ static void test_matmul_gelu(int N, int K, int columns) {
 static void test_gelu(int N, int OC) {
     const size_t n = (size_t)N * OC;
     Case forward(format("gelu_forward N=%d OC=%d", N, OC));
-    check(forward, [&](auto at) { op<GeluForward>(at, {at.x("out", Out(n)), at.x("inp", In(n, 2.0)), n}); });
+    check(forward, [&](auto at) {
+        op<GeluForwardOf>(at, {at.x("out", Out(n)), at.x("inp", In(n, 2.0)), n});
+    });
     for (const GradForm& is : kGradForms) {
         Case k(format("gelu_backward N=%d OC=%d acc=%d bf16=%d", N, OC, (int)is.acc, is.bf16));
         compute(k, [&](auto at) {
             auto dbias = at.grad("dbias", In(OC), is.acc, is.bf16);
             if (at.is_twin) { dbias.data = nullptr; }
-            op<GeluBackward>(at, {at.x("d_inplace", InOut(n)), dbias,
+            op<GeluBackwardOf>(at, {at.x("d_inplace", InOut(n)), dbias,
                                   at.s("scratch", Scratch(bias_backward_scratch_bytes(N, OC) / 4 + 1)),
                                   at.x("inp", In(n, 2.0)), N, OC});
         });
         k.take("d_inplace");                            // dbias sums the values as stored
         const Twin at = {&k};
-        op<BiasBackward>(at, {at.grad("dbias", In(OC), is.acc, is.bf16), nullptr, k["d_inplace"].twin.data(),
-                              N, OC});
+        op<BiasBackwardOf>(at, {at.grad("dbias", In(OC), is.acc, is.bf16), nullptr,
+                                k["d_inplace"].twin.data(), N, OC});
         k.expect();
     }
 }
@@ -2045,8 +2047,8 @@ static void test_attention(int B, int T, int NH, int HS, const char* form = null
     compute(k, [&](auto at) {
         auto *qkv = at.x("qkv", In(3 * n)), *out = at.x("out", Out(n, 5e-6)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out(rows, 5e-6));
-        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS});
-        op<AttentionBackward>(at, {at.x("dqkv", Out(3 * n, 2e-5)),
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, HS});
+        op<AttentionBackwardOf>(at, {at.x("dqkv", Out(3 * n, 2e-5)),
                                    at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
                                    dout, out, qkv, lse, B, T, NH, HS});
     });
@@ -2070,9 +2072,9 @@ static void test_fp8_attention(int B, int T, int NH, int HS) {
         auto* lse = at.s("lse", Out(rows));
         auto* dqkv = at.x("dqkv", Out(3 * n));
         auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4));
-        op<AttentionForward>(at, {out, lse, qkv, B, T, NH, HS});
-        op<AttentionBackward>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS});
-        op<AttentionBackward>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS,
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, HS});
+        op<AttentionBackwardOf>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS});
+        op<AttentionBackwardOf>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS,
                                    at.exact_out("bytes", std::vector<uint8_t>(3 * n)),
                                    at.exact("tensor", tensor), at.exact("stats", std::vector<Fp8Stats>(1))});
     });
@@ -2117,16 +2119,16 @@ static void test_fp8_nan() {
         compute(k, [&](auto at) {
             auto *x = at.x("inp", Of(inp)), *out = at.x("out", In(N * C));
             auto* t = at.exact("tensor", std::vector<Fp8Tensor>(1));
-            op<Fp8Cast>(at, {at.exact("cast bytes", bytes), at.exact("out_t", bytes), at.exact("cast", zero),
-                             t, {}, nullptr, x, nullptr, Fp8Source::Plain, N, C});
-            auto norm = args<NormForward>(at);
+            op<Fp8CastOf>(at, {at.exact("cast bytes", bytes), at.exact("out_t", bytes),
+                               at.exact("cast", zero), t, {}, nullptr, x, nullptr, Fp8Source::Plain, N, C});
+            auto norm = args<NormForwardOf>(at);
             norm.y[0].weight = at.s("weight", In(C)), norm.y[0].fp8 = at.exact("norm bytes", bytes);
             norm.y[0].tensor = t, norm.y[0].stats = at.exact("norm", zero);
             norm.rstd = at.s("rstd", Scratch(N)), norm.inp = x, norm.kind = NormKind::Rms;
             norm.N = N, norm.C = C;
             call(norm);
             auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(1, N, 1) / 4));
-            op<AttentionBackward>(at, {nullptr, scratch, x, out, at.x("qkv", In(3 * N * C)),
+            op<AttentionBackwardOf>(at, {nullptr, scratch, x, out, at.x("qkv", In(3 * N * C)),
                                        at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, C,
                                        at.exact("attention bytes", bytes), t, at.exact("attention", zero)});
         });
@@ -2187,7 +2189,7 @@ static void test_gather_rows(int N, int from, int C) {
     std::vector<int> rows;
     for (int n = 0; n < N; n++) { rows.push_back((n * 7 + from - 1) % from); }      // the last, then others
     check(k, [&](auto at) {
-        op<GatherRows>(at, {at.x("out", Out(N * C)), at.x("inp", In(from * C)), at.exact("rows", rows), N,
+        op<GatherRowsOf>(at, {at.x("out", Out(N * C)), at.x("inp", In(from * C)), at.exact("rows", rows), N,
                             C});
     });
 }
@@ -2203,11 +2205,12 @@ static void test_classifier(int N, int V, int Vp) {
         const Doubles three = {3.0};
         auto sums = [&](auto at) {
             const auto* losses = at.s("losses", Out(N, 3e-6));
-            op<LossSum>(at, {at.s("mean", Out(1)), losses, 1.0f / (float)N, Accumulate::No, N});
-            op<LossSum>(at, {at.s("added", InOut(three, 2e-6)), losses, 1.0f / (float)N, Accumulate::Yes, N});
+            op<LossSumOf>(at, {at.s("mean", Out(1)), losses, 1.0f / (float)N, Accumulate::No, N});
+            op<LossSumOf>(at, {at.s("added", InOut(three, 2e-6)), losses, 1.0f / (float)N, Accumulate::Yes,
+                               N});
         };
         compute(k, [&](auto at) {
-            op<Classifier>(at, {at.x("logits", InOut(logits, floor)), at.s("losses", Out(N, 3e-6)),
+            op<ClassifierOf>(at, {at.x("logits", InOut(logits, floor)), at.s("losses", Out(N, 3e-6)),
                                 at.exact("targets", targets), 1.0f / 64,
                                 at.exact("loss_scale", std::vector<float>{16.0f}), N, V, Vp, mode});
             if (!at.is_twin) { sums(at); }
@@ -2225,7 +2228,7 @@ static void test_fp8_classifier(int N, int V, int Vp) {
     const std::vector<int> targets = random_tokens(N, V, 2);
     const std::vector<uint8_t> bytes(N * Vp, 0xFF);
     compute(k, [&](auto at) {
-        op<Classifier>(at, {at.x("logits", InOut(logits, 1e-12)), at.s("losses", Out(N, 3e-6)),
+        op<ClassifierOf>(at, {at.x("logits", InOut(logits, 1e-12)), at.s("losses", Out(N, 3e-6)),
                             at.exact("targets", targets), 1.0f / 48,
                             at.exact("loss_scale", std::vector<float>{16.0f}), N, V, Vp,
                             ClassifierMode::LossAndGrad, at.exact("bytes", bytes),
@@ -2259,7 +2262,7 @@ static void test_lane_sum(int pieces, int chain, size_t n, bool bf16) {
         chains.emplace_back(x.begin(), x.end());
     }
     repeat(k, [&](auto at) {
-        LaneSum<floatX, float> a = {};
+        LaneSum a = {};
         a.out = at.grad("out", In(n), Accumulate::No, bf16);
         a.out.key = out_key, a.out.first = first;
         for (int c = 0; c < chain; c++) { a.chain[c] = at.exact(names[c], chains[c]); }
@@ -2268,7 +2271,7 @@ static void test_lane_sum(int pieces, int chain, size_t n, bool bf16) {
         a.num_chain = chain, a.piece_micros = stride, a.num_pieces = pieces, a.n = n;
         lane_sum(a, 0);
     });
-    LaneSum<float, float> twin = {};
+    LaneSumOf<float, float> twin = {};
     twin.out = {sum.data(), Accumulate::No};
     for (int c = 0; c < chain; c++) { twin.chain[c] = chains[c].data(); }
     twin.pieces = {.data = values.data()};
@@ -2387,7 +2390,7 @@ static void test_square_sums(size_t chunks) {
         Doubles want(chunks);
         compute(k, [&](auto at) {
             double* sums = at.exact_out("sums", want);
-            op<SquareSums>(at, {at.is_twin ? want.data() : sums, at.stored("grads", rows * n, bf16), n,
+            op<SquareSumsOf>(at, {at.is_twin ? want.data() : sums, at.stored("grads", rows * n, bf16), n,
                                 packed_rows(at, rows, n, 0, bf16)});
         });
         const Doubles got = k["sums"].read<double>();
@@ -2415,7 +2418,7 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
     Doubles v = k.random(2 * n, 0.1);
     for (double& x : v) { x = x * x; }
     check(k, [&](auto at) {
-        auto a = args<AdamW>(at);
+        auto a = args<AdamWOf>(at);
         a.params = at.stream("params", InOut(params, 1e-5), fp32), a.params_fp32 = fp32;
         a.master = use_master ? at.s("master", InOut(params, 1e-5)) : nullptr;
         a.m = at.s("m", InOut(2 * n, 0.1, 1e-5)), a.v = at.s("v", InOut(v, 1e-5));
@@ -2433,12 +2436,12 @@ static void test_muon(size_t n, bool bf16, bool use_master) {
     const size_t update_row = n + 128;
     const Doubles params = k.random(2 * n), zeros(2 * update_row);      // zeros stay between the rows
     auto momentum = [&](auto at) {
-        op<MuonMomentum>(at, {at.muon("update", InOut(zeros, 1e-5)), at.s("m", InOut(2 * n, 0.1, 1e-5)),
+        op<MuonMomentumOf>(at, {at.muon("update", InOut(zeros, 1e-5)), at.s("m", InOut(2 * n, 0.1, 1e-5)),
                               at.stored("grads", 2 * n, bf16), at.exact("state", third_update()), n,
                               update_row, packed_rows(at, 2, n, 0, bf16), 0.95});
     };
     auto step = [&](auto at) {
-        op<MuonUpdate>(at, {at.x("params", InOut(params, 1e-5)),
+        op<MuonUpdateOf>(at, {at.x("params", InOut(params, 1e-5)),
                             use_master ? at.s("master", InOut(params, 1e-5)) : nullptr,
                             at.muon("update", InOut(zeros, 1e-5)), at.exact("state", third_update()), n,
                             update_row, packed_rows(at, 2, n, sizeof(floatX), bf16), 0.1, 0.01, kParamKey,
@@ -2466,7 +2469,7 @@ static void test_orthogonalise(int rows, int cols, int steps) {
     auto orthogonalise = [&](auto at, int first, int n) {
         auto* inout = at.muon("updates", InOut(layers * stride, 1e-6, 1e-4)) + first * stride;
         auto scratch = [&](const char* name, size_t each) { return at.muon(name, Scratch(count * each)); };
-        op<MuonOrthogonalise>(at, {inout, inout, scratch("x", size), scratch("y", size),
+        op<MuonOrthogonaliseOf>(at, {inout, inout, scratch("x", size), scratch("y", size),
                                    scratch("gram", square), scratch("poly", square), at.scratch("sums", sums),
                                    places(n), rows, cols, steps, layers});
     };
@@ -2515,7 +2518,7 @@ static void test_decode_matmul(int N, int C, int OC) {
         const bool has_gelu = mode == 2;
         Case k(format("decode_matmul N=%d C=%d OC=%d mode=%d", N, C, OC, mode));
         auto rows_from = [&](auto at, int first) {
-            op<DecodeMatmul>(at, {at.x("out", Out(N * OC, 5e-6)) + first * OC,
+            op<DecodeMatmulOf>(at, {at.x("out", Out(N * OC, 5e-6)) + first * OC,
                                   at.x("inp", In(N * C, 2.0, 0.5)) + first * C,
                                   at.x("weight", In(OC * C, 1.0 / sqrt(C))),
                                   mode > 0 ? at.x("bias", In(OC)) : nullptr, has_gelu && !at.is_twin,
@@ -2539,7 +2542,7 @@ static void test_decode_attention(int T, int NH, int HS, const std::vector<int>&
     const int N = (int)positions.size(), C = NH * HS;
     Case k(format("decode_attention N=%d T=%d NH=%d HS=%d", N, T, NH, HS));
     check(k, [&](auto at) {
-        op<DecodeAttention>(at, {at.x("out", Out(N * C, 1e-5)), at.x("keys", InOut(N * T * C)),
+        op<DecodeAttentionOf>(at, {at.x("out", Out(N * C, 1e-5)), at.x("keys", InOut(N * T * C)),
                                  at.x("values", InOut(N * T * C)), at.x("qkv", In(N * 3 * C)),
                                  at.exact("positions", positions), N, T, NH, HS});
     });
@@ -2554,10 +2557,10 @@ static void test_decode_rows(int N, int C) {            // the embedding, and a 
         positions.push_back(n * 5 % T);
     }
     check(k, [&](auto at) {
-        op<DecodeEncoder>(at, {at.x("out", Out(N * C)), at.exact("tokens", tokens),
+        op<DecodeEncoderOf>(at, {at.x("out", Out(N * C)), at.exact("tokens", tokens),
                                at.exact("positions", positions), at.x("wte", In(V * C)),
                                at.x("wpe", In(T * C)), N, C});
-        op<CacheStore>(at, {at.x("keys", InOut(N * T * C)), at.x("values", InOut(N * T * C)),
+        op<CacheStoreOf>(at, {at.x("keys", InOut(N * T * C)), at.x("values", InOut(N * T * C)),
                             at.x("qkv", In(count * 3 * C)), N, count, T, C});
     });
 }
@@ -2583,7 +2586,7 @@ static void test_sample_tokens(int N, int V, const Sampling& sampling) {
         ids.push_back((uint32_t)n % 5);
     }
     check(k, [&](auto at) {
-        op<SampleTokens>(at, {at.exact_out("tokens", positions), at.exact("positions", positions, true),
+        op<SampleTokensOf>(at, {at.exact_out("tokens", positions), at.exact("positions", positions, true),
                               at.exact("draws", draws, true), at.exact("ids", ids),
                               at.x("logits", Of(logits)), sampling, 1337, N, V});
     });

@@ -97,6 +97,9 @@ constexpr bool kFp16 = false;
 
 constexpr bool kLowPrecision = sizeof(floatX) == 2;     // parameters may have fp32 master copies
 typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
+#define X(op, Args) typedef Args##Of<floatX, float> Args;      // the ops' arguments
+GPT2_OPS(X)
+#undef X
 static_assert(sizeof(muonX) == sizeof(floatX), "gpt2_arrays counts its buffers by bytes_floatX");
 // FP16 multiplies the loss by a scale, so that small gradients do not become zero. The loss is a mean over a
 // step's tokens, so the scale starts at their number, rounded up to a power of two, or at kFirstLossScale if
@@ -295,7 +298,7 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 // checks its arguments, allocates nothing and waits for nothing; its OpScope dies if a launch has failed.
 // Kernels walk rows in vectors of kWidth elements: C, OC and Vp are multiples of 8 (config_error); a head's
 // size need not be. nvcc unrolls short inner loops by itself; the others say #pragma unroll.
-#define X(op, Args, ...) static void op(const Args<floatX, float>& a, Stream stream);
+#define X(op, Args) static void op(const Args& a, Stream stream);
 GPT2_OPS(X)
 #undef X
 
@@ -467,7 +470,7 @@ __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B
     grad_store(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
 }
 
-static void encoder_forward(const EncoderForward<floatX, float>& a, Stream stream) {
+static void encoder_forward(const EncoderForward& a, Stream stream) {
     OpScope scope(a, stream);
     const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
@@ -482,7 +485,7 @@ static size_t encoder_backward_scratch_bytes(int B, int T, int C) {
     return (size_t)max_bucket_slots((int64_t)B * T) * C * sizeof(float);
 }
 
-static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream stream) {
+static void encoder_backward(const EncoderBackward& a, Stream stream) {
     OpScope scope(a, stream);
     const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
     assert(!a.dwte.is_bf16);                        // bf16 is rounded once, by grad_accumulate
@@ -516,8 +519,6 @@ static void encoder_backward(const EncoderBackward<floatX, float>& a, Stream str
 // Whole warps share a row, blockDim.x threads. A thread moves vectors of kWidth columns: its vector v is
 // columns [c, c + kWidth) with c = (v*blockDim.x + threadIdx.x)*kWidth. Only what changes registers is a
 // template argument; dropout, RMSNorm and a second norm are read from the arguments.
-typedef NormForward<floatX, float> NormForwardX;
-typedef NormBackward<floatX, float> NormBackwardX;
 constexpr int kRowThreads = 512;                // most of a row
 
 // values[k] *= what the dropout of element c + k of row n is
@@ -555,7 +556,7 @@ template <int kCount> __device__ __forceinline__ void row_sums(float (&x)[kCount
 // vectors an SM has room for 1024 threads, else for 512.
 template <int kRows, int kVectors, bool kAdds>
 __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1) > 4 ? 1 : 2)
-    norm_forward_kernel(NormForwardX a) {
+    norm_forward_kernel(NormForward a) {
     __shared__ float exchange[2][kRowThreads / kWarp * kRows];
     const int C = a.C, first = blockIdx.x * kRows, c0 = threadIdx.x * kWidth, c_step = blockDim.x * kWidth;
     const bool rms = a.kind == NormKind::Rms;
@@ -729,7 +730,7 @@ __device__ __forceinline__ Floats norm_gradient(const Floats (&dout)[kCount],
 // The sums of g and of g*xhat, a block a row.
 constexpr int kNormSumsThreads = 256;
 __global__ void __launch_bounds__(kNormSumsThreads)
-    norm_backward_sums_kernel(NormBackwardX a, float2* sums /*(N)*/, int norms) {
+    norm_backward_sums_kernel(NormBackward a, float2* sums /*(N)*/, int norms) {
     __shared__ float shared[kWarp];
     const int C = a.C, row = blockIdx.x;
     const size_t at = (size_t)row * C;
@@ -756,7 +757,7 @@ __global__ void __launch_bounds__(kNormSumsThreads)
 
 template <int kCount, int kVectors>
 __global__ void __launch_bounds__(kRowThreads)
-    norm_backward_kernel(NormBackwardX a,
+    norm_backward_kernel(NormBackward a,
                          float* partial,                // (gridDim.x,2*norms+branches,C)
                          const float2* known,           // (N) sums of rows longer than a block; else null
                          int norms, int branches) {
@@ -936,7 +937,7 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 // residual may be inp or a branch: each element is read before it is written, by the same thread.
-static void norm_forward(const NormForwardX& a, Stream stream) {
+static void norm_forward(const NormForward& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.C);
     if (a.C > kMaxC) { die("norm_forward: C=%d; at most %d is possible", a.C, kMaxC); }
@@ -965,7 +966,7 @@ static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
 }
 
 template <int kCount, int kVectors>
-static void norm_backward_launch(const NormBackwardX& a, int norms, int branches, Stream stream) {
+static void norm_backward_launch(const NormBackward& a, int norms, int branches, Stream stream) {
     typedef NormSlots<kCount, kVectors> Slots;
     const auto kernel = norm_backward_kernel<kCount, kVectors>;
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2. Long rows are cut into tiles.
@@ -990,7 +991,7 @@ static void norm_backward_launch(const NormBackwardX& a, int norms, int branches
     column_sums(grads, sums, a.scratch, blocks, a.C, stream);
 }
 
-static void norm_backward(const NormBackwardX& a, Stream stream) {
+static void norm_backward(const NormBackward& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.C);
     const int norms = a.y[1].dout ? 2 : 1;
@@ -1020,7 +1021,7 @@ __global__ void grad_accumulate_kernel(Grad grad, const float* values, size_t n)
     if (i < n) { grad_store(grad, i, n, load_floats(values, i, n)); }
 }
 
-static void grad_accumulate(const GradAccumulate<floatX, float>& a, Stream stream) {
+static void grad_accumulate(const GradAccumulate& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.n);
     const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
@@ -1042,7 +1043,7 @@ struct GeluProduct {
 };
 template <GeluPass kPass, bool kFp8 = false> static bool gelu_matmul(const GeluProduct& p, Stream stream);
 
-static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream) {
+static void matmul_forward(const MatmulForward& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_forward: GELU and a residual do not go together"); }
     if (a.pre_gelu && gelu_matmul<GeluPass::Forward>({a.inp, a.weight, a.bias, a.pre_gelu, a.out, nullptr,
@@ -1053,7 +1054,7 @@ static void matmul_forward(const MatmulForward<floatX, float>& a, Stream stream)
     if (a.pre_gelu) { gelu_forward({a.out, a.pre_gelu, (size_t)a.N * a.OC}, stream); }
 }
 
-static void matmul_backward_input(const MatmulBackwardInput<floatX, float>& a, Stream stream) {
+static void matmul_backward_input(const MatmulBackwardInput& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_backward_input: GELU and a residual do not go together"); }
     float* partial = a.dbias.data ? a.scratch : nullptr;
@@ -1074,7 +1075,7 @@ static void gemm_to_grad(Gemm g, const Grad& grad, float* scratch, Stream stream
     if (grad.is_bf16) { grad_accumulate({grad, scratch, (size_t)g.m * g.n}, stream); }
 }
 
-static void matmul_backward_weight(const MatmulBackwardWeight<floatX, float>& a, Stream stream) {
+static void matmul_backward_weight(const MatmulBackwardWeight& a, Stream stream) {
     OpScope scope(a, stream);
     gemm_to_grad({.a = a.inp, .b = a.dout, .m = a.C, .n = a.OC, .k = a.N, .trans_b = true}, a.dweight,
                  a.scratch, stream);
@@ -1180,20 +1181,20 @@ static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const flo
     if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
 }
 
-static void bias_backward(const BiasBackward<floatX, float>& a, Stream stream) {
+static void bias_backward(const BiasBackward& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.OC);
     column_pass<false>(a.dbias, a.scratch, nullptr, a.dout, nullptr, a.N, a.OC, a.of_qkv, stream);
 }
 
-static void gelu_forward(const GeluForward<floatX, float>& a, Stream stream) {
+static void gelu_forward(const GeluForward& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.n);
     const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
     gelu_forward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
 }
 
-static void gelu_backward_inplace(const GeluBackward<floatX, float>& a, Stream stream) {
+static void gelu_backward_inplace(const GeluBackward& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.OC);
     column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, false, stream);
@@ -1689,7 +1690,7 @@ __device__ __forceinline__ void store_columns(uint8_t* out, const CastTile& tile
 
 // kSource: Plain stands for Weight, too.
 template <Fp8Source kSource>
-__global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast<floatX, float> a) {
+__global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
     constexpr int kGroups = kCastTile / kWidth, kWarps = kCastThreads / kWarp, kWords = kWidth / 4;
     __shared__ CastTile tile;
     __shared__ float sums[8][kCastTile];                                // of 16 rows each
@@ -1775,7 +1776,7 @@ static std::string fp8_error() {
                   "a program compiled for it; the code that runs here is sm_%d's", attributes.ptxVersion);
 }
 
-static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
+static void fp8_cast(const Fp8Cast& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
@@ -1788,7 +1789,7 @@ static void fp8_cast(const Fp8Cast<floatX, float>& a, Stream stream) {
 
 // Writes the transpose of bytes that norms, attention or the classifier have stored: the same tiles. A thread
 // takes 16 columns of four rows. The sums of columns are of these bytes, a warp's of 16 columns.
-__global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpose<floatX, float> a) {
+__global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpose a) {
     constexpr int kVector = 16;
     __shared__ CastTile tile;
     const int column = threadIdx.x % 8 * kVector, quad = threadIdx.x / 8;
@@ -1820,7 +1821,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpos
     }
 }
 
-static void fp8_transpose(const Fp8Transpose<floatX, float>& a, Stream stream) {
+static void fp8_transpose(const Fp8Transpose& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_transpose: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
@@ -1829,8 +1830,8 @@ static void fp8_transpose(const Fp8Transpose<floatX, float>& a, Stream stream) {
 }
 
 // The product and the cast of its output in one kernel (6.4), or false.
-static bool fp8_matmul_gelu(const Fp8Matmul<floatX, float>& a, Stream stream) {
-    const Fp8Cast<floatX, float>& to = a.cast;
+static bool fp8_matmul_gelu(const Fp8Matmul& a, Stream stream) {
+    const Fp8Cast& to = a.cast;
     if (!to.stats || !a.fast || a.a_format != Fp8Format::E4m3 || a.residual) { return false; }
     const bool is_gelu = to.source == Fp8Source::Gelu;
     if (!to.out || !(is_gelu || to.source == Fp8Source::GeluGrad)) { return false; }
@@ -1848,7 +1849,7 @@ static bool fp8_matmul_gelu(const Fp8Matmul<floatX, float>& a, Stream stream) {
     return true;
 }
 
-static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
+static void fp8_matmul(const Fp8Matmul& a, Stream stream) {
     OpScope scope(a, stream);
     if (fp8_matmul_gelu(a, stream)) { return; }
     Gemm g = {.d = a.out, .a = a.b, .b = a.a, .c = a.residual, .bias = a.bias, .m = a.N, .n = a.M, .k = a.K,
@@ -1861,7 +1862,7 @@ static void fp8_matmul(const Fp8Matmul<floatX, float>& a, Stream stream) {
 }
 
 // One block; a thread has every 256th tensor.
-__global__ void fp8_scales_kernel(Fp8Scales<floatX, float> a) {
+__global__ void fp8_scales_kernel(Fp8Scales a) {
     __shared__ float shared[kWarp];
     float worst = 0.0f;
     for (int i = threadIdx.x; i < a.count; i += blockDim.x) {
@@ -1880,7 +1881,7 @@ __global__ void fp8_scales_kernel(Fp8Scales<floatX, float> a) {
     if (worst > kFp8MaxSaturated) { *(double*)a.records = INFINITY; }
 }
 
-static void fp8_scales(const Fp8Scales<floatX, float>& a, Stream stream) {
+static void fp8_scales(const Fp8Scales& a, Stream stream) {
     OpScope scope(a, stream);
     fp8_scales_kernel<<<1, 256, 0, stream>>>(a);
 }
@@ -1893,7 +1894,6 @@ static void fp8_scales(const Fp8Scales<floatX, float>& a, Stream stream) {
 // kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows, reads it twice.
 // LossOnly does not write. With fp8_grad the gradient goes there as e5m2 bytes, times kFp8Dlogits: a fixed
 // scale, because |softmax - onehot| is at most 1.
-typedef Classifier<floatX, float> ClassifierX;
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 // Where a maximum starts. Not -inf, and far enough above it to be multiplied by log2(e): a thread whose
 // columns are all padding has no other maximum, and inf - inf would make NaN of the whole row.
@@ -1937,7 +1937,7 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
 
 // What softmax(x) - onehot(target) is multiplied by. With FP8 it is kFp8Dlogits, of which the products make
 // dloss * loss_scale by the tensor's inverse.
-__device__ __forceinline__ float dlogits_scale(const ClassifierX& a, bool fp8) {
+__device__ __forceinline__ float dlogits_scale(const Classifier& a, bool fp8) {
     const float scale = a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f);
     if (!fp8) { return scale; }
     if (blockIdx.x + threadIdx.x == 0) { a.fp8_tensor->inverse = scale / kFp8Dlogits; }
@@ -1966,7 +1966,7 @@ __device__ __forceinline__ Floats softmax_grad(const x128& x, float top, float s
 //     copies       | row i+1 into slot 1                                     | row i+2 into slot 0
 //     this thread  | row i: slot 0 -> registers -> max, sum -> barrier -> d  | row i+1: slot 1 -> ...
 template <bool kGrad, bool kFp8>
-__global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kernel(ClassifierX a) {
+__global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kernel(Classifier a) {
     extern __shared__ x128 staged[];                    // (2, Vp/kWidth)
     __shared__ float2 parts[2][kWarp];
     __shared__ float target_logit[2];
@@ -2032,7 +2032,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
 }
 
 // Any number of columns: one block a row, read twice (the second time from cache).
-template <bool kGrad> __global__ void classifier_kernel(ClassifierX a) {
+template <bool kGrad> __global__ void classifier_kernel(Classifier a) {
     __shared__ float2 parts[kWarp];
     const int V = a.V, Vp = a.Vp, row = blockIdx.x, target = a.targets[row];
     const int first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
@@ -2069,7 +2069,7 @@ static bool classifier_streams(int Vp) {
            2 * Vp * sizeof(floatX) + 1024 <= shared_memory_limit();    // 1024: the static part
 }
 
-static void classifier(const Classifier<floatX, float>& a, Stream stream) {
+static void classifier(const Classifier& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.Vp);
     const bool grad = a.mode == ClassifierMode::LossAndGrad;
@@ -2088,13 +2088,13 @@ static void classifier(const Classifier<floatX, float>& a, Stream stream) {
 }
 
 // out[n,:] = inp[rows[n],:]: what the LM head reads where only some positions' losses count. A block a row.
-__global__ void gather_rows_kernel(GatherRows<floatX, float> a) {
+__global__ void gather_rows_kernel(GatherRows a) {
     const size_t n = blockIdx.x;
     const floatX* from = a.inp + (size_t)a.rows[n] * a.C;
     for (int c = threadIdx.x; c < a.C; c += blockDim.x) { a.out[n * a.C + c] = from[c]; }
 }
 
-static void gather_rows(const GatherRows<floatX, float>& a, Stream stream) {
+static void gather_rows(const GatherRows& a, Stream stream) {
     OpScope scope(a, stream);
     gather_rows_kernel<<<a.N, 256, 0, stream>>>(a);
 }
@@ -2109,7 +2109,7 @@ __global__ void loss_sum_kernel(float* mean, const float* losses, float weight, 
     if (threadIdx.x == 0) { *mean = (float)((acc == Accumulate::Yes ? (double)*mean : 0.0) + weight * sum); }
 }
 
-static void loss_sum(const LossSum<floatX, float>& a, Stream stream) {
+static void loss_sum(const LossSum& a, Stream stream) {
     OpScope scope(a, stream);
     loss_sum_kernel<<<1, 1024, 0, stream>>>(a.mean, a.losses, a.weight, a.acc, a.N);
 }
@@ -2130,7 +2130,7 @@ __device__ __forceinline__ Floats load_stored(const void* grads, bool is_bf16, s
 }
 
 template <bool kPiecesBf16>
-__device__ __forceinline__ Floats load_piece(const LaneSum<floatX, float>& a, int r, size_t i) {
+__device__ __forceinline__ Floats load_piece(const LaneSum& a, int r, size_t i) {
     const size_t at = (size_t)r * a.n;
     if (!kPiecesBf16) { return load_floats((const float*)a.pieces.data + at, i, a.n); }
     RoundKey key = a.pieces.key;
@@ -2145,7 +2145,7 @@ __device__ __forceinline__ void add_to(Floats* sum, const Floats& left) {
 
 // kPieces: their number, where it is one of the common ones: the stack then stays in registers. 0: any.
 template <int kPieces, bool kPiecesBf16>
-__global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum<floatX, float> a) {
+__global__ void __launch_bounds__(kLaneThreads) lane_sum_kernel(LaneSum a) {
     const int pieces = kPieces > 0 ? kPieces : a.num_pieces;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     for (size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth; i < a.n; i += step) {
@@ -2189,7 +2189,7 @@ template <bool kPiecesBf16> static auto lane_sum_for(int pieces) {
     }
 }
 
-static void lane_sum(const LaneSum<floatX, float>& a, Stream stream) {
+static void lane_sum(const LaneSum& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.n % kChunk != 0 || a.num_pieces < 1 || a.num_pieces > 1 << (kMaxPieceLevels - 1)) {
         die("lane_sum: %zu elements in each of %d pieces", a.n, a.num_pieces);
@@ -2204,7 +2204,7 @@ static void lane_sum(const LaneSum<floatX, float>& a, Stream stream) {
 constexpr int kNormThreads = 256;
 
 template <bool kBf16>
-__global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<floatX, float> a) {
+__global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums a) {
     __shared__ double shared[kWarp];
     constexpr int kVectors = kChunk / (kNormThreads * kWidth);
     static_assert(kVectors * kNormThreads * kWidth == kChunk, "a chunk is whole vectors of every thread");
@@ -2228,7 +2228,7 @@ __global__ void __launch_bounds__(kNormThreads) square_sums_kernel(SquareSums<fl
     if (threadIdx.x == 0) { a.sums[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = sum; }
 }
 
-static void square_sums(const SquareSums<floatX, float>& a, Stream stream) {
+static void square_sums(const SquareSums& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.n % kChunk != 0) { die("square_sums: %zu elements are not whole chunks", a.n); }
     auto kernel = a.grads.is_bf16 ? square_sums_kernel<true> : square_sums_kernel<false>;
@@ -2240,7 +2240,7 @@ static void square_sums(const SquareSums<floatX, float>& a, Stream stream) {
 // block; which thread adds a chunk or a lane depends on its number in the job alone.
 constexpr int kDecisionThreads = 1024;
 
-__global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
+__global__ void update_decision_kernel(UpdateDecision a) {
     __shared__ double shared[kWarp];
     double sum = 0.0, loss = 0.0;
     size_t before = 0;                                  // chunks of earlier buckets
@@ -2265,7 +2265,7 @@ __global__ void update_decision_kernel(UpdateDecision<floatX, float> a) {
     decide_update(a.state, a.policy, a.max_norm, sum, (float)loss);
 }
 
-static void update_decision(const UpdateDecision<floatX, float>& a, Stream stream) {
+static void update_decision(const UpdateDecision& a, Stream stream) {
     OpScope scope(a, stream);
     update_decision_kernel<<<1, kDecisionThreads, 0, stream>>>(a);
 }
@@ -2304,7 +2304,7 @@ static dim3 update_blocks(const char* op, size_t n, size_t first, int rows) {
 // (fp32), or the 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
 // Param: floatX or float.
 template <class Param, bool kGradsBf16, bool kMaster>
-__global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, float> a) {
+__global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
     if (a.state->skip) { return; }
 
     // The factors of this step, in double: t is on the device, so the host cannot prepare them.
@@ -2347,7 +2347,7 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW<floatX, flo
     }
 }
 
-static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
+static void adamw_update(const AdamW& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("adamw_update", a.n, a.first, a.rows.count);
     auto run = [&](auto param) {
@@ -2370,7 +2370,7 @@ static void adamw_update(const AdamW<floatX, float>& a, Stream stream) {
 //     poly = b gram + c gram gram
 // A step of a matrix of (m,n), m <= n, takes 4 m m n + 2 m^3 FLOPs: 60 C^3 for a layer, so 1.63 TFLOPs for
 // 124M's five steps. The forward and backward of 65,536 tokens take some 53.
-__global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomentum<floatX, float> a) {
+__global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomentum a) {
     if (a.state->skip) { return; }
     const float part = (float)(1.0 - a.momentum), ahead = (float)a.momentum, scale = a.state->grad_scale;
     const int row = blockIdx.y;
@@ -2391,7 +2391,7 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
     }
 }
 
-static void muon_momentum(const MuonMomentum<floatX, float>& a, Stream stream) {
+static void muon_momentum(const MuonMomentum& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("muon_momentum", a.n, a.grads.first, a.rows.count);
     muon_momentum_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
@@ -2435,7 +2435,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     }
 }
 
-static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream stream) {
+static void muon_orthogonalise(const MuonOrthogonalise& a, Stream stream) {
     OpScope scope(a, stream);
     const bool tall = a.rows > a.cols;
     const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols, parts = a.places.parts;
@@ -2477,7 +2477,7 @@ static void muon_orthogonalise(const MuonOrthogonalise<floatX, float>& a, Stream
     }
 }
 
-__global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<floatX, float> a) {
+__global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate a) {
     if (a.state->skip) { return; }
     const float keep = (float)(1.0 - a.lr * a.weight_decay), minus_rate = (float)-a.lr;
     const int row = blockIdx.y;
@@ -2495,7 +2495,7 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate<
     }
 }
 
-static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
+static void muon_update(const MuonUpdate& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("muon_update", a.n, a.first, a.rows.count);
     muon_update_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
@@ -2532,8 +2532,6 @@ static void muon_update(const MuonUpdate<floatX, float>& a, Stream stream) {
 //     sm90        Hopper's tensor cores and copy engine (wgmma, TMA): 16 bits, head size 64
 // The last two are built from the same tile functions.
 
-typedef AttentionForward<floatX, float> AttentionForwardX;
-typedef AttentionBackward<floatX, float> AttentionBackwardX;
 
 // The rows of one head in a tensor.
 template <class X> struct HeadRows {
@@ -2598,10 +2596,10 @@ template <Own kOwn, class Shape> struct AttentionBlock {
         return {out + b * (T * C) + (size_t)h * HS, C, T, HS};
     }
     // What the block owns in the backward, and what it sees.
-    __device__ __forceinline__ Pair<InputRows> own(const AttentionBackwardX& a) const {
+    __device__ __forceinline__ Pair<InputRows> own(const AttentionBackward& a) const {
         return kQueries ? Pair<InputRows>{q(a.qkv), out(a.dout)} : Pair<InputRows>{k(a.qkv), v(a.qkv)};
     }
-    __device__ __forceinline__ Pair<InputRows> other(const AttentionBackwardX& a) const {
+    __device__ __forceinline__ Pair<InputRows> other(const AttentionBackward& a) const {
         return kQueries ? Pair<InputRows>{k(a.qkv), v(a.qkv)} : Pair<InputRows>{q(a.qkv), out(a.dout)};
     }
     // The head's part of lse (B,NH,T), and of the backward's scratch (B,NH,padded_T).
@@ -2645,7 +2643,7 @@ struct ToFp8 {
 
 // The backward's end, of a whole warp: store(dqkv, round), where dqkv is of floatX or bytes.
 template <class Block, class Store>
-__device__ __forceinline__ void store_gradients(const Block& block, const AttentionBackwardX& a,
+__device__ __forceinline__ void store_gradients(const Block& block, const AttentionBackward& a,
                                                 Store store) {
     if (!a.fp8) { return store(a.dqkv, ToFloatX()); }
     const uint32_t so_far = fp8_amax_so_far(a.stats);
@@ -2718,7 +2716,7 @@ __device__ __forceinline__ void plain_add(PlainRow& row, float factor, float wei
 }
 
 __global__ void __launch_bounds__(PlainShape::kThreads)
-    attention_forward_plain_kernel(const AttentionForwardX a, float scale) {
+    attention_forward_plain_kernel(const AttentionForward a, float scale) {
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const AttentionBlock<Own::Queries, PlainShape> block(a.B, a.T, a.NH, a.HS);
@@ -2748,7 +2746,7 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
 
 template <Own kOwn>
 __global__ void __launch_bounds__(PlainShape::kThreads)
-    attention_backward_plain_kernel(const AttentionBackwardX a, float scale) {
+    attention_backward_plain_kernel(const AttentionBackward a, float scale) {
     constexpr bool kQueries = kOwn == Own::Queries;
     __shared__ PlainRow own_a[PlainShape::kOwned], own_b[PlainShape::kOwned];
     __shared__ PlainRow grad_a[PlainShape::kOwned], grad_b[PlainShape::kOwned];     // not yet scaled
@@ -2934,7 +2932,7 @@ template <Own kOwn, int kGroups> struct QueryStats {
     // Those of rows, from row0 on, two lanes a row: D = rowsum(dO * O). They are stored for the launch for
     // keys, with zeros for rows from T on: P is exp2(0) = 1 there, and meets rows of zeros only.
     template <int kHS, class Block>
-    __device__ __forceinline__ void load_rows(const Block& block, const AttentionBackwardX& a, int row0,
+    __device__ __forceinline__ void load_rows(const Block& block, const AttentionBackward& a, int row0,
                                               int lane) {
         const InputRows out = block.out(a.out), dout = block.out(a.dout);
 #pragma unroll
@@ -3215,7 +3213,7 @@ template <int kOwnTiles, class Shape> struct MmaShared {
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
-    attention_forward_mma_kernel(const AttentionForwardX a, float scale) {
+    attention_forward_mma_kernel(const AttentionForward a, float scale) {
     constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
     static_assert(kTile % Shape::kRows == 0, "a warp's rows must not straddle the first column of a tile");
     extern __shared__ __align__(16) unsigned char mma_bytes[];
@@ -3263,7 +3261,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 //     | dV += P * other b, if keys own | dQ or dK += dS * other a |
 template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
-    attention_backward_mma_kernel(const AttentionBackwardX a, float scale) {
+    attention_backward_mma_kernel(const AttentionBackward a, float scale) {
     constexpr bool kQueries = kOwn == Own::Queries;
     constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
     static_assert(128 % kTile == 0, "padded_T makes whole tiles");
@@ -3448,7 +3446,7 @@ __device__ __forceinline__ void wgmma_end(Registers&... registers) {
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
-    attention_forward_sm90_kernel(const AttentionForwardX args, float scale,
+    attention_forward_sm90_kernel(const AttentionForward args, float scale,
                                   const __grid_constant__ CUtensorMap qkv_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
@@ -3508,7 +3506,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 //                     ^ full[stage]
 template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
-    attention_backward_sm90_kernel(const AttentionBackwardX args, float scale,
+    attention_backward_sm90_kernel(const AttentionBackward args, float scale,
                                    const __grid_constant__ CUtensorMap qkv_map,
                                    const __grid_constant__ CUtensorMap dout_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -3572,10 +3570,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 }
 
 // ---- launchers of each form, and which form runs ----
-static void attention_plain(const AttentionForwardX& a, Stream stream) {
+static void attention_plain(const AttentionForward& a, Stream stream) {
     attention_launch<PlainShape>(attention_forward_plain_kernel, a, 0, stream);
 }
-static void attention_plain(const AttentionBackwardX& a, Stream stream) {
+static void attention_plain(const AttentionBackward& a, Stream stream) {
     attention_launch<PlainShape>(attention_backward_plain_kernel<Own::Queries>, a, 0, stream);
     attention_launch<PlainShape>(attention_backward_plain_kernel<Own::Keys>, a, 0, stream);
 }
@@ -3617,12 +3615,12 @@ static std::string attention_error(int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-static void attention_sm90(const AttentionForwardX& a, Stream stream) {
+static void attention_sm90(const AttentionForward& a, Stream stream) {
     typedef Sm90Shape<2, 4> Shape;
     attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, a, sizeof(Sm90Shared<1, Shape>), stream,
                             tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
 }
-static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
+static void attention_sm90(const AttentionBackward& a, Stream stream) {
     typedef Sm90Shape<2, 4> Dq;
     typedef Sm90Shape<3, 3> Dkv;
     const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, 3 * a.NH);
@@ -3633,11 +3631,11 @@ static void attention_sm90(const AttentionBackwardX& a, Stream stream) {
                           stream, qkv, dout);
 }
 
-template <class Shapes> static void attention_mma(const AttentionForwardX& a, Stream stream) {
+template <class Shapes> static void attention_mma(const AttentionForward& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
     attention_launch<Shape>(attention_forward_mma_kernel<Shape>, a, sizeof(MmaShared<1, Shape>), stream);
 }
-template <class Shapes> static void attention_mma(const AttentionBackwardX& a, Stream stream) {
+template <class Shapes> static void attention_mma(const AttentionBackward& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
@@ -3662,8 +3660,8 @@ template <class Args> static void attention(const Args& a, Stream stream) {
         default: attention_plain(a, stream);
     }
 }
-static void attention_forward(const AttentionForwardX& a, Stream s) { attention(a, s); }
-static void attention_backward(const AttentionBackwardX& a, Stream s) { attention(a, s); }
+static void attention_forward(const AttentionForward& a, Stream s) { attention(a, s); }
+static void attention_backward(const AttentionBackward& a, Stream s) { attention(a, s); }
 
 // == 6.10 decoding ==
 // The ops that write text: one new token of each of N rows, N <= kDecodeRows. Between them stand the norms of
@@ -3698,7 +3696,7 @@ static void decode_check(int N) {
 }
 
 // A block a row. It is the first of a step and launched in the ordinary way.
-__global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
+__global__ void decode_encoder_kernel(DecodeEncoder a) {
     next_kernel_may_begin();
     const size_t n = blockIdx.x;
     const int token = max(a.tokens[n], 0);              // -1, none drawn: the host stops there
@@ -3709,7 +3707,7 @@ __global__ void decode_encoder_kernel(DecodeEncoder<floatX, float> a) {
     }
 }
 
-static void decode_encoder(const DecodeEncoder<floatX, float>& a, Stream stream) {
+static void decode_encoder(const DecodeEncoder& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
     decode_encoder_kernel<<<a.N, 256, 0, stream>>>(a);
@@ -3721,7 +3719,7 @@ static void decode_encoder(const DecodeEncoder<floatX, float>& a, Stream stream)
 constexpr int kDecodeWarps = 4;                         // of a block
 template <int kRows, int kOutputs>
 __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
-    decode_matmul_kernel(DecodeMatmul<floatX, float> a) {
+    decode_matmul_kernel(DecodeMatmul a) {
     constexpr int kVectors = kRows == 1 ? 4 : 1;        // of C, that a lane loads in a round
     constexpr int kLanes = kWarp / (kRows * kOutputs);  // lane kLanes * i stores element i
     const int C = a.C, lane = threadIdx.x % kWarp, tiles = ceil_div(a.N, kRows);
@@ -3770,7 +3768,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp, 3)
     a.out[(size_t)n * a.OC + o] = (floatX)sum;
 }
 
-static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
+static void decode_matmul(const DecodeMatmul& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
     check_width(a, a.C);
@@ -3781,7 +3779,7 @@ static void decode_matmul(const DecodeMatmul<floatX, float>& a, Stream stream) {
 }
 
 // A block a position, for all rows.
-__global__ void cache_store_kernel(CacheStore<floatX, float> a) {
+__global__ void cache_store_kernel(CacheStore a) {
     const size_t t = blockIdx.x;
     for (int c = threadIdx.x; c < a.C; c += blockDim.x) {
         const floatX k = a.qkv[(t * 3 + 1) * a.C + c], v = a.qkv[(t * 3 + 2) * a.C + c];
@@ -3792,7 +3790,7 @@ __global__ void cache_store_kernel(CacheStore<floatX, float> a) {
     }
 }
 
-static void cache_store(const CacheStore<floatX, float>& a, Stream stream) {
+static void cache_store(const CacheStore& a, Stream stream) {
     OpScope scope(a, stream);
     cache_store_kernel<<<a.count, 256, 0, stream>>>(a);
 }
@@ -3805,7 +3803,7 @@ constexpr int kDecodeSplits = 16, kDecodeAtOnce = 4;    // warps of a block, pos
 
 template <int kElements>
 __global__ void __launch_bounds__(kDecodeSplits * kWarp)
-    decode_attention_kernel(DecodeAttention<floatX, float> a) {
+    decode_attention_kernel(DecodeAttention a) {
     __shared__ float2 parts[kDecodeSplits];                             // a warp's largest score and sum
     __shared__ float outs[kDecodeSplits][kElements * kWarp];
     const int HS = a.HS, h = blockIdx.x, n = blockIdx.y, warp = threadIdx.x / kWarp;
@@ -3885,7 +3883,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     }
 }
 
-static void decode_attention(const DecodeAttention<floatX, float>& a, Stream stream) {
+static void decode_attention(const DecodeAttention& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
     if (a.HS < 1 || a.HS > kPlainMaxHeadSize) {
@@ -3967,7 +3965,7 @@ struct SampleRow {                      // as a block sees it
     }
 };
 
-__global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens<floatX, float> a) {
+__global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(SampleTokens a) {
     __shared__ Weight64 shared[kWarp];
     await_last_kernel();
     const int n = blockIdx.x, V = a.V;
@@ -4021,7 +4019,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(Sample
     }
 }
 
-static void sample_tokens(const SampleTokens<floatX, float>& a, Stream stream) {
+static void sample_tokens(const SampleTokens& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
     decode_launch(sample_tokens_kernel, dim3(a.N), kSampleThreads, stream, a);
@@ -4788,7 +4786,7 @@ struct Pass {
     }
 
     // To the bytes of an operand; in a run's first step it only takes the largest element.
-    Fp8Cast<floatX, float> cast_to(const Operand& to, Fp8Cast<floatX, float> a) const {
+    Fp8Cast cast_to(const Operand& to, Fp8Cast a) const {
         a.out = to.bytes, a.out_t = to.bytes_t, a.tensor = to.tensor, a.stats = to.stats, a.scratch = scratch;
         return a;
     }
@@ -4805,9 +4803,9 @@ struct Pass {
         return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
     }
     // out, and out2 if it is not {}, = norms of x
-    NormForward<floatX, float> norms(const Operand& out, const Sum& x, const Norm& w, const Operand& out2,
+    NormForward norms(const Operand& out, const Sum& x, const Norm& w, const Operand& out2,
                                      const Norm& w2) const {
-        NormForward<floatX, float> n = {};
+        NormForward n = {};
         const Operand* outs[] = {&out, &out2};
         const Norm* weights[] = {&w, &w2};
         for (int k = 0; k < 2; k++) {
@@ -4868,7 +4866,7 @@ struct Forward : Pass {
     // out, and out2 if it is given, = norm(x), after the additions to x that wait
     virtual void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {},
                       const Norm& w2 = {}) {
-        NormForward<floatX, float> n = norms(out, x, w, out2, w2);
+        NormForward n = norms(out, x, w, out2, w2);
         if (waiting.count > 0) {
             n.residual = x.x, n.inp = waiting.before;
             for (int k = 0; k < waiting.count; k++) {
@@ -4923,9 +4921,9 @@ struct Forward : Pass {
     }
 
     void fp8_product(floatX* out, const Operand& inp, const Linear& w, const floatX* residual,
-                     const Fp8Cast<floatX, float>& then) {
+                     const Fp8Cast& then) {
         if (micro->casts_weights) {             // first its largest element, then with that the cast
-            const Fp8Cast<floatX, float> values = {.inp = w.weight.x, .source = Fp8Source::Weight, .N = w.OC,
+            const Fp8Cast values = {.inp = w.weight.x, .source = Fp8Source::Weight, .N = w.OC,
                                                    .C = w.C};
             fp8_cast(cast_to({.tensor = w.weight.tensor, .stats = w.weight.stats}, values), stream());
             fp8_cast(cast_to(w.weight, values), stream());
@@ -5089,7 +5087,7 @@ struct Backward : Pass {
     void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
                             const Attention& att, const Grad& dbias) {
         const int C = config().C, NH = config().NH;
-        AttentionBackward<floatX, float> a = {dqkv.x, scratch, datty, atty, qkv, att.lse, B, T, NH, C / NH};
+        AttentionBackward a = {dqkv.x, scratch, datty, atty, qkv, att.lse, B, T, NH, C / NH};
         fresh(dqkv.x);
         if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
         ::attention_backward(a, stream());
@@ -5105,7 +5103,7 @@ struct Backward : Pass {
     // gradient of each branch that was added to make x, or with dropout what passes its mask.
     void norm_backward(const floatX* dout, const Sum& x, const Norm& w, const floatX* dout2 = nullptr,
                        const Norm& w2 = {}, Accumulate acc = Accumulate::Yes) {
-        NormBackward<floatX, float> n = {};
+        NormBackward n = {};
         n.dresidual = acts(0).dx, n.dresidual_acc = acc;
         n.y[0] = {dout, w.weight, w.dweight, w.dbias};
         n.y[1] = {dout2, w2.weight, w2.dweight, w2.dbias};
@@ -5122,7 +5120,7 @@ struct Backward : Pass {
     }
 
     void fp8_product(floatX* out, const Operand& dout, const Linear& w, const floatX* residual,
-                     const Fp8Cast<floatX, float>& then) {
+                     const Fp8Cast& then) {
         fp8_matmul({.out = out, .a = dout.bytes, .b = w.weight.bytes_t, .a_tensor = dout.tensor,
                     .b_tensor = w.weight.tensor, .residual = residual, .M = N(), .N = w.C, .K = w.OC,
                     .fast = dout.format == Fp8Format::E4m3, .a_format = dout.format, .cast = then}, stream());
@@ -5236,7 +5234,7 @@ static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
     if (merges == 0) { return; }
     auto buffer = [&](int k) { return (float*)(model->grads.data + k * model->layout.grads_bytes + offset); };
-    LaneSum<floatX, float> a = {.out = {buffer(top - merges), Accumulate::No}, .num_chain = merges,
+    LaneSum a = {.out = {buffer(top - merges), Accumulate::No}, .num_chain = merges,
                                 .pieces = {.data = buffer(top)}, .num_pieces = 1, .n = n};
     for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
     lane_sum(a, model->stream);
@@ -5274,7 +5272,7 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro
     const Split& split = model->options.split;
     const int first_lane = (int)micro.number - split.rank, lanes = model->options.lanes * split.world;
     auto shards = [&](int k) { return model->grads.shards + k * model->layout.shard_elems + b.shards; };
-    LaneSum<floatX, float> a = {};
+    LaneSum a = {};
     a.piece_micros = 1;
     a.n = b.shard;
     for (int r = 0; r < split.world; r += a.num_pieces) {

@@ -17,8 +17,8 @@ TF32:
 constexpr int kBuffers = 2;     // rotated; each set is many times the L2 at the default size
 
 struct Buffers {
-    AttentionForward<floatX, float> forward;
-    AttentionBackward<floatX, float> backward;
+    AttentionForward forward;
+    AttentionBackward backward;
 };
 
 static int B = 64, T = 1024;

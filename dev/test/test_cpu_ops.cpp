@@ -770,7 +770,7 @@ static void test_orthogonalise(int rows, int cols) {
         std::copy((const float*)values, (const float*)values + size, inp + places.of(m));
     }
     const Floats start = inp;
-    MuonOrthogonalise<float, float> a = {out, inp, x, y, gram, poly, nullptr, places, rows, cols, 5, 12};
+    MuonOrthogonaliseOf<float, float> a = {out, inp, x, y, gram, poly, nullptr, places, rows, cols, 5, 12};
     auto changes = [&](double factor) {         // of the elements that are a matrix's
         for (size_t i = 0; i < inp.n; i++) { inp[i] = out[i] == 3.25f ? 3.25f : (float)(start[i] * factor); }
         muon_orthogonalise_cpu<float>(a, 0);

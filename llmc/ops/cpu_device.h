@@ -200,8 +200,10 @@ static inline std::string attention_error(int) { return ""; }
 static inline std::string fp8_error() { return ""; }
 
 // ---- ops: the launcher's name, the twin's code ----
-#define X(op, Args, ...) \
-    static inline void op(const Args<float, float>& a, Stream stream) { run_op(op##_cpu<float>, a, stream); }
+#define X(op, Args)                                                          \
+    static inline void op(const Args##Of<float, float>& a, Stream stream) { \
+        run_op(op##_cpu<float>, a, stream);                                  \
+    }
 GPT2_OPS(X)
 #undef X
 

@@ -100,7 +100,7 @@ static inline void column_sums(GradOf<Real> dsum, const Real* x /*(N,C)*/, int N
 // ---- encoder: token and position embedding ----
 
 // out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c]
-template <class Real> void encoder_forward_cpu(const EncoderForward<Real, Real>& a) {
+template <class Real> void encoder_forward_cpu(const EncoderForwardOf<Real, Real>& a) {
     const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
     #pragma omp parallel for
@@ -117,7 +117,7 @@ template <class Real> void encoder_forward_cpu(const EncoderForward<Real, Real>&
 // dwpe[t,c] (=, +=) sum over b of dout[b,t,c]; rows t >= T get no gradient, so = makes them zero.
 // A bucket of up to 128 positions is one segment. A longer one is several, whose sums go to rows of scratch
 // and are added up in order by its entry in `splits`.
-template <class Real> void encoder_backward_cpu(const EncoderBackward<Real, Real>& a) {
+template <class Real> void encoder_backward_cpu(const EncoderBackwardOf<Real, Real>& a) {
     const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
     assert(a.dwte.acc == Accumulate::Yes);
     #pragma omp parallel
@@ -220,7 +220,7 @@ static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const std::vector<Rea
 // residual = inp + both branches after their dropouts, rounded once; then y[i] = norm(residual as stored).
 // Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. residual may
 // be the buffer of inp or of a branch: each element is read before it is written. y[i].fp8: its bytes.
-template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a) {
+template <class Real> void norm_forward_cpu(const NormForwardOf<Real, Real>& a) {
     const int N = a.N, C = a.C;
     std::vector<Real> unrounded[2];
     for (int i = 0; i < 2; i++) { unrounded[i].resize(a.y[i].fp8 ? (size_t)N * C : 0); }
@@ -254,7 +254,7 @@ template <class Real> void norm_forward_cpu(const NormForward<Real, Real>& a) {
 
 // The gradient of row n of the residual stream. dnorm(c): gradient of its normalised value times the weight.
 template <class Real, class F>
-static inline void norm_backward_row(const NormBackward<Real, Real>& a, int n, F dnorm) {
+static inline void norm_backward_row(const NormBackwardOf<Real, Real>& a, int n, F dnorm) {
     const int C = a.C;
     const bool layer = a.kind == NormKind::Layer, add = a.dresidual_acc == Accumulate::Yes;
     const Real* inp_n = a.inp + (size_t)n * C;
@@ -288,7 +288,7 @@ static inline void norm_backward_row(const NormBackward<Real, Real>& a, int n, F
 // branch[i].dout = the new dresidual, times the factor of the branch's dropout in the forward
 // branch[i].dbias[c] (=, +=) sum over n of branch[i].dout[n,c], as stored, or of the new dresidual where dout
 // is null
-template <class Real> void norm_backward_cpu(const NormBackward<Real, Real>& a) {
+template <class Real> void norm_backward_cpu(const NormBackwardOf<Real, Real>& a) {
     const int N = a.N, C = a.C;
     const bool two = a.y[1].dout;
     const Real *weight0 = a.y[0].weight, *weight1 = a.y[1].weight;
@@ -341,13 +341,13 @@ template <class Real> static inline Real gelu_derivative(Real x) {
 }
 
 // out[i] = gelu(inp[i]). out may be the buffer of inp.
-template <class Real> void gelu_forward_cpu(const GeluForward<Real, Real>& a) {
+template <class Real> void gelu_forward_cpu(const GeluForwardOf<Real, Real>& a) {
     #pragma omp parallel for simd
     for (size_t i = 0; i < a.n; i++) { a.out[i] = gelu(a.inp[i]); }
 }
 
 // d[n,c] *= gelu'(inp[n,c]);   dbias[c] (=, +=) sum over n of the new d[n,c], as stored
-template <class Real> void gelu_backward_inplace_cpu(const GeluBackward<Real, Real>& a) {
+template <class Real> void gelu_backward_inplace_cpu(const GeluBackwardOf<Real, Real>& a) {
     const int N = a.N, OC = a.OC;
     const size_t n = (size_t)N * OC;
     #pragma omp parallel for simd
@@ -453,7 +453,7 @@ static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpos
 
 // x[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o] + residual[n,o]
 // out = x; or, where pre_gelu is wanted, pre_gelu = x and out = gelu(x).
-template <class Real> void matmul_forward_cpu(const MatmulForward<Real, Real>& a) {
+template <class Real> void matmul_forward_cpu(const MatmulForwardOf<Real, Real>& a) {
     const int N = a.N, C = a.C, OC = a.OC;
     gemm_cpu(a.out, Accumulate::No, a.inp, Transpose::No, a.weight, Transpose::Yes, N, OC, C);
     #pragma omp parallel for
@@ -475,7 +475,7 @@ template <class Real> void matmul_forward_cpu(const MatmulForward<Real, Real>& a
 // dinp[n,c] = sum over o of dout[n,o]*weight[o,c] + residual[n,c]; where pre_gelu is given, times
 // gelu'(pre_gelu[n,c]): the layer's input was gelu(pre_gelu), and this is the gradient before that GELU.
 // dbias[c] (=, +=) sum over n of dinp[n,c], as stored
-template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<Real, Real>& a) {
+template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInputOf<Real, Real>& a) {
     const size_t n = (size_t)a.N * a.C;
     gemm_cpu(a.dinp, Accumulate::No, a.dout, Transpose::No, a.weight, Transpose::No, a.N, a.C, a.OC);
     if (a.residual) {
@@ -486,12 +486,12 @@ template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInput<R
 }
 
 // dweight[o,c] (=, +=) sum over n of dout[n,o]*inp[n,c]
-template <class Real> void matmul_backward_weight_cpu(const MatmulBackwardWeight<Real, Real>& a) {
+template <class Real> void matmul_backward_weight_cpu(const MatmulBackwardWeightOf<Real, Real>& a) {
     gemm_cpu(a.dweight.data, a.dweight.acc, a.dout, Transpose::Yes, a.inp, Transpose::No, a.OC, a.C, a.N);
 }
 
 // grad[i] (=, +=) values[i]
-template <class Real> void grad_accumulate_cpu(const GradAccumulate<Real, Real>& a) {
+template <class Real> void grad_accumulate_cpu(const GradAccumulateOf<Real, Real>& a) {
     const bool add = a.grad.acc == Accumulate::Yes;
     #pragma omp parallel for simd
     for (size_t i = 0; i < a.n; i++) { a.grad.data[i] = add ? a.grad.data[i] + a.values[i] : a.values[i]; }
@@ -508,7 +508,7 @@ template <class Real> static inline std::vector<Real> fp8_values(const uint8_t* 
 
 // out[c,n] = inp[n,c]; dbias[c] (=, +=) sum over n of inp[n,c], divided by the tensor's scale. With
 // of_qkv the keys' dbias is 0.
-template <class Real> void fp8_transpose_cpu(const Fp8Transpose<Real, Real>& a) {
+template <class Real> void fp8_transpose_cpu(const Fp8TransposeOf<Real, Real>& a) {
     #pragma omp parallel for
     for (int c = 0; c < a.C; c++) {
         for (int n = 0; n < a.N; n++) { a.out[(size_t)c * a.N + n] = a.inp[(size_t)n * a.C + c]; }
@@ -520,7 +520,7 @@ template <class Real> void fp8_transpose_cpu(const Fp8Transpose<Real, Real>& a) 
 
 // out[n,c] and out_t[c,n] = byte of x[n,c] * scale; dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
 // |x|, and how many were counted and how many saturated.
-template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
+template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
     const int N = a.N, C = a.C;
     if (a.source == Fp8Source::Weight && a.out) {
         fp8_set_scale(a.tensor, fp8_scale(fp8_float(a.stats->amax), 0));
@@ -538,7 +538,7 @@ template <class Real> void fp8_cast_cpu(const Fp8Cast<Real, Real>& a) {
 
 // x[m,n] = sum over k of a[m,k]*b[n,k], each byte divided by its tensor's scale
 // out = x + bias[n] + residual[m,n], or grad (=, +=) x
-template <class Real> void fp8_matmul_cpu(const Fp8Matmul<Real, Real>& a) {
+template <class Real> void fp8_matmul_cpu(const Fp8MatmulOf<Real, Real>& a) {
     const std::vector<Real> left = fp8_values<Real>(a.a, (size_t)a.M * a.K, *a.a_tensor, a.a_format);
     const std::vector<Real> right = fp8_values<Real>(a.b, (size_t)a.N * a.K, *a.b_tensor, Fp8Format::E4m3);
     gemm_cpu(a.out ? a.out : a.grad.data, a.out ? Accumulate::No : a.grad.acc, left.data(), Transpose::No,
@@ -556,7 +556,7 @@ template <class Real> void fp8_matmul_cpu(const Fp8Matmul<Real, Real>& a) {
     fp8_cast_cpu(a.cast);
 }
 
-template <class Real> void fp8_scales_cpu(const Fp8Scales<Real, Real>& a) {
+template <class Real> void fp8_scales_cpu(const Fp8ScalesOf<Real, Real>& a) {
     auto stats_of = [&](int rank) { return (Fp8Stats*)(a.records + rank * a.record_bytes + a.stats_at); };
     float worst = 0.0f;
     for (int i = 0; i < a.count; i++) {
@@ -571,7 +571,7 @@ template <class Real> void fp8_scales_cpu(const Fp8Scales<Real, Real>& a) {
 }
 
 // dbias[o] (=, +=) sum over n of dout[n,o]; with of_qkv the keys' dbias is 0
-template <class Real> void bias_backward_cpu(const BiasBackward<Real, Real>& a) {
+template <class Real> void bias_backward_cpu(const BiasBackwardOf<Real, Real>& a) {
     column_sums(a.dbias, a.dout, a.N, a.OC, a.of_qkv);
 }
 
@@ -591,7 +591,7 @@ template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, i
 }
 
 // Online softmax: while keys go by, `max` is the largest score so far; sum and out are relative to exp(max).
-template <class Real> void attention_forward_cpu(const AttentionForward<Real, Real>& a) {
+template <class Real> void attention_forward_cpu(const AttentionForwardOf<Real, Real>& a) {
     const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
     const size_t C = (size_t)NH * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
@@ -639,7 +639,7 @@ template <class Real> void attention_forward_cpu(const AttentionForward<Real, Re
 // dq[t] = sum over u <= t of ds[t,u]*k[u]
 // dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of p[t,u]*dout[t]
 // fp8: the bytes of these.
-template <class Real> void attention_backward_cpu(const AttentionBackward<Real, Real>& a) {
+template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real, Real>& a) {
     const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
     const size_t C = (size_t)NH * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
@@ -713,7 +713,7 @@ template <class Real> static inline double sum_exp(const Real* x, Real max, int 
 // the padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
 // dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
 // fp8_grad: not the logits, but these bytes hold the gradient, with kFp8Dlogits for dloss * loss_scale.
-template <class Real> void classifier_cpu(const Classifier<Real, Real>& a) {
+template <class Real> void classifier_cpu(const ClassifierOf<Real, Real>& a) {
     const int V = a.V, Vp = a.Vp;
     const Real dlogits = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
     const Real gradient_scale = a.fp8_grad ? (Real)kFp8Dlogits : dlogits;
@@ -742,7 +742,7 @@ template <class Real> void classifier_cpu(const Classifier<Real, Real>& a) {
 }
 
 // out[n,c] = inp[rows[n],c]
-template <class Real> void gather_rows_cpu(const GatherRows<Real, Real>& a) {
+template <class Real> void gather_rows_cpu(const GatherRowsOf<Real, Real>& a) {
     #pragma omp parallel for
     for (int n = 0; n < a.N; n++) {
         memcpy(a.out + (size_t)n * a.C, a.inp + (size_t)a.rows[n] * a.C, a.C * sizeof(Real));
@@ -750,7 +750,7 @@ template <class Real> void gather_rows_cpu(const GatherRows<Real, Real>& a) {
 }
 
 // mean (=, +=) weight * sum over n of losses[n], added in order
-template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a) {
+template <class Real> void loss_sum_cpu(const LossSumOf<Real, Real>& a) {
     double sum = 0.0;
     for (int n = 0; n < a.N; n++) { sum += a.losses[n]; }
     *a.mean = (Real)((a.acc == Accumulate::Yes ? *a.mean : 0.0) + a.weight * sum);
@@ -760,7 +760,7 @@ template <class Real> void loss_sum_cpu(const LossSum<Real, Real>& a) {
 
 // out[i] = chain[0][i] + (chain[1][i] + (... + tree(i))), each sum rounded to Real. tree(i) adds the pieces
 // in pairs, level by level, until one is left; the last of an odd number moves up unchanged.
-template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a) {
+template <class Real> void lane_sum_cpu(const LaneSumOf<Real, Real>& a) {
     assert(!a.out.is_bf16 && !a.pieces.is_bf16);                // the twins keep no 16-bit gradients
     const Real* pieces = (const Real*)a.pieces.data;
     #pragma omp parallel
@@ -781,7 +781,7 @@ template <class Real> void lane_sum_cpu(const LaneSum<Real, Real>& a) {
 }
 
 // sums[c] = sum over the kChunk elements of chunk c of grads[i]^2, row by row
-template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a) {
+template <class Real> void square_sums_cpu(const SquareSumsOf<Real, Real>& a) {
     assert(!a.grads.is_bf16 && a.n % kChunk == 0);
     const size_t chunks = a.n / kChunk;                         // of a row
     #pragma omp parallel for
@@ -797,7 +797,7 @@ template <class Real> void square_sums_cpu(const SquareSums<Real, Real>& a) {
 
 // loss = sum of all lanes' losses; the norm is sqrt(sum of all live chunks' sums) / loss_scale. Both decide
 // about the update that follows: see decide_update in op_types.h.
-template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>& a) {
+template <class Real> void update_decision_cpu(const UpdateDecisionOf<Real, Real>& a) {
     double sum = 0.0, loss = 0.0;
     for (int k = 0; k < a.num_ranges; k++) {
         const ChunkRange& range = a.ranges[k];
@@ -819,7 +819,7 @@ template <class Real> void update_decision_cpu(const UpdateDecision<Real, Real>&
 // m = m + (1-beta1)*(g - m);   v = beta2*v + (1-beta2)*g^2;
 // p = p*(1 - lr*weight_decay) - lr/(1-beta1^t) * m/(sqrt(v)/sqrt(1-beta2^t) + eps), in the master copy if
 // there is one; params = p.
-template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a) {
+template <class Real> void adamw_update_cpu(const AdamWOf<Real, Real>& a) {
     assert(!a.grads.is_bf16);
     if (a.state->skip) { return; }
     const double t = (double)a.state->t;
@@ -847,7 +847,7 @@ template <class Real> void adamw_update_cpu(const AdamW<Real, Real>& a) {
 
 // Skipped update: nothing changes. Else, with g = grads[i]*grad_scale:
 // m = m + (1-momentum)*(g - m);   update = g + momentum*(m - g)
-template <class Real> void muon_momentum_cpu(const MuonMomentum<Real, Real>& a) {
+template <class Real> void muon_momentum_cpu(const MuonMomentumOf<Real, Real>& a) {
     assert(!a.grads.is_bf16);
     if (a.state->skip) { return; }
     const Real part = (Real)(1.0 - a.momentum), ahead = (Real)a.momentum, grad_scale = a.state->grad_scale;
@@ -866,7 +866,7 @@ template <class Real> void muon_momentum_cpu(const MuonMomentum<Real, Real>& a) 
 // For each matrix: x = inp / |inp| (zeros stay zeros); `steps` times, with G = x x^T (k,k):
 // x = kMuonA x + (kMuonB G + kMuonC G G) x; then out = x * sqrt(max(1, rows/cols)). Where there are more rows
 // than columns, G = x^T x and stands on the right of x.
-template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonalise<Real, Real>& a) {
+template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonaliseOf<Real, Real>& a) {
     const bool tall = a.rows > a.cols;
     const int k = tall ? a.cols : a.rows, n = tall ? a.rows : a.cols;
     const size_t size = (size_t)a.rows * a.cols, square = (size_t)k * k;
@@ -896,7 +896,7 @@ template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonalise<Real, 
 
 // Skipped update: nothing changes. Else p = p*(1 - lr*weight_decay) - lr*update, in the master copy if there
 // is one; params = p.
-template <class Real> void muon_update_cpu(const MuonUpdate<Real, Real>& a) {
+template <class Real> void muon_update_cpu(const MuonUpdateOf<Real, Real>& a) {
     if (a.state->skip) { return; }
     const Real keep = (Real)(1.0 - a.lr * a.weight_decay), rate = (Real)a.lr;
     for (int row = 0; row < a.rows.count; row++) {
@@ -914,7 +914,7 @@ template <class Real> void muon_update_cpu(const MuonUpdate<Real, Real>& a) {
 // ---- writing text: one new token of each of N rows ----
 
 // out[n,c] = wte[tokens[n],c] + wpe[positions[n],c]
-template <class Real> void decode_encoder_cpu(const DecodeEncoder<Real, Real>& a) {
+template <class Real> void decode_encoder_cpu(const DecodeEncoderOf<Real, Real>& a) {
     for (int n = 0; n < a.N; n++) {
         const int token = a.tokens[n] < 0 ? 0 : a.tokens[n];        // the host stops where none was drawn
         const Real *wte_ix = a.wte + (size_t)token * a.C, *wpe_t = a.wpe + (size_t)a.positions[n] * a.C;
@@ -924,7 +924,7 @@ template <class Real> void decode_encoder_cpu(const DecodeEncoder<Real, Real>& a
 
 // out[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o], or gelu of it. Plain sums, because BLAS may sum in
 // another order for another number of rows.
-template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a) {
+template <class Real> void decode_matmul_cpu(const DecodeMatmulOf<Real, Real>& a) {
     #pragma omp parallel for
     for (int o = 0; o < a.OC; o++) {
         for (int n = 0; n < a.N; n++) {
@@ -936,7 +936,7 @@ template <class Real> void decode_matmul_cpu(const DecodeMatmul<Real, Real>& a) 
 }
 
 // keys[n,t] = k and values[n,t] = v of this position t; out = softmax(q.k[u]/sqrt(HS), u <= t) v[u], by heads
-template <class Real> void decode_attention_cpu(const DecodeAttention<Real, Real>& a) {
+template <class Real> void decode_attention_cpu(const DecodeAttentionOf<Real, Real>& a) {
     const int NH = a.NH, HS = a.HS;
     const size_t C = (size_t)NH * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
@@ -969,7 +969,7 @@ template <class Real> void decode_attention_cpu(const DecodeAttention<Real, Real
 }
 
 // keys[n,t] = k[t] and values[n,t] = v[t] of qkv, for each row n and t < count
-template <class Real> void cache_store_cpu(const CacheStore<Real, Real>& a) {
+template <class Real> void cache_store_cpu(const CacheStoreOf<Real, Real>& a) {
     const size_t C = a.C;
     for (int n = 0; n < a.rows; n++) {
         for (int t = 0; t < a.count; t++) {
@@ -980,7 +980,7 @@ template <class Real> void cache_store_cpu(const CacheStore<Real, Real>& a) {
 }
 
 // tokens[n] = what sample_token draws from row n with its next random number
-template <class Real> void sample_tokens_cpu(const SampleTokens<Real, Real>& a) {
+template <class Real> void sample_tokens_cpu(const SampleTokensOf<Real, Real>& a) {
     #pragma omp parallel for
     for (int n = 0; n < a.N; n++) {
         const Real* row = a.logits + (size_t)n * a.V;
@@ -992,8 +992,8 @@ template <class Real> void sample_tokens_cpu(const SampleTokens<Real, Real>& a) 
     }
 }
 
-#define X(op, Args, ...) \
-    template <class Real> void op##_cpu(const Args<Real, Real>& a, Stream) { op##_cpu(a); OP_DONE(a); }
+#define X(op, Args) \
+    template <class Real> void op##_cpu(const Args##Of<Real, Real>& a, Stream) { op##_cpu(a); OP_DONE(a); }
 GPT2_OPS(X)
 #undef X
 

@@ -5,8 +5,11 @@ below, and a step (section 8) calls either by the same name:
 
     matmul_forward({out, inp, weight, bias, nullptr, nullptr, N, C, OC}, stream);
 
-X is the type of weights and activations: floatX, or double where tests run the twins. S is the type of
-statistics, losses, gradients and norms' parameters: fp32, or double. Outputs come first, then scratch,
+The trainer's MatmulForward is MatmulForwardOf<floatX, float>, and so on. X is the type of weights and
+activations: floatX, or double where tests run the twins. S is the type of statistics, losses, gradients and
+norms' parameters: fp32, or double. `outputs` names an op's outputs, each with a pointer, which is null where
+a call does not compute it, and its dimensions. Outputs with gaps between their rows, and encoder_backward's
+dwte, whose number of rows the op does not know, are named by row 0 alone. Outputs come first, then scratch,
 inputs, sizes; N = B*T rows. Outputs are stored, written =. A GradOf, or an output with an Accumulate beside
 it, is stored or added to, as that says: (+)=. Scratch keeps nothing from one op to the next; a function
 beside the launcher says how much it needs: norm_backward_scratch_bytes(N, C). A pointer may be null only if
@@ -19,18 +22,20 @@ its comment says so.
 #include "fp8.h"        // gives: Fp8Tensor, Fp8Stats
 #include "../data/sampler.h" // gives: Sampling
 
-template <class X, class S> struct EncoderForward {     // token plus position embedding
+template <class X, class S> struct EncoderForwardOf {     // token plus position embedding
     X* out;                             // (B,T,C)
     const int* tokens;                  // (B,T)
     const X *wte, *wpe;                 // (Vp,C) (maxT,C)
     int B, T, C;
+    template <class F> void outputs(F gives) const { gives("out", out, B, T, C); }
 };
-template <class X, class S> struct EncoderBackward {    // dwte is only added to: the LM head stored its part
+template <class X, class S> struct EncoderBackwardOf {  // dwte is only added to: the LM head stored its part
     GradOf<S> dwte, dwpe;               // (Vp,C) (maxT,C); stored, rows t >= T of dwpe are zero
     S* scratch;
     const X* dout;                      // (B,T,C)
     TokenBuckets buckets;
     int B, T, maxT, C;
+    template <class F> void outputs(F gives) const { gives("dwte", dwte, C), gives("dwpe", dwpe, maxT, C); }
 };
 
 // Norms of the residual stream. Forward: a row's new value is inp plus up to two branches, each after its
@@ -43,7 +48,7 @@ template <class X, class S> struct NormOutput {
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
 };
-template <class X, class S> struct NormForward {
+template <class X, class S> struct NormForwardOf {
     NormOutput<X, S> y[2];
     S *mean, *rstd;                     // (N); mean: not used by an RMSNorm
     X* residual;                        // (N,C) the sum; may be inp or a branch. Null where there are no
@@ -53,6 +58,12 @@ template <class X, class S> struct NormForward {
     Dropout dropout[2];                 // of each branch
     NormKind kind;
     int N, C;
+    template <class F> void outputs(F gives) const {
+        gives("y0", y[0].out, N, C); gives("y1", y[1].out, N, C); gives("fp8_y0", y[0].fp8, N, C);
+        gives("fp8_y1", y[1].fp8, N, C); gives("fp8_amax0", y[0].stats ? &y[0].stats->amax : nullptr, 1);
+        gives("mean", kind == NormKind::Layer ? mean : nullptr, N); gives("rstd", rstd, N);
+        gives("residual", residual, N, C);
+    }
 };
 template <class X, class S> struct NormGrad {
     const X* dout;                      // (N,C); null in the second: there is one norm
@@ -66,7 +77,7 @@ template <class X, class S> struct BranchGrad {         // of what the forward a
     GradOf<S> dbias;                    // (C) or null: column sums of the branch's gradient, as stored: the
                                         // bias gradient of the linear layer that the branch ends with
 };
-template <class X, class S> struct NormBackward {
+template <class X, class S> struct NormBackwardOf {
     X* dresidual;                       // (N,C) gradient of the residual stream
     NormGrad<X, S> y[2];
     BranchGrad<X, S> branch[2];
@@ -76,17 +87,26 @@ template <class X, class S> struct NormBackward {
     const S *mean, *rstd;               // (N)
     NormKind kind;
     int N, C;
+    template <class F> void outputs(F gives) const {
+        gives("dresidual", dresidual, N, C); gives("dweight0", y[0].dweight, C);
+        gives("dbias0", y[0].dbias, C); gives("dweight1", y[1].dweight, C); gives("dbias1", y[1].dbias, C);
+        gives("branch0", branch[0].dout, N, C); gives("branch1", branch[1].dout, N, C);
+        gives("branch_bias0", branch[0].dbias, C); gives("branch_bias1", branch[1].dbias, C);
+    }
 };
 
-template <class X, class S> struct MatmulForward {      // out = inp weight^T + bias + residual
+template <class X, class S> struct MatmulForwardOf {    // out = inp weight^T + bias + residual
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
     const X* residual = nullptr;        // (N,OC) or null; not `out`
     X* pre_gelu = nullptr;              // (N,OC) or null; else pre_gelu = the sum and out = gelu(it as
                                         // stored), without a residual
     int N, C, OC;
+    template <class F> void outputs(F gives) const {
+        gives("out", out, N, OC); gives("pre_gelu", pre_gelu, N, OC);
+    }
 };
-template <class X, class S> struct MatmulBackwardInput {        // dinp = dout weight + residual
+template <class X, class S> struct MatmulBackwardInputOf {        // dinp = dout weight + residual
     X* dinp;                            // (N,C)
     const X *dout, *weight;             // (N,OC) (OC,C)
     const X* residual;                  // (N,C) or null: another gradient of the input; not `dinp`
@@ -95,27 +115,31 @@ template <class X, class S> struct MatmulBackwardInput {        // dinp = dout w
     int N, C, OC;
     GradOf<S> dbias = {};               // (C) or null: column sums of dinp, as stored; with pre_gelu only
     S* scratch = nullptr;               // where dbias is wanted
+    template <class F> void outputs(F gives) const { gives("dinp", dinp, N, C), gives("dbias", dbias, C); }
 };
-template <class X, class S> struct MatmulBackwardWeight {       // dweight (+)= dout^T inp
+template <class X, class S> struct MatmulBackwardWeightOf {       // dweight (+)= dout^T inp
     GradOf<S> dweight;                  // (OC,C)
     S* scratch;                         // (OC,C) where dweight is bf16, else not used
     const X *dout, *inp;                // (N,OC) (N,C)
     int N, C, OC;
+    template <class F> void outputs(F gives) const { gives("dweight", dweight, OC, C); }
 };
 // The keys' bias adds one number to all scores of a row. Softmax ignores it, so its gradient is 0. It is
 // stored as 0, whatever the columns of qkv's gradient (N,3C), the middle third, sum to. C is a multiple of 8.
 LLMC_HD static inline bool is_keys(int column, int columns) { return column / (columns / 3) == 1; }
-template <class X, class S> struct BiasBackward {       // dbias (+)= column sums of dout
+template <class X, class S> struct BiasBackwardOf {       // dbias (+)= column sums of dout
     GradOf<S> dbias;                    // (OC)
     S* scratch;
     const X* dout;                      // (N,OC)
     int N, OC;
     bool of_qkv = false;                // dout is qkv's: the keys' dbias is 0
+    template <class F> void outputs(F gives) const { gives("dbias", dbias, OC); }
 };
-template <class X, class S> struct GradAccumulate {     // grad (+)= values, rounded once
+template <class X, class S> struct GradAccumulateOf {     // grad (+)= values, rounded once
     GradOf<S> grad;                     // (n)
     const S* values;                    // (n)
     size_t n;
+    template <class F> void outputs(F gives) const { gives("grad", grad, n); }
 };
 
 // Matrix products of FP8 bytes (--matmul-dtype fp8). A tensor is multiplied by a power of two and rounded; a
@@ -125,7 +149,7 @@ template <class X, class S> struct GradAccumulate {     // grad (+)= values, rou
 //     Plain     x = inp          Gelu      x = gelu(inp)
 //     Weight    x = inp          GeluGrad  x = inp * gelu'(pre_gelu)
 enum class Fp8Source { Plain, Weight, Gelu, GeluGrad };
-template <class X, class S> struct Fp8Cast {
+template <class X, class S> struct Fp8CastOf {
     uint8_t *out = nullptr, *out_t = nullptr;   // (N,C) (C,N) bytes of x * scale. Null: only amax is taken
     Fp8Stats* stats = nullptr;          // added to
     Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where out is wanted
@@ -135,8 +159,12 @@ template <class X, class S> struct Fp8Cast {
     const X* pre_gelu = nullptr;        // (N,C), or null if not GeluGrad
     Fp8Source source = Fp8Source::Plain;
     int N, C;                           // multiples of 16
+    template <class F> void outputs(F gives) const {
+        gives("out", out, N, C); gives("out_t", out_t, C, N);
+        gives("amax", stats ? &stats->amax : nullptr, 1); gives("dbias", dbias, C);
+    }
 };
-template <class X, class S> struct Fp8Transpose {
+template <class X, class S> struct Fp8TransposeOf {
     uint8_t* out;                       // (C,N)
     const uint8_t* inp;                 // (N,C)
     int N, C;                           // multiples of 16
@@ -144,8 +172,9 @@ template <class X, class S> struct Fp8Transpose {
     S* scratch = nullptr;               // where dbias is wanted
     const Fp8Tensor* tensor = nullptr;  // likewise: inp's
     bool of_qkv = false;                // inp is qkv's gradient: the keys' dbias is 0
+    template <class F> void outputs(F gives) const { gives("out", out, C, N), gives("dbias", dbias, C); }
 };
-template <class X, class S> struct Fp8Matmul {          // a b^T, divided by both scales
+template <class X, class S> struct Fp8MatmulOf {          // a b^T, divided by both scales
     X* out = nullptr;                   // (M,N) = the product + bias + residual; null: grad is wanted
     GradOf<S> grad = {};                // (M,N) (+)= the product
     S* scratch = nullptr;               // (M,N) where grad is bf16, else not used
@@ -156,9 +185,13 @@ template <class X, class S> struct Fp8Matmul {          // a b^T, divided by bot
     bool fast = false;                  // a GPU may add up some products with fewer bits than fp32's
     Fp8Format a_format = Fp8Format::E4m3;       // b's is E4m3
     // If it has stats: the cast of out, with GELU or its slope. With GeluGrad out is undefined afterwards.
-    Fp8Cast<X, S> cast = {};
+    Fp8CastOf<X, S> cast = {};
+    template <class F> void outputs(F gives) const {
+        gives("out", cast.pre_gelu ? nullptr : out, M, N); gives("grad", grad, M, N);
+        gives("cast", cast.out, M, N); gives("cast_t", cast.out_t, N, M); gives("dbias", cast.dbias, N);
+    }
 };
-template <class X, class S> struct Fp8Scales {          // after a step: the next one's scales
+template <class X, class S> struct Fp8ScalesOf {          // after a step: the next one's scales
     Fp8Tensor* tensors;                 // (count) their histories and scales
     S* saturated;                       // one value: the largest part of a tensor that has saturated, or
                                         // infinite where a tensor was not finite
@@ -168,28 +201,36 @@ template <class X, class S> struct Fp8Scales {          // after a step: the nex
                                         // update_decision then skips the update
     size_t record_bytes, stats_at;
     int ranks, rank, count;
+    template <class F> void outputs(F gives) const {
+        gives("scale", tensors ? &tensors->scale : nullptr, 1); gives("saturated", saturated, 1);
+    }
 };
 
-template <class X, class S> struct GeluForward {
+template <class X, class S> struct GeluForwardOf {
     X* out;                             // (n)
     const X* inp;                       // (n)
     size_t n;
+    template <class F> void outputs(F gives) const { gives("out", out, n); }
 };
-template <class X, class S> struct GeluBackward {       // in place: d = d * gelu'(inp)
+template <class X, class S> struct GeluBackwardOf {       // in place: d = d * gelu'(inp)
     X* d;                               // (N,OC) gradient of the output, then of the input
     GradOf<S> dbias;                    // (OC) or null: column sums of the new d, as stored
     S* scratch;
     const X* inp;                       // (N,OC)
     int N, OC;
+    template <class F> void outputs(F gives) const { gives("dinp", d, N, OC), gives("dbias", dbias, OC); }
 };
 
-template <class X, class S> struct AttentionForward {   // causal self-attention of each head
+template <class X, class S> struct AttentionForwardOf {   // causal self-attention of each head
     X* out;                             // (B,T,NH,HS) = (B,T,C)
     S* lse;                             // (B,NH,T) log-sum-exp of the scores
     const X* qkv;                       // (B,T,3,NH,HS)
     int B, T, NH, HS;
+    template <class F> void outputs(F gives) const {
+        gives("out", out, B, T, NH, HS); gives("lse", lse, B, NH, T);
+    }
 };
-template <class X, class S> struct AttentionBackward {
+template <class X, class S> struct AttentionBackwardOf {
     X* dqkv;                            // (B,T,3,NH,HS) not written with fp8
     S* scratch;
     const X *dout, *out, *qkv;          // (B,T,C) (B,T,C) (B,T,3,NH,HS)
@@ -198,9 +239,13 @@ template <class X, class S> struct AttentionBackward {
     uint8_t* fp8 = nullptr;             // (B,T,3,NH,HS) or null; else the bytes of dqkv * scale in e4m3
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
+    template <class F> void outputs(F gives) const {
+        gives("dqkv", fp8 ? nullptr : dqkv, B, T, 3, NH, HS); gives("fp8_dqkv", fp8, B, T, 3, NH, HS);
+        gives("fp8_amax", stats ? &stats->amax : nullptr, 1);
+    }
 };
 
-template <class X, class S> struct Classifier {         // softmax and cross-entropy over the first V columns
+template <class X, class S> struct ClassifierOf {       // softmax and cross-entropy over the first V columns
     X* logits;                          // (N,Vp); LossAndGrad: then their gradient times dloss * loss_scale,
                                         // if it does not go to fp8_grad
     S* losses;                          // (N)
@@ -211,25 +256,33 @@ template <class X, class S> struct Classifier {         // softmax and cross-ent
     ClassifierMode mode;
     uint8_t* fp8_grad = nullptr;        // (N,Vp) or null; the gradient times kFp8Dlogits, in e5m2
     Fp8Tensor* fp8_tensor = nullptr;    // with it: `inverse` is set to what its bytes are multiplied by
+    template <class F> void outputs(F gives) const {
+        gives("losses", losses, N);
+        gives("dlogits", mode == ClassifierMode::LossAndGrad && !fp8_grad ? logits : nullptr, N, Vp);
+        gives("fp8_dlogits", fp8_grad, N, Vp);
+        gives("fp8_inverse", fp8_tensor ? &fp8_tensor->inverse : nullptr, 1);
+    }
 };
-template <class X, class S> struct GatherRows {         // out[n,:] = inp[rows[n],:], to the bit
+template <class X, class S> struct GatherRowsOf {         // out[n,:] = inp[rows[n],:], to the bit
     X* out;                             // (N,C)
     const X* inp;
     const int* rows;                    // (N)
     int N, C;
+    template <class F> void outputs(F gives) const { gives("out", out, N, C); }
 };
-template <class X, class S> struct LossSum {            // mean (+)= weight * sum of losses
+template <class X, class S> struct LossSumOf {            // mean (+)= weight * sum of losses
     S* mean;                            // one value
     const S* losses;                    // (N)
     float weight;
     Accumulate acc;
     int N;
+    template <class F> void outputs(F gives) const { gives("mean", mean, 1); }
 };
 
 // Gradients of lanes (section 8): out = chain[0] + (chain[1] + (... + sum of the pieces)). Pieces are summed
 // in pairs, (0 + 1) + (2 + 3) and so on; the last of an odd number moves up a level. Chain and pieces are
 // parts of one tree.
-template <class X, class S> struct LaneSum {
+template <class X, class S> struct LaneSumOf {
     GradOf<S> out;                      // (n), stored; may be one of the inputs
     const S* chain[kMaxLevels] = {};    // (n) each
     int num_chain = 0;
@@ -237,14 +290,16 @@ template <class X, class S> struct LaneSum {
     uint32_t piece_micros = 0;          // stored by micro-step key.micro + r * piece_micros
     int num_pieces;
     size_t n;                           // a multiple of kChunk
+    template <class F> void outputs(F gives) const { gives("out", out, n); }
 };
-template <class X, class S> struct SquareSums {         // of the gradient's chunks
+template <class X, class S> struct SquareSumsOf {         // of the gradient's chunks
     double* sums;                       // (rows,n/kChunk)
     StoredGrads grads;                  // (rows,n)
     size_t n;                           // a multiple of kChunk
     Rows rows;
+    template <class F> void outputs(F gives) const { gives("sums", sums, rows.count, n / kChunk); }
 };
-template <class X, class S> struct UpdateDecision {     // loss, norm, and the decision about the update
+template <class X, class S> struct UpdateDecisionOf {     // loss, norm, and the decision about the update
     UpdateState* state;
     S* loss;                            // mean over the total batch: the sum of all lanes'
     const char* records;                // (ranks,record_bytes): each rank's sums and, at lanes_at, its lanes'
@@ -255,8 +310,12 @@ template <class X, class S> struct UpdateDecision {     // loss, norm, and the d
     int num_ranges;
     float max_norm;                     // 0: no clipping
     UpdatePolicy policy;
+    template <class F> void outputs(F gives) const {
+        gives("loss", loss, 1); gives("norm", state ? &state->norm : nullptr, 1);
+        gives("grad_scale", state ? &state->grad_scale : nullptr, 1);
+    }
 };
-template <class X, class S> struct AdamW {              // a skipped update changes nothing
+template <class X, class S> struct AdamWOf {              // a skipped update changes nothing
     void* params;                       // (rows,n) X, or S
     bool params_fp32;                   // params point to S
     S *master, *m, *v;                  // (rows,n); master: null when the parameters are all there is
@@ -267,6 +326,10 @@ template <class X, class S> struct AdamW {              // a skipped update chan
     double weight_decay, lr, beta1, beta2, eps;
     RoundKey key;                       // for rounding 16-bit parameters without master copies: element i
     size_t first;                       // draws as number first + i
+    template <class F> void outputs(F gives) const {
+        gives("params", (X*)params, n); gives("master", master, rows.count, n); gives("m", m, rows.count, n);
+        gives("v", v, rows.count, n);
+    }
 };
 
 // Muon (Keller Jordan and others, "Muon: An optimizer for hidden layers in neural networks", 2024,
@@ -282,7 +345,7 @@ template <class X, class S> struct AdamW {              // a skipped update chan
 // m += (1 - momentum) (g - m), and wd is Muon's own, apart from AdamW's: all as in torch.optim.Muon.
 constexpr double kMuonA = 3.4445, kMuonB = -4.7750, kMuonC = 2.0315;
 
-template <class X, class S> struct MuonMomentum {       // a skipped update changes nothing
+template <class X, class S> struct MuonMomentumOf {       // a skipped update changes nothing
     typename MuonValue<X>::type* update;        // (rows,n), update_row elements from row to row
     S* m;                               // (rows,n)
     StoredGrads grads;                  // (rows,n)
@@ -290,6 +353,9 @@ template <class X, class S> struct MuonMomentum {       // a skipped update chan
     size_t n, update_row;               // n: a multiple of 8
     Rows rows;
     double momentum;
+    template <class F> void outputs(F gives) const {
+        gives("update", update, n); gives("m", m, rows.count, n);
+    }
 };
 // Matrices of one shape, `parts` of them in each of `layers` buckets. In scratch they have no gaps, and all
 // layers of one part come before those of the next, so that one call can multiply them all.
@@ -301,7 +367,7 @@ struct MuonPlaces {
     LLMC_HD int count() const { return parts * layers; }
     LLMC_HD size_t of(int i) const { return at[i / layers] + i % layers * stride; }    // of matrix i
 };
-template <class X, class S> struct MuonOrthogonalise {
+template <class X, class S> struct MuonOrthogonaliseOf {
     typename MuonValue<X>::type* out;           // matrix i, (rows,cols), at places.of(i); may be inp
     const typename MuonValue<X>::type* inp;     // as out
     typename MuonValue<X>::type *x, *y;         // scratch: (count,rows,cols) each
@@ -310,8 +376,9 @@ template <class X, class S> struct MuonOrthogonalise {
     MuonPlaces places;
     int rows, cols, steps;
     int layers_all;                     // the whole job's layers; a call on a part of them has the same bits
+    template <class F> void outputs(F gives) const { gives("out", out, rows, cols); }
 };
-template <class X, class S> struct MuonUpdate {         // a skipped update changes nothing
+template <class X, class S> struct MuonUpdateOf {         // a skipped update changes nothing
     void* params;                       // (rows,n) X
     S* master;                          // (rows,n); null when the parameters are all there is
     const typename MuonValue<X>::type* update;  // (rows,n), update_row elements from row to row
@@ -321,35 +388,47 @@ template <class X, class S> struct MuonUpdate {         // a skipped update chan
     double weight_decay, lr;
     RoundKey key;                       // as AdamW's
     size_t first;
+    template <class F> void outputs(F gives) const {
+        gives("params", (X*)params, n); gives("master", master, rows.count, n);
+    }
 };
 
 // Writing text: each of N rows is one new token of its own text, whose earlier keys and values are kept. A
 // row's bits do not depend on the other rows or on their number.
-template <class X, class S> struct DecodeEncoder {      // token plus position embedding
+template <class X, class S> struct DecodeEncoderOf {      // token plus position embedding
     X* out;                             // (N,C)
     const int *tokens, *positions;      // (N)
     const X *wte, *wpe;                 // (Vp,C) (maxT,C)
     int N, C;
+    template <class F> void outputs(F gives) const { gives("out", out, N, C); }
 };
-template <class X, class S> struct DecodeMatmul {       // out = inp weight^T + bias
+template <class X, class S> struct DecodeMatmulOf {       // out = inp weight^T + bias
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
     bool gelu;                          // out = gelu of the sum, rounded first
     int N, C, OC;                       // C a multiple of 8
+    template <class F> void outputs(F gives) const { gives("out", out, N, OC); }
 };
-template <class X, class S> struct DecodeAttention {    // of each row's query over its positions up to this
+template <class X, class S> struct DecodeAttentionOf {    // of each row's query over its positions up to this
     X* out;                             // (N,C)
     X *keys, *values;                   // (N,T,C): those of this position are stored first
     const X* qkv;                       // (N,3,NH,HS)
     const int* positions;               // (N) below T
     int N, T, NH, HS;
+    template <class F> void outputs(F gives) const {
+        gives("out", out, N, NH, HS); gives("keys", keys, N, T, NH, HS);
+        gives("values", values, N, T, NH, HS);
+    }
 };
-template <class X, class S> struct CacheStore {         // keys and values of a forward over `count` positions
+template <class X, class S> struct CacheStoreOf {       // keys and values of a forward over `count` positions
     X *keys, *values;                   // (rows,T,C): each row's first `count` positions, the same for all
     const X* qkv;                       // (count,3,C)
     int rows, count, T, C;
+    template <class F> void outputs(F gives) const {
+        gives("keys", keys, rows, T, C); gives("values", values, rows, T, C);
+    }
 };
-template <class X, class S> struct SampleTokens {       // sample_token() of each row
+template <class X, class S> struct SampleTokensOf {       // sample_token() of each row
     int* tokens;                        // (N) -1: all logits are NaN
     int* positions;                     // (N) one more than before
     uint64_t* draws;                    // (N) number of the row's random number; one more than before
@@ -358,88 +437,54 @@ template <class X, class S> struct SampleTokens {       // sample_token() of eac
     Sampling sampling;
     uint64_t seed;
     int N, V;
+    template <class F> void outputs(F gives) const { gives("tokens", tokens, N); }
 };
 
-// The table of ops, each op(const Arguments<X, S>& a, Stream stream). After the two names come its output
-// tensors: name, pointer (null where a call does not compute it), dimensions. Both builds declare the ops by
-// this table, and the tests' --break OP.OUTPUT disturbs an output. Outputs with gaps between their rows, and
-// encoder_backward's dwte, whose number of rows the op does not know, are named by row 0 alone.
-#define GPT2_OPS(X)                                                                                    \
-    X(encoder_forward, EncoderForward, out("out", a.out, a.B, a.T, a.C))                               \
-    X(encoder_backward, EncoderBackward, out("dwte", a.dwte, a.C), out("dwpe", a.dwpe, a.maxT, a.C))   \
-    X(norm_forward, NormForward, out("y0", a.y[0].out, a.N, a.C), out("y1", a.y[1].out, a.N, a.C),     \
-      out("fp8_y0", a.y[0].fp8, a.N, a.C), out("fp8_y1", a.y[1].fp8, a.N, a.C),                        \
-      out("fp8_amax0", a.y[0].stats ? &a.y[0].stats->amax : nullptr, 1),                               \
-      out("mean", a.kind == NormKind::Layer ? a.mean : nullptr, a.N), out("rstd", a.rstd, a.N),        \
-      out("residual", a.residual, a.N, a.C))                                                           \
-    X(norm_backward, NormBackward, out("dresidual", a.dresidual, a.N, a.C),                            \
-      out("dweight0", a.y[0].dweight, a.C), out("dbias0", a.y[0].dbias, a.C),                          \
-      out("dweight1", a.y[1].dweight, a.C), out("dbias1", a.y[1].dbias, a.C),                          \
-      out("branch0", a.branch[0].dout, a.N, a.C), out("branch1", a.branch[1].dout, a.N, a.C),          \
-      out("branch_bias0", a.branch[0].dbias, a.C), out("branch_bias1", a.branch[1].dbias, a.C))        \
-    X(matmul_forward, MatmulForward, out("out", a.out, a.N, a.OC),                                     \
-      out("pre_gelu", a.pre_gelu, a.N, a.OC))                                                          \
-    X(matmul_backward_input, MatmulBackwardInput, out("dinp", a.dinp, a.N, a.C),                       \
-      out("dbias", a.dbias, a.C))                                                                      \
-    X(matmul_backward_weight, MatmulBackwardWeight, out("dweight", a.dweight, a.OC, a.C))              \
-    X(bias_backward, BiasBackward, out("dbias", a.dbias, a.OC))                                        \
-    X(grad_accumulate, GradAccumulate, out("grad", a.grad, a.n))                                       \
-    X(fp8_cast, Fp8Cast, out("out", a.out, a.N, a.C), out("out_t", a.out_t, a.C, a.N),                 \
-      out("amax", a.stats ? &a.stats->amax : nullptr, 1), out("dbias", a.dbias, a.C))                  \
-    X(fp8_transpose, Fp8Transpose, out("out", a.out, a.C, a.N), out("dbias", a.dbias, a.C))            \
-    X(fp8_matmul, Fp8Matmul, out("out", a.cast.pre_gelu ? nullptr : a.out, a.M, a.N),                  \
-      out("grad", a.grad, a.M, a.N), out("cast", a.cast.out, a.M, a.N),                                \
-      out("cast_t", a.cast.out_t, a.N, a.M), out("dbias", a.cast.dbias, a.N))                          \
-    X(fp8_scales, Fp8Scales, out("scale", a.tensors ? &a.tensors->scale : nullptr, 1),                 \
-      out("saturated", a.saturated, 1))                                                                \
-    X(gelu_forward, GeluForward, out("out", a.out, a.n))                                               \
-    X(gelu_backward_inplace, GeluBackward, out("dinp", a.d, a.N, a.OC), out("dbias", a.dbias, a.OC))   \
-    X(attention_forward, AttentionForward, out("out", a.out, a.B, a.T, a.NH, a.HS),                    \
-      out("lse", a.lse, a.B, a.NH, a.T))                                                               \
-    X(attention_backward, AttentionBackward,                                                           \
-      out("dqkv", a.fp8 ? nullptr : a.dqkv, a.B, a.T, 3, a.NH, a.HS),                                  \
-      out("fp8_dqkv", a.fp8, a.B, a.T, 3, a.NH, a.HS),                                                 \
-      out("fp8_amax", a.stats ? &a.stats->amax : nullptr, 1))                                          \
-    X(classifier, Classifier, out("losses", a.losses, a.N),                                            \
-      out("dlogits", a.mode == ClassifierMode::LossAndGrad && !a.fp8_grad ? a.logits : nullptr, a.N,   \
-          a.Vp),                                                                                       \
-      out("fp8_dlogits", a.fp8_grad, a.N, a.Vp),                                                       \
-      out("fp8_inverse", a.fp8_tensor ? &a.fp8_tensor->inverse : nullptr, 1))                          \
-    X(gather_rows, GatherRows, out("out", a.out, a.N, a.C))                                            \
-    X(loss_sum, LossSum, out("mean", a.mean, 1))                                                       \
-    X(lane_sum, LaneSum, out("out", a.out, a.n))                                                       \
-    X(square_sums, SquareSums, out("sums", a.sums, a.rows.count, a.n / kChunk))                        \
-    X(update_decision, UpdateDecision, out("loss", a.loss, 1),                                         \
-      out("norm", a.state ? &a.state->norm : nullptr, 1),                                              \
-      out("grad_scale", a.state ? &a.state->grad_scale : nullptr, 1))                                  \
-    X(adamw_update, AdamW, out("params", (Weight*)a.params, a.n),                                      \
-      out("master", a.master, a.rows.count, a.n), out("m", a.m, a.rows.count, a.n),                    \
-      out("v", a.v, a.rows.count, a.n))                                                                \
-    X(muon_momentum, MuonMomentum, out("update", a.update, a.n), out("m", a.m, a.rows.count, a.n))     \
-    X(muon_orthogonalise, MuonOrthogonalise, out("out", a.out, a.rows, a.cols))                        \
-    X(muon_update, MuonUpdate, out("params", (Weight*)a.params, a.n),                                  \
-      out("master", a.master, a.rows.count, a.n))                                                      \
-    X(decode_encoder, DecodeEncoder, out("out", a.out, a.N, a.C))                                      \
-    X(decode_matmul, DecodeMatmul, out("out", a.out, a.N, a.OC))                                       \
-    X(decode_attention, DecodeAttention, out("out", a.out, a.N, a.NH, a.HS),                           \
-      out("keys", a.keys, a.N, a.T, a.NH, a.HS), out("values", a.values, a.N, a.T, a.NH, a.HS))        \
-    X(cache_store, CacheStore, out("keys", a.keys, a.rows, a.T, a.C),                                  \
-      out("values", a.values, a.rows, a.T, a.C))                                                       \
-    X(sample_tokens, SampleTokens, out("tokens", a.tokens, a.N))
+// The table of ops, each op(const Arguments& a, Stream stream). Both builds declare the ops by it, and the
+// tests' --break OP.OUTPUT disturbs an output.
+#define GPT2_OPS(X)                                 \
+    X(encoder_forward, EncoderForward)              \
+    X(encoder_backward, EncoderBackward)            \
+    X(norm_forward, NormForward)                    \
+    X(norm_backward, NormBackward)                  \
+    X(matmul_forward, MatmulForward)                \
+    X(matmul_backward_input, MatmulBackwardInput)   \
+    X(matmul_backward_weight, MatmulBackwardWeight) \
+    X(bias_backward, BiasBackward)                  \
+    X(grad_accumulate, GradAccumulate)              \
+    X(fp8_cast, Fp8Cast)                            \
+    X(fp8_transpose, Fp8Transpose)                  \
+    X(fp8_matmul, Fp8Matmul)                        \
+    X(fp8_scales, Fp8Scales)                        \
+    X(gelu_forward, GeluForward)                    \
+    X(gelu_backward_inplace, GeluBackward)          \
+    X(attention_forward, AttentionForward)          \
+    X(attention_backward, AttentionBackward)        \
+    X(classifier, Classifier)                       \
+    X(gather_rows, GatherRows)                      \
+    X(loss_sum, LossSum)                            \
+    X(lane_sum, LaneSum)                            \
+    X(square_sums, SquareSums)                      \
+    X(update_decision, UpdateDecision)              \
+    X(adamw_update, AdamW)                          \
+    X(muon_momentum, MuonMomentum)                  \
+    X(muon_orthogonalise, MuonOrthogonalise)        \
+    X(muon_update, MuonUpdate)                      \
+    X(decode_encoder, DecodeEncoder)                \
+    X(decode_matmul, DecodeMatmul)                  \
+    X(decode_attention, DecodeAttention)            \
+    X(cache_store, CacheStore)                      \
+    X(sample_tokens, SampleTokens)
 
-// op_name(a) is the op's name. op_outputs(a, f) calls f(op, output, where, elements) for each of its outputs;
-// `where` is a pointer or GradOf. (Weight is the structs' X, a name that the macro has taken.)
-#define X(op, Args, ...)                                                            \
-    template <class Weight, class S>                                                \
-    constexpr const char* op_name(const Args<Weight, S>&) { return #op; }           \
-    template <class Weight, class S, class F>                                       \
-    void op_outputs(const Args<Weight, S>& a, F f) {                                \
-        auto out = [&](const char* output, auto where, auto... dimensions) {        \
-            f(#op, output, where, (1 * ... * (size_t)dimensions));                  \
-        };                                                                          \
-        __VA_ARGS__;                                                                \
-    }
+// op_name(a) is the op's name. op_outputs(a, f) calls f(op, output, where, elements) for each of its outputs.
+#define X(op, Args) \
+    template <class Real, class S> constexpr const char* op_name(const Args##Of<Real, S>&) { return #op; }
 GPT2_OPS(X)
 #undef X
+template <class Args, class F> void op_outputs(const Args& a, F f) {
+    a.outputs([&](const char* output, auto where, auto... dimensions) {
+        f(op_name(a), output, where, (1 * ... * (size_t)dimensions));
+    });
+}
 
 #endif  // LLMC_OPS_OPS_H
