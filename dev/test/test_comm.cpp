@@ -829,6 +829,11 @@ static void test_patience() {
 }
 
 static void test_limits() {
+    check_dies("what a process has lost when it dies", [] {
+        char* volatile lost = new char[100];
+        lost = nullptr;
+        die("too late%s", lost ? "" : " to be a leak");
+    }, {"too late to be a leak"});
     // what a peer says of sizes is not believed
     for (uint64_t size : {(uint64_t)1 << 62, (uint64_t)20 << 30}) {
         check_dies("a size", [&] {
