@@ -38,46 +38,45 @@ static inline long long number_in(const std::string& path) {
     return number;
 }
 
-// The memory that a control group may still take: the minimum over the group and all groups that contain it.
-// The kernel counts cached files as used. It can drop them, so they are free here.
-static inline size_t cgroup_tree_free(const std::string& root, std::string group, const char* limit,
-                                      const char* usage, const char* cached) {
-    size_t left = (size_t)-1;
-    if (group.find("..") != std::string::npos) { group = "/"; }     // the group is outside this container
-    for (;; group.erase(group.rfind('/'))) {
-        const std::string at = root + (group == "/" ? "" : group) + "/";
-        const long long most = number_in(at + limit), used = number_in(at + usage);
-        if (most >= 0 && used >= 0) {
-            const long long cache = (long long)proc_bytes((at + "memory.stat").c_str(), cached, 1);
-            left = std::min(left, (size_t)std::max(1LL, most - used + cache));
-        }
-        if (group.empty() || group == "/") { return left; }
-    }
-}
-
-// Containers and schedulers limit memory by control groups and kill processes that take more. `self` has
-// lines ID:CONTROLLERS:GROUP. The line of version 2 names no controllers; version 1 has a tree for each.
-// Tests pass their own `root`, the folder of the trees.
-static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgroup",
-                                        const char* self = "/proc/self/cgroup") {
-    size_t left = (size_t)-1;
+// Calls look(folder, is_version_2) for this process's control group and for all groups that contain it.
+// `self` has lines ID:CONTROLLERS:GROUP. The line of version 2 names no controllers; version 1 has a tree for
+// each. Tests pass their own `root`, the folder of the trees.
+template <class Look>
+static inline void cgroup_walk(const std::string& root, const char* self, const std::string& controller,
+                               const Look& look) {
     FILE* f = fopen(self, "r");
     char line[4096];
     while (f && fgets(line, sizeof(line), f)) {
         const std::string text(line, strcspn(line, "\n"));
         const size_t first = text.find(':'), second = text.find(':', first + 1);
         if (second == std::string::npos) { continue; }
-        const std::string group = text.substr(second + 1);
+        std::string group = text.substr(second + 1);
         const std::string controllers = "," + text.substr(first + 1, second - first - 1) + ",";
-        if (controllers == ",,") {
-            left = std::min(left, cgroup_tree_free(root, group, "memory.max", "memory.current",
-                                                   "inactive_file"));
-        } else if (controllers.find(",memory,") != std::string::npos) {
-            left = std::min(left, cgroup_tree_free(root + "/memory", group, "memory.limit_in_bytes",
-                                                   "memory.usage_in_bytes", "total_inactive_file"));
+        const bool two = controllers == ",,";
+        if (!two && controllers.find("," + controller + ",") == std::string::npos) { continue; }
+        const std::string tree = two ? root : root + "/" + controller;
+        if (group.find("..") != std::string::npos) { group = "/"; }     // the group is outside this container
+        for (;; group.erase(group.rfind('/'))) {
+            look(tree + (group == "/" ? "" : group) + "/", two);
+            if (group.empty() || group == "/") { break; }
         }
     }
     if (f) { fclose(f); }
+}
+
+// Containers and schedulers limit memory by control groups and kill processes that take more. The kernel
+// counts cached files as used. It can drop them, so they are free here.
+static inline size_t cgroup_memory_free(const std::string& root = "/sys/fs/cgroup",
+                                        const char* self = "/proc/self/cgroup") {
+    size_t left = (size_t)-1;
+    cgroup_walk(root, self, "memory", [&](const std::string& at, bool two) {
+        const long long most = number_in(at + (two ? "memory.max" : "memory.limit_in_bytes"));
+        const long long used = number_in(at + (two ? "memory.current" : "memory.usage_in_bytes"));
+        if (most < 0 || used < 0) { return; }
+        const char* cached = two ? "inactive_file" : "total_inactive_file";
+        const long long cache = (long long)proc_bytes((at + "memory.stat").c_str(), cached, 1);
+        left = std::min(left, (size_t)std::max(1LL, most - used + cache));
+    });
     return left;
 }
 

@@ -33,6 +33,7 @@ size of the text.
 #include <vector>       // gives: std::vector
 
 #include "llmc/check.h"             // gives: die, AtomicFile
+#include "llmc/host_cores.h"        // gives: host_cores
 #include "llmc/run/flags.h"         // gives: Flag, flags_parse
 #include "llmc/data/tokenizer.h"    // gives: Tokenizer
 #include "tokenizer_tool.h"         // gives: TokenizerCache, tokenizer_can_cut, tokenizer_write
@@ -556,7 +557,7 @@ static void convert(const std::vector<std::string>& files) {
     for (const ShardWriter* w : {&out.val, &out.train}) { output_check(shard_path(*w, 0).c_str()); }
     if (!all_trains) { out.waiting = waiting_open(prefix); }
 
-    int threads = cfg.threads ? cfg.threads : std::max(1, (int)std::thread::hardware_concurrency());
+    int threads = cfg.threads ? cfg.threads : host_cores();
     progress.start = seconds();
     tokenize_files(files, &tok, threads, (Separators)cfg.separators, &out, &progress);
     if (progress.tokens == 0) {

@@ -388,6 +388,13 @@ static int port_in_use() {
     return port;
 }
 
+// A job's number, of which SLURM's ranks make the port.
+static int slurm_job() {
+    int job = 70000 + (int)getpid() % 10000;
+    while (free_port(20000 + job % 10000) < 0) { job++; }
+    return job;
+}
+
 static std::string local_server(int port) { return format("server=127.0.0.1:%d", port); }
 
 // The same over TCP: one process for each rank, all but `odd` end with `code`.
@@ -407,6 +414,13 @@ static std::vector<Case> failure_cases() {
                   .args = {"timeout=8"}, .world = 4, .start = {0, 3}}, 1),
         over_tcp({.name = "never come, of many", .words = {"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more of 11"},
                   .args = {"timeout=1"}, .world = 11, .start = {0}}, 1),
+        // as in the shell of `srun -n 2 --pty bash`
+        {.name = "never come, to a shell", .codes = {1},
+         .words = {"note: still waiting for rank 1, at localhost, port 2", "rank 1 of 2 did not come",
+                   "(SLURM_NTASKS=2 asks for 2 processes; --gpus 1 runs alone)"},
+         .args = {"timeout=11"},
+         .env = {"SLURM_NTASKS=2", "SLURM_STEP_NODELIST=localhost", format("SLURM_JOB_ID=%d", slurm_job())},
+         .world = 2, .local = false, .start = {0}, .rank_variable = "SLURM_PROCID"},
         {.name = "a slow first step", .program = "slow_start", .args = {kStillArg}},
         {.name = "patience of rank 0", .program = "patience", .victim = 0, .args = {kStillArg}},
         {.name = "patience of rank 1", .program = "patience", .victim = 1, .args = {kStillArg}},
@@ -509,16 +523,20 @@ static std::vector<Case> start_cases() {
     port.args[1] = local_server(port_in_use());
     cases.push_back(port);
     // One process for each rank, which a scheduler's variables number
-    int job = 70000 + (int)getpid() % 10000;    // the port is made of the job's number
-    while (free_port(20000 + job % 10000) < 0) { job++; }
     cases.push_back({.name = "torchrun", .program = "collectives", .codes = {0, 0},
                      .env = {"WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1",
                              format("MASTER_PORT=%d", free_port() - 1)},
                      .world = 2, .local = false, .rank_variable = "RANK"});
     cases.push_back({.name = "slurm", .program = "collectives", .codes = {0, 0},
                      .env = {"SLURM_NTASKS=2", "SLURM_STEP_NODELIST=localhost", "SLURM_STEP_ID=0",
-                             format("SLURM_JOB_ID=%d", job)},
+                             format("SLURM_JOB_ID=%d", slurm_job())},
                      .world = 2, .local = false, .rank_variable = "SLURM_PROCID"});
+    // A program's own flags, in the environment of another job's rank
+    const std::vector<std::string> of_srun = {"SLURM_NTASKS=4", "SLURM_STEP_ID=0", "SLURM_PROCID=1"};
+    cases.push_back({.name = "collectives in a task", .program = "collectives", .env = of_srun,
+                     .out = "collectives of 3: 0.0/3 1.1/3 2.2/3\n"});
+    cases.push_back(over_tcp({.name = "collectives in a task", .program = "collectives", .env = of_srun,
+                              .world = 2}));
     return cases;
 }
 
@@ -760,23 +778,29 @@ static void test_names() {
     for (const char* bad : {"a:", ":1", "a:0", "a:65536", "a:b", "a:1x", "[::1", "[::1]x"}) {
         check_dies(bad, [&] { comm_parse_server(bad, kCommPort, 0); }, {"-ps", bad, "65535"});
     }
-    for (const char* rank : {"", "1x", "-1", "4294967297"}) {          // is no job's variable
-        check_lives(rank, [=] {
-            setenv("RANK", rank, 1);
-            setenv("WORLD_SIZE", "2", 1);
-            printf("%s.", comm_foreign().name.c_str());
-        }, ".");
-    }
     const struct { const char* name; std::vector<const char*> env; const char* server; } schedulers[] = {
         {"srun", {"SLURM_JOB_ID=1234567", "SLURM_JOB_NODELIST=n1"}, "n1:24567"},
         {"srun", {"SLURM_JOB_ID=98765", "SLURM_JOB_NODELIST=n1"}, "n1:28765"},
-        {"torchrun", {"MASTER_ADDR=n1", "MASTER_PORT=500"}, "n1:501"}};
+        {"srun", {"SLURM_JOB_ID=", "SLURM_JOB_NODELIST=n1"}, "n1:29547"},
+        {"torchrun", {"MASTER_ADDR=n1", "MASTER_PORT=500"}, "n1:501"},
+        {"torchrun", {"MASTER_PORT=65534", "MASTER_ADDR=n1"}, "n1:65535"}};
     for (const auto& k : schedulers) {
         check_lives(k.env[0], [&] {
             for (const char* e : k.env) { putenv((char*)e); }
-            const CommAddress a = comm_foreign_server(CommOptions(), {k.name, 0, 2});
+            const CommAddress a = comm_foreign_server(CommOptions(), {k.name, 0, 2, "", ""});
             printf("%s:%s", a.host.c_str(), a.port.c_str());
         }, k.server);
+    }
+    const struct { const char *name, *value, *most; } numbers[] = {
+        {"MASTER_PORT", "65535", "1 to 65534"}, {"MASTER_PORT", "x", "1 to 65534"},
+        {"MASTER_PORT", "0", "1 to 65534"}, {"SLURM_JOB_ID", "12_7", "0 to 4294967295"},
+        {"SLURM_JOB_ID", "-5", "0 to 4294967295"}};
+    for (const auto& n : numbers) {
+        const std::string set = format("%s=%s", n.name, n.value);
+        check_dies(set, [&] {
+            setenv(n.name, n.value, 1);
+            comm_foreign_server(CommOptions(), {*n.name == 'M' ? "torchrun" : "srun", 0, 2, "", ""});
+        }, {set, n.most, "hint:"});
     }
 }
 
@@ -805,6 +829,11 @@ static void test_patience() {
 }
 
 static void test_limits() {
+    check_dies("what a process has lost when it dies", [] {
+        char* volatile lost = new char[100];
+        lost = nullptr;
+        die("too late%s", lost ? "" : " to be a leak");
+    }, {"too late to be a leak"});
     // what a peer says of sizes is not believed
     for (uint64_t size : {(uint64_t)1 << 62, (uint64_t)20 << 30}) {
         check_dies("a size", [&] {
@@ -840,7 +869,12 @@ static void test_contradictions() {
     struct Wrong { CommOptions o; std::vector<std::string> words; std::vector<const char*> env; };
     const std::vector<const char*> of_mpi = {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=4"};
     const Wrong wrong[] = {
-        {{.gpus = 2}, {"--gpus 2", "mpirun", "4 ranks"}, of_mpi},
+        {{}, {"RANK=1x and WORLD_SIZE=2", "--gpus 1"}, {"RANK=1x", "WORLD_SIZE=2"}},
+        {{}, {"RANK=-1 ", "hint:"}, {"RANK=-1", "WORLD_SIZE=2"}},
+        {{}, {"RANK=2 and WORLD_SIZE=2"}, {"RANK=2", "WORLD_SIZE=2"}},
+        {{}, {"WORLD_SIZE=4294967297"}, {"RANK=0", "WORLD_SIZE=4294967297"}},
+        {{}, {"OMPI_COMM_WORLD_RANK=x"}, {"OMPI_COMM_WORLD_RANK=x", "OMPI_COMM_WORLD_SIZE=4"}},
+        {{}, {"SLURM_NTASKS=two"}, {"SLURM_PROCID=0", "SLURM_NTASKS=two"}},
         {{.gpus = 2, .processes = 2}, {"--gpus 2", "-pn"}, {}},
         {{.init = CommInit::Tcp}, {"-ps HOST"}, {}},
         {{.init = CommInit::Tcp, .server = "a"}, {"-pn", "-pr"}, {}},
@@ -863,6 +897,24 @@ static void test_contradictions() {
             for (const char* e : w.env) { putenv((char*)e); }
             comm_start(w.o, argv);
         }, w.words);
+    }
+    // a program of its own: where the environment is of a shell that srun has started, or says nothing
+    const struct { CommOptions o; std::vector<const char*> env; const char* note; } alone[] = {
+        {{.gpus = 1}, {"SLURM_PROCID=0", "SLURM_NTASKS=2"},
+         "note: SLURM_NTASKS=2 does not count beside --gpus 1\n"},
+        {{.processes = 1}, {"RANK=0", "WORLD_SIZE=3"}, "note: WORLD_SIZE=3 does not count beside -pn 1\n"},
+        {{.processes = 1, .process = 0}, {"RANK=1", "WORLD_SIZE=3"}, ""},
+        {{.gpus = 1}, of_mpi, "note: OMPI_COMM_WORLD_SIZE=4 does not count beside --gpus 1\n"},
+        {{.gpus = 1}, {"RANK=1x", "WORLD_SIZE=2"}, ""},
+        {{}, {"RANK=", "WORLD_SIZE=2"}, ""}};
+    for (const auto& a : alone) {
+        const Child c = run_child([&] {
+            for (const char* e : a.env) { putenv((char*)e); }
+            comm_start(a.o, argv);
+            printf("%d of %d", comm.rank, comm.world);
+        });
+        CHECK_TEXT(c.out, "0 of 1");
+        CHECK_TEXT(c.err, a.note);
     }
     check_lives("a batch script is none of the tasks that it may start", [&] {
         for (const char* e : {"SLURM_PROCID=0", "SLURM_NTASKS=8", "ENVIRONMENT=BATCH"}) { putenv((char*)e); }

@@ -17,6 +17,7 @@ from run to run.
 #include "llmc/run/plan.h"
 #include "llmc/run/report.h"
 #include "llmc/run/samples.h"
+#include "llmc/host_cores.h"
 #include "llmc/host_memory.h"
 #include "llmc/model/lanes.h"
 #include "llmc/model/memory_plan.h"
@@ -282,6 +283,41 @@ static void test_memory() {
         CHECK(cgroup_memory_free(root, "/nowhere") == (size_t)-1, "without groups");
         write_text(self, "3:memory:/nowhere\n");
         CHECK(cgroup_memory_free(root, self.c_str()) > (1ul << 60), "only the root is seen, without a limit");
+    }
+    TEST("cores: quotas of control groups, versions 1 and 2; OMP_NUM_THREADS") {
+        const std::string root = in_folder("quotas"), self = root + "/self";
+        const struct { const char *file, *text; } files[] = {
+            {"/job/cpu.max", "250000 100000\n"}, {"/job/step/cpu.max", "max 100000\n"},
+            {"/job/wide/cpu.max", "6400000 100000\n"}, {"/half/cpu.max", "50000 100000\n"},
+            {"/cpu/cpu.cfs_quota_us", "-1\n"}, {"/cpu/cpu.cfs_period_us", "100000\n"},
+            {"/cpu/old/cpu.cfs_quota_us", "400000\n"}, {"/cpu/old/cpu.cfs_period_us", "100000\n"}};
+        for (const auto& f : files) {
+            const std::string path = root + f.file;
+            mkdir_check(path.substr(0, path.rfind('/') + 1).c_str());
+            write_text(path, f.text);
+        }
+        const struct { const char* self; int cores; } rows[] = {
+            {"0::/job\n", 3}, {"0::/job/step\n", 3}, {"0::/job/wide\n", 3}, {"0::/half\n", 1},
+            {"0::/\n", INT_MAX}, {"0::/elsewhere\n", INT_MAX}, {"5:cpu,cpuacct:/old\n0::/\n", 4},
+            {"5:cpu:/\n", INT_MAX}, {"5:cpuacct:/old\n", INT_MAX}};
+        for (const auto& row : rows) {
+            write_text(self, row.self);
+            const int cores = cgroup_cores(root, self.c_str());
+            CHECK(cores == row.cores, "%s: %d cores, not %d", row.self, cores, row.cores);
+        }
+        CHECK_IS(cgroup_cores(root, "/nowhere"), INT_MAX);
+        const int here = host_cores();
+        CHECK(here >= 1 && here <= sysconf(_SC_NPROCESSORS_ONLN), "%d cores", here);
+        for (const char* given : {"", "7"}) {           // a launcher divides what the user has not set
+            check_lives(given, [&] {
+                unsetenv("LLMC_CORES_SHARED");
+                if (*given) { setenv("OMP_NUM_THREADS", given, 1); } else { unsetenv("OMP_NUM_THREADS"); }
+                for (int processes : {1, 1000}) {
+                    share_cores(processes);
+                    printf("%s ", getenv("OMP_NUM_THREADS"));
+                }
+            }, *given ? "7 7 " : std::to_string(here) + " 1 ");
+        }
     }
     TEST("memory: ulimit -v") {
         struct rlimit limit;

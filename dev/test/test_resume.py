@@ -587,6 +587,22 @@ def test_second_signal(n, first, second, code):
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize("last", ["launcher", "ranks"])
+def test_signal_to_all(last):
+    """SIGINT to each process of a job, as pkill and schedulers send it, is one request and said once."""
+    folder = f"all_{last}"
+    job = stalled({**ranks(2), "-o": folder})
+    groups = [job.ranks(), [job.p.pid]]
+    for pids in groups if last == "launcher" else groups[::-1]:
+        for pid in pids:
+            os.kill(pid, INT)
+        assert job.when(job.err)
+    time.sleep(0.3)                             # rank 0 writes into the full pipe until it is read
+    goes_on, result = job.p.poll() is None, job.result()
+    assert (goes_on, result.code, result.err, len(steps_of(folder))) == (True, 0, STOPPING, 1)
+
+
+@pytest.mark.cpu_only
 def test_nohup():
     """Where SIGHUP is ignored, it stays so."""
     fault = Fault("fputs", "main.log", 3, HUP)

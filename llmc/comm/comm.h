@@ -212,10 +212,12 @@ static inline void comm_place(int per_node) {
 }
 
 static inline void comm_start(const CommOptions& options, char** argv) {
+    CommJob job;
+    comm_find(&job, options, argv);
+    comm = {job.rank, job.world, 0, 1};
+    if (comm.world == 1) { return; }
     CommState* s = new CommState;
-    comm_find(&s->job, options, argv);
-    comm = {s->job.rank, s->job.world, 0, 1};
-    if (comm.world == 1) { delete s; return; }
+    s->job = job;
     s->seen.resize(s->job.peers.size());
     for (CommSeen& seen : s->seen) { seen.heard = comm_now(); }
     s->since = comm_now();

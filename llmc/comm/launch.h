@@ -8,13 +8,14 @@ Starts the N processes of a job on this machine, as `--gpus N` asks, and waits f
 A rank is a copy of this program with the same arguments. Its environment holds the loopback port where rank 0
 listens and a random job key. The ranks share a page of memory. Rank 0 has the terminal, and the others print
 nothing on stdout. The launcher only waits and passes signals on to rank 0. Rank 0 tells the other ranks
-(comm_any), so that all stop at the same step. When a rank fails, the others get kCommGrace seconds to end by
-themselves; then the launcher kills them. If the launcher is killed, the kernel kills the ranks.
+(comm_any), so that all stop at the same step. A signal to a rank itself stops the job as well, but only what
+the launcher passes on counts as a second Ctrl-C (comm_signals). When a rank fails, the others get kCommGrace
+seconds to end by themselves; then the launcher kills them. If the launcher is killed, the kernel kills the
+ranks.
 */
 #ifndef LLMC_COMM_LAUNCH_H
 #define LLMC_COMM_LAUNCH_H
 
-#include <sched.h>          // gives: sched_getaffinity
 #include <signal.h>         // gives: sigtimedwait, kill
 #include <stdio.h>          // gives: fprintf, sscanf
 #include <stdlib.h>         // gives: setenv, getenv
@@ -29,6 +30,7 @@ themselves; then the launcher kills them. If the launcher is killed, the kernel 
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, format
+#include "../host_cores.h"  // gives: share_cores
 #include "net.h"            // gives: comm_listen, comm_now, comm_need_files
 
 static const int kCommMaxLocal = 64;            // ranks that one launcher starts
@@ -40,6 +42,8 @@ static const char kCommChild[] = "LLMC_COMM_CHILD";     // environment: "rank wo
 struct CommPage {
     std::atomic<int> spoken;                    // 1: the job's error message was printed
     std::atomic<unsigned> forwarded;            // a bit for each signal that the launcher has passed on
+    std::atomic<unsigned> uncounted[32];        // by number: passed on, and not yet counted by rank 0
+    std::atomic<int> stopping;                  // 1: a rank has said that the run stops
     std::atomic<int64_t> step[kCommMaxLocal];
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free, "a lock would not be shared between processes");
@@ -143,6 +147,7 @@ static inline void comm_wait_ranks(CommLaunch* l) {
         const int number = sigtimedwait(&l->awaited, nullptr, &wait);
         if (number > 0 && number != SIGCHLD) {
             l->page->forwarded |= 1u << number;
+            l->page->uncounted[number]++;       // before the kill: rank 0's handler reads it
             if (l->pids[0] > 0) { kill(l->pids[0], number); }
         }
         int status;
@@ -186,10 +191,7 @@ __attribute__((noreturn)) static inline void comm_launch(int world, char** argv)
         if (action.sa_handler != SIG_IGN) { sigaddset(&l.awaited, number); }
     }
     sigprocmask(SIG_BLOCK, &l.awaited, &l.before);
-    // The ranks share this machine's cores.
-    cpu_set_t cores;
-    const int count = sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
-    setenv("OMP_NUM_THREADS", std::to_string(std::max(1, count / world)).c_str(), 0);
+    share_cores(world);
     fflush(stdout);
     for (child.rank = 0; child.rank < world; child.rank++) { comm_start_rank(&l, child, argv); }
     close(child.listener);

@@ -47,12 +47,16 @@ static int comm_early_rank = -1;                // this rank while the job is st
 
 // ---- the scheduler's environment ----
 
-struct CommForeign { std::string name; int rank, world; };     // "": no scheduler, or one process
+struct CommForeign {
+    std::string name;                           // "": no scheduler, or one process
+    int rank, world;
+    std::string said, wrong;                    // "SLURM_NTASKS=2"; what is wrong with such variables
+};
 
-static inline int comm_env(const char* name, int otherwise) {
+// A variable of the environment; null if it is empty, too.
+static inline const char* comm_env(const char* name) {
     const char* text = getenv(name);
-    int64_t n;
-    return text && parse_int(text, &n) && n >= 0 && n <= INT_MAX ? (int)n : otherwise;
+    return text && *text ? text : nullptr;
 }
 
 static inline CommForeign comm_foreign() {
@@ -67,12 +71,19 @@ static inline CommForeign comm_foreign() {
     const bool step = getenv("SLURM_STEP_NODELIST") || getenv("SLURM_STEP_ID");
     const bool batch = !step && kind && strcmp(kind, "BATCH") == 0;
     for (const auto& k : kinds) {
-        const int rank = comm_env(k.rank, -1), world = comm_env(k.world, -1);
-        if (k.name == "srun" && (batch || world < 0)) { continue; }
+        const char *of = comm_env(k.rank), *all = comm_env(k.world);
+        if (!of || !all || (k.name == "srun" && batch)) { continue; }
+        int64_t rank, world;
+        const bool whole = parse_int(of, &rank) && parse_int(all, &world);
+        if (!whole || rank < 0 || rank >= world || world > INT_MAX) {
+            const char* wrong = "%s=%s and %s=%s: the first is a whole number from 0 on, and less than the "
+                                "second\nhint: unset them, or --gpus 1 runs alone";
+            return {"", 0, 1, "", format(wrong, k.rank, of, k.world, all)};
+        }
         if (k.name == "srun" && world == 1) { break; }
-        if (world > 1 && rank >= 0 && rank < world) { return {k.name, rank, world}; }
+        if (world > 1) { return {k.name, (int)rank, (int)world, format("%s=%s", k.world, all), ""}; }
     }
-    return {"", 0, 1};
+    return {"", 0, 1, "", ""};
 }
 
 static inline std::string comm_job_id() {
@@ -183,16 +194,23 @@ static inline int comm_write_meeting(const CommOptions& o, const std::string& te
 
 // ---- tcp, fs, mpi, --gpus ----
 
-static inline void comm_find_tcp(CommJob* job, const CommOptions& o, const CommAddress& a) {
-    const std::string where = a.host + ", port " + a.port;
+// Beside where the ranks meet: why they do.
+static inline std::string comm_because(const CommForeign& f) {
+    return f.said.empty() ? "" : format(" (%s asks for %d processes; --gpus 1 runs alone)", f.said.c_str(),
+                                        f.world);
+}
+
+static inline void comm_find_tcp(CommJob* job, const CommOptions& o, const CommAddress& a,
+                                 const CommForeign& f) {
+    const std::string where = a.host + ", port " + a.port + comm_because(f);
     const std::vector<CommAddress> only = {a};
     int port;
     if (job->rank != 0) { comm_join(job, o.start_timeout_s, where, [&] { return only; }); }
     else { comm_gather(job, comm_listen(a, &port), a.key, o.start_timeout_s, where); }
 }
 
-static inline void comm_find_fs(CommJob* job, const CommOptions& o) {
-    const std::string where = std::string("the folder '") + o.folder + "'";
+static inline void comm_find_fs(CommJob* job, const CommOptions& o, const CommForeign& f) {
+    const std::string where = std::string("the folder '") + o.folder + "'" + comm_because(f);
     if (job->rank != 0) {
         comm_join(job, o.start_timeout_s, where, [&] { return comm_addresses(comm_read_meeting(o)); });
         return;
@@ -249,10 +267,6 @@ static inline void comm_find_local(CommJob* job, const CommChild& child, const C
 // Refuses options that contradict each other.
 static inline void comm_contradictions(const CommOptions& o, const CommForeign& f) {
     const bool tcp = o.init == CommInit::Tcp, fs = o.init == CommInit::Fs, foreign = !f.name.empty();
-    if (o.gpus > 0 && foreign) {
-        die("--gpus %d, but %s has started %d ranks already\nhint: leave one of the two out", o.gpus,
-            f.name.c_str(), f.world);
-    }
     const bool places = *o.server || *o.folder || o.processes > 0 || o.process >= 0 || o.per_node > 0;
     if (o.gpus > 0 && (o.init != CommInit::Auto || places)) {
         die("--gpus %d starts the ranks of this machine by itself\nhint: leave out -pi, -ps, -pf, -pn, -pr "
@@ -260,7 +274,10 @@ static inline void comm_contradictions(const CommOptions& o, const CommForeign& 
     }
     if (*o.server && !tcp) { die("-ps needs -pi tcp"); }
     if (*o.folder && !fs) { die("-pf needs -pi fs"); }
-    if (!tcp && !fs && (o.processes > 0 || o.process >= 0)) { die("-pn and -pr need -pi tcp or -pi fs"); }
+    const bool alone = o.init == CommInit::Auto && o.processes == 1 && o.process <= 0;
+    if (!tcp && !fs && !alone && (o.processes > 0 || o.process >= 0)) {
+        die("-pn and -pr need -pi tcp or -pi fs");
+    }
     if (fs && !*o.folder) { die("-pi fs needs -pf, a folder that all ranks see"); }
     if (tcp && !*o.server && !foreign) { die("-pi tcp needs -ps HOST[:PORT], where rank 0 runs"); }
     if ((tcp || fs) && !foreign && (o.processes < 1 || o.process < 0)) {
@@ -276,6 +293,17 @@ static inline void comm_contradictions(const CommOptions& o, const CommForeign& 
     }
 }
 
+// A number in the environment, of which the port is made.
+static inline int64_t comm_env_number(const char* name, int64_t otherwise, int64_t least, int64_t most) {
+    const char* text = comm_env(name);
+    int64_t n = otherwise;
+    if (text && (!parse_int(text, &n) || n < least || n > most)) {
+        die("%s=%s: it is a whole number from %lld to %lld\nhint: where it is not set, the ranks meet at "
+            "port %d", name, text, (long long)least, (long long)most, kCommPort);
+    }
+    return n;
+}
+
 // Rank 0's address: from -ps, or from the environment of srun or torchrun.
 static inline CommAddress comm_foreign_server(const CommOptions& o, const CommForeign& f) {
     const uint64_t key = comm_tcp_key();
@@ -285,13 +313,13 @@ static inline CommAddress comm_foreign_server(const CommOptions& o, const CommFo
         const char* list = getenv("SLURM_STEP_NODELIST");
         if (!list) { list = getenv("SLURM_JOB_NODELIST"); }
         host = comm_first_host(list ? list : "");
-        const char* id = getenv("SLURM_JOB_ID");
-        if (id) { port = 20000 + (int)(strtoll(id, nullptr, 10) % 10000); }     // below the ephemeral ports
+        const int64_t id = comm_env_number("SLURM_JOB_ID", -1, 0, UINT32_MAX);
+        if (id >= 0) { port = 20000 + (int)(id % 10000); }      // below the ephemeral ports
     } else if (f.name == "torchrun") {
         const char* master = getenv("MASTER_ADDR");
-        const char* given = getenv("MASTER_PORT");
         host = master ? master : "";
-        if (given) { port = atoi(given) + 1; }  // torchrun's own store listens on MASTER_PORT
+        // torchrun's own store listens on MASTER_PORT
+        port = (int)comm_env_number("MASTER_PORT", kCommPort - 1, 1, 65534) + 1;
     }
     if (*o.server) { return comm_parse_server(o.server, port, key); }
     if (host.empty()) {
@@ -303,8 +331,20 @@ static inline CommAddress comm_foreign_server(const CommOptions& o, const CommFo
 static inline void comm_find(CommJob* job, const CommOptions& o, char** argv) {
     CommChild child;
     if (comm_child(&child)) { comm_find_local(job, child, o); return; }
-    const CommForeign f = comm_foreign();
+    CommForeign f = comm_foreign();
+    // The flags of this program count more than the environment: it may be that of a shell, which `srun -n 2
+    // --pty bash` starts as a rank.
+    const bool placed = o.processes > 0 && o.process >= 0;
+    if (o.gpus > 0 || o.processes == 1 || (placed && (o.processes != f.world || o.process != f.rank))) {
+        const std::string flag = o.gpus > 0 ? format("--gpus %d", o.gpus) : format("-pn %d", o.processes);
+        if (!f.name.empty() && f.rank == 0) {
+            fprintf(stderr, "note: %s does not count beside %s\n", f.said.c_str(), flag.c_str());
+        }
+        f = {"", 0, 1, "", ""};
+    }
+    die_if(f.wrong);
     comm_contradictions(o, f);
+    if (o.gpus > 0) { comm_early_rank = 0; }
     if (o.gpus > 1) { comm_launch(o.gpus, argv); }
     if (o.init == CommInit::Mpi || (o.init == CommInit::Auto && f.name == "mpirun")) {
 #ifdef USE_MPI
@@ -318,8 +358,8 @@ static inline void comm_find(CommJob* job, const CommOptions& o, char** argv) {
     comm_early_rank = job->rank = o.process >= 0 ? o.process : f.rank;
     job->world = o.processes > 0 ? o.processes : f.world;
     if (job->world == 1) { return; }
-    if (o.init == CommInit::Fs) { comm_find_fs(job, o); }
-    else { comm_find_tcp(job, o, comm_foreign_server(o, f)); }
+    if (o.init == CommInit::Fs) { comm_find_fs(job, o, f); }
+    else { comm_find_tcp(job, o, comm_foreign_server(o, f), f); }
 }
 
 #endif  // LLMC_COMM_START_H

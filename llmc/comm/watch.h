@@ -90,6 +90,22 @@ static inline bool comm_claim() {
     return (page ? page->spoken : comm_spoken).exchange(1) == 0;
 }
 
+// How often a signal of this number counts when its handler runs. A rank of a launcher counts only what the
+// launcher has passed on: who signals all processes of a job signals both. The kernel may merge the two
+// signals, so the launcher counts, and the sender does not matter.
+static inline unsigned comm_signals(int number) {
+    CommPage* page = comm_state ? comm_state->job.page : nullptr;
+    if (!page) { return 1; }
+    return comm_state->job.rank == 0 ? page->uncounted[number].exchange(0) : 0;
+}
+
+// Returns true once in a launcher's job, or in a process: the caller that gets it says that the run stops.
+static inline bool comm_says_stop() {
+    static std::atomic<int> said(0);
+    CommPage* page = comm_state ? comm_state->job.page : nullptr;
+    return (page ? page->stopping : said).exchange(1) == 0;
+}
+
 // While a CommWait lives, the main thread waits for other ranks and is not blamed for a standstill.
 struct CommWait {
     CommWait() { if (comm_state) { comm_state->waiting++; } }

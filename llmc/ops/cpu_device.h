@@ -25,6 +25,7 @@ the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 #include <string>       // gives: std::string
 
 #include "../check.h"   // gives: die, format
+#include "../host_cores.h"  // gives: share_cores
 #include "../host_memory.h" // gives: host_memory_free, proc_bytes
 #include "../comm/comm.h" // gives: comm_all_to_all, comm_all_gather
 
@@ -79,6 +80,7 @@ static inline void capture_refuses(const char*) {}
 
 // Two libraries read the environment before main() and choose badly on common machines. So the program sets
 // the environment and starts itself again, once:
+// - Both take a thread for each core, also where a container has a quota for fewer.
 // - OpenMP's threads spin while they wait; where other work shares the cores, a step then takes up to 4 times
 //   as long.
 // - OpenBLAS 0.3.21 (Debian 12) takes CPUs newer than itself for a Prescott and leaves AVX unused: twice as
@@ -93,6 +95,7 @@ static inline void device_prepare(char** argv) {
     if (getenv("GPT2_CPU_PREPARED")) { return; }
     setenv("GPT2_CPU_PREPARED", "1", 1);
     setenv("OMP_WAIT_POLICY", "passive", 0);
+    share_cores(1);
 #if defined(USE_OPENBLAS) && defined(__x86_64__)
     if (strcmp(openblas_get_corename(), "Prescott") == 0) {
         if (__builtin_cpu_supports("avx512vl")) { setenv("OPENBLAS_CORETYPE", "SKYLAKEX", 0); }

@@ -143,8 +143,9 @@ static inline void folder_resolve() {
 // no error: the checkpoints hold all other settings.
 static inline void launch_resume() {
     const std::string folder = run.output_dir, path = folder + "/run.json";
-    bool is_open = run.resume && !folder.empty() && file_size(path.c_str()) >= 0 &&
-                   comm_foreign().name.empty();
+    const CommForeign f = comm_foreign();
+    bool is_open = run.resume && !folder.empty() && file_size(path.c_str()) >= 0 && f.name.empty() &&
+                   f.wrong.empty();
     for (const char* name : {"gpus", "process-init", "process-server", "process-folder", "processes",
                              "process-rank", "gpus-per-node"}) {
         is_open = is_open && !run_given(name);
