@@ -561,6 +561,8 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
     const int C = a.C, first = blockIdx.x * kRows, c0 = threadIdx.x * kWidth, c_step = blockDim.x * kWidth;
     const bool rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
+    const floatX* inp = a.inp;
+    floatX* residual = a.residual;
 
     // 1. Load: all loads are on their way before the first is needed. What is missing is zeros.
     uint4 x[kRows][kVectors], branch[2][kRows][kVectors];
@@ -571,7 +573,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             const int c = c0 + v * c_step;
-            const x128 pack = load(a.inp + at, c, !kAdds || a.inp ? end : 0);
+            const x128 pack = load(inp + at, c, !kAdds || inp ? end : 0);
             memcpy(&x[r][v], &pack, sizeof(pack));
             for (int i = 0; i < (kAdds ? 2 : 0); i++) {
                 const x128 added = load(a.branch[i] + at, c, a.branch[i] ? end : 0);
@@ -594,7 +596,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
             for (int k = 0; k < kWidth; k++) { sum.at[k] += added.at[k]; }
         }
         const x128 rounded = to_pack<floatX>(sum);
-        store(a.residual + (size_t)(first + r) * C, c, a.residual && first + r < a.N ? C : 0, rounded);
+        store(residual + (size_t)(first + r) * C, c, residual && first + r < a.N ? C : 0, rounded);
         memcpy(&x[r][v], &rounded, sizeof(rounded));
     }
 
@@ -766,6 +768,8 @@ __global__ void __launch_bounds__(kRowThreads)
     constexpr int kRows = Slots::kRows, kTensors = Slots::kTensors, kItems = Slots::kItems;
     constexpr int kDresidual = kTensors - 1, kRowSums = 2 * kRows;
     extern __shared__ x128 staged[];                    // (stage, row, tensor, thread), then the exchange
+    const floatX* inp = a.inp;
+    floatX* dresidual = a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
     const int C = a.C, c0 = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, c_step = blockDim.x * kWidth;
     const int step = gridDim.x * blockDim.y * kRows;
@@ -791,12 +795,12 @@ __global__ void __launch_bounds__(kRowThreads)
             const int row = first + m / kVectors, c = c0 + m % kVectors * c_step;
             const bool live = row < a.N && c < C;
             const size_t at = live ? (size_t)row * C + c : 0;
-            cp_async_16_or_zero(slot, a.inp + at, live);
+            cp_async_16_or_zero(slot, inp + at, live);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
                 cp_async_16_or_zero(slot + (1 + i) * threads, a.y[i].dout + at, live && i < norms);
             }
-            cp_async_16_or_zero(slot + kDresidual * threads, a.dresidual + at, live && add);
+            cp_async_16_or_zero(slot + kDresidual * threads, dresidual + at, live && add);
         }
         cp_async_commit();
     };
@@ -885,7 +889,7 @@ __global__ void __launch_bounds__(kRowThreads)
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
             }
             const x128 rounded = to_pack<floatX>(result);
-            store(a.dresidual + at, c, end, rounded);
+            store(dresidual + at, c, end, rounded);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
                 Floats stored = to_floats(rounded);
