@@ -771,7 +771,7 @@ static void test_muon_updates(const Config& c) {
         const std::vector<Vector> grads = host_grads(&model);
         std::map<std::pair<int, int>, Vector> before;
         for (int i = 0; i < NUM_PARAMS; i++) {
-            for (int l = 0; l < model.param_specs[i].copies && model.param_specs[i].muon > 0; l++) {
+            for (int l = 0; l < model.param_specs[i].copies && !model.param_specs[i].parts.empty(); l++) {
                 before[{i, l}] = host_param(&model, i, l, true);
             }
         }
@@ -779,12 +779,12 @@ static void test_muon_updates(const Config& c) {
         for (const auto& it : before) {
             const int i = it.first.first, l = it.first.second;
             const ParamSpec& s = model.param_specs[i];
-            const int rows = (int)s.rows / s.muon, cols = (int)s.cols;
+            const int rows = (int)s.parts[0].rows, cols = (int)s.cols;
             const Vector after = host_param(&model, i, l, true);
             Doubles& m = ms[it.first];
             m.resize(s.elems);
-            for (int part = 0; part < s.muon; part++) {
-                const size_t size = s.elems / s.muon, first = part * size;
+            for (int part = 0; part < (int)s.parts.size(); part++) {
+                const size_t size = (size_t)rows * cols, first = part * size;
                 Doubles ahead(size);
                 for (size_t k = 0; k < size; k++) {
                     const double g = grads[i][l * s.elems + first + k];

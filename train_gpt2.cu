@@ -130,27 +130,28 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
 // autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
 // ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), and
-// a tied block has no second norm (`second` is 0). muon: number of matrices, one below the other, that
-// --optimizer muon updates; 0: AdamW always updates the tensor. id: of the random stream that its first
-// values are drawn from; it never changes, whatever rows are added. hf: its name in Hugging Face's files.
-//    name      type    where   rows    cols    init      kind    live    muon id  hf
-#define GPT2_PARAMS(X)                                                                                 \
-    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      0, 0,  "wte.weight")         \
-    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT,   0, 1,  "wpe.weight")         \
-    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1,      0, 2,  "ln_1.weight")        \
-    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased, 0, 3,  "ln_1.bias")          \
-    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C,  3, 4,  "attn.c_attn.weight") \
-    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1,      0, 5,  "attn.c_attn.bias")   \
-    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C,      1, 6,  "attn.c_proj.weight") \
-    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1,      0, 7,  "attn.c_proj.bias")   \
-    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second, 0, 8,  "ln_2.weight")        \
-    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased, 0, 9,  "ln_2.bias") \
-    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C,  1, 10, "mlp.c_fc.weight")    \
-    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1,      0, 11, "mlp.c_fc.bias")      \
-    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C,      1, 12, "mlp.c_proj.weight")  \
-    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1,      0, 13, "mlp.c_proj.bias")    \
-    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      0, 14, "ln_f.weight")        \
-    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, 0, 15, "ln_f.bias")
+// a tied block has no second norm (`second` is 0). parts: a layer's matrix may be several, one below the
+// other, each with a name and a height; --optimizer muon updates them one by one. id: of the random stream
+// that the first values are drawn from; it never changes, whatever rows are added. hf: the name in Hugging
+// Face's files.
+//    name      type    where   rows    cols    init      kind    live    parts  id  hf
+#define GPT2_PARAMS(X)                                                                                     \
+    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      NONE,  0,  "wte.weight")         \
+    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT,   NONE,  1,  "wpe.weight")         \
+    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1,      NONE,  2,  "ln_1.weight")        \
+    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased, NONE,  3,  "ln_1.bias")          \
+    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C,  QKV,   4,  "attn.c_attn.weight") \
+    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1,      NONE,  5,  "attn.c_attn.bias")   \
+    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C,      WHOLE, 6,  "attn.c_proj.weight") \
+    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1,      NONE,  7,  "attn.c_proj.bias")   \
+    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second, NONE,  8,  "ln_2.weight")        \
+    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased, NONE,  9,  "ln_2.bias") \
+    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C,  WHOLE, 10, "mlp.c_fc.weight")    \
+    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1,      NONE,  11, "mlp.c_fc.bias")      \
+    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C,      WHOLE, 12, "mlp.c_proj.weight")  \
+    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1,      NONE,  13, "mlp.c_proj.bias")    \
+    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      NONE,  14, "ln_f.weight")        \
+    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, NONE,  15, "ln_f.bias")
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
@@ -222,12 +223,6 @@ enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
 enum ActId { GPT2_ACTS(X) NUM_ACTS };
 #undef X
 
-#define X(name, type, where, rows, cols, init, kind, live, muon, id, hf) \
-    static_assert((muon > 0) == (Where::where == Where::Block && Kind::kind == Kind::Matrix), \
-                  "Muon updates the layers' matrices, which have buckets of their own, and nothing else");
-GPT2_PARAMS(X)
-#undef X
-
 // One pointer per tensor; a Block's points to one layer's copy (act_views).
 struct Acts {
 #define X(name, type, ...) type* name;
@@ -240,11 +235,12 @@ static_assert(sizeof(Acts) == NUM_ACTS * sizeof(void*), "act_views addresses the
 static std::vector<ParamSpec> param_table(const Config& c) {
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT;
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
+    const Parts NONE = {}, WHOLE = {{"", 0}}, QKV = {{"q", C}, {"k", C}, {"v", C}};
     std::vector<ParamSpec> specs;
-#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, muon_, id_, hf_)                          \
+#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, parts_, id_, hf_)                         \
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
     specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, Init::init_, Kind::kind_, \
-                               live_, muon_, id_, hf_, c.L));
+                               live_, parts_, id_, hf_, c.L));
     GPT2_PARAMS(X)
 #undef X
     param_offsets(&specs, c.L);

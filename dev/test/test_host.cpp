@@ -345,15 +345,17 @@ static void test_memory() {
 
 // ---- muon_plan.h ----
 
-// GPT-2's matrices, and with `gate_rows` one more, as other families have.
+// GPT-2's matrices, but fewer keys and values than queries, and with `gate_rows` one more matrix.
 static std::vector<ParamSpec> muon_table(size_t C, size_t gate_rows, int L) {
-    auto matrix = [&](const char* name, size_t rows, size_t cols, int parts) {
+    auto matrix = [&](const char* name, size_t rows, size_t cols, const Parts& parts) {
         return param_spec(name, 2, Where::Block, rows, cols, Init::Normal, Kind::Matrix, rows, parts, 0, "",
                           L);
     };
-    std::vector<ParamSpec> specs = {matrix("qkvw", 3 * C, C, 3), matrix("attprojw", C, C, 1),
-                                    matrix("fcw", 4 * C, C, 1), matrix("fcprojw", C, 4 * C, 1),
-                                    matrix("gatew", gate_rows, C, 1)};
+    const Parts whole = {{"", 0}};
+    std::vector<ParamSpec> specs = {
+        matrix("qkvw", 2 * C, C, {{"q", C}, {"k", C / 2}, {"v", C / 2}}), matrix("attprojw", C, C, whole),
+        matrix("fcw", 4 * C, C, whole), matrix("fcprojw", C, 4 * C, whole),
+        matrix("gatew", gate_rows, C, whole)};
     param_offsets(&specs, L);
     return specs;
 }
@@ -374,6 +376,10 @@ static void test_muon_plan() {
               "%zu rows: a place of %zu bytes for %zu, sums of %zu for %zu", gate_rows, share.place, products,
               share.sums, sums);
         CHECK(share.each > 0 && share.each < 12, "%d layers at a time", share.each);
+        const MuonShape halves = muon_shapes(specs, 0, 1)[1];       // keys and values
+        CHECK(halves.rows == (int)C / 2 && halves.places.parts == 2 && halves.places.at[0] == C * C &&
+                  halves.places.at[1] == C * C + C / 2 * C,
+              "%d rows, %d parts", halves.rows, halves.places.parts);
     }
 }
 

@@ -3,8 +3,9 @@ Where a model's tensors lie in memory. The rows of its two tables (train_gpt2.cu
 The buckets of parameters, gradients and optimizer state follow from the specs, and so do each rank's shards.
 
     std::vector<ParamSpec> specs = {
-        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, 0, 0, "", L),
-        param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C, 3, 4, "", L)};
+        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, {}, 0, "", L),
+        param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C,
+                   {{"q", C}, {"k", C}, {"v", C}}, 4, "", L)};
     param_offsets(&specs, L);
     const Layout layout = param_layout(specs, L, {.rank = 0, .world = 8, .zero = 1}, false, false);
     const ParamAddress at = param_address(specs, layout, 1, l);     // of layer l's qkvw: bucket and element
@@ -31,6 +32,10 @@ enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Resid
 // Matrix: two dimensions, and weight decay. Norm: fp32 in every build.
 enum class Kind { Matrix, Bias, Norm };
 
+// A layer's matrix is one matrix or several, one below the other, each with its own height.
+struct Part { const char* name; size_t rows; };
+typedef std::vector<Part> Parts;
+
 struct ParamSpec {
     const char* name;
     Where where;
@@ -38,7 +43,7 @@ struct ParamSpec {
     Kind kind;
     int copies;             // 1, or L; 0: this model does not have the tensor
     size_t rows, cols, live_rows;       // live_rows: without padding
-    int muon;               // number of matrices that it stacks for Muon; 0: AdamW updates it
+    Parts parts;            // of a layer's matrix; none: it is no such matrix, and Muon never updates it
     uint32_t id;            // of the random stream that its first values are drawn from
     const char* hf;         // name in Hugging Face's files
     size_t elems;           // rows*cols: one copy, as in files
@@ -72,13 +77,15 @@ struct Places {
 
 // A row of GPT2_PARAMS; L: the model's layers.
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
-                                   Init init, Kind kind, size_t live_rows, int muon, uint32_t id,
-                                   const char* hf, int L) {
+                                   Init init, Kind kind, size_t live_rows, Parts parts,
+                                   uint32_t id, const char* hf, int L) {
+    assert(parts.empty() == (where == Where::Global || kind != Kind::Matrix));
+    if (parts.size() == 1) { parts[0].rows = rows; }
     const size_t elems = rows * cols;
     const size_t slot = round_up(elems, kAlign / 2);    // a multiple of kAlign bytes for 2-byte elements, too
     const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
-    return {name, where, init, kind, copies, rows, cols, live_rows, muon, id, hf, elems, slot, elem_bytes, 0,
-            0};
+    return {name, where, init, kind, copies, rows, cols, live_rows, parts, id, hf, elems, slot, elem_bytes,
+            0, 0};
 }
 
 // A row of GPT2_ACTS, placed at *offset, which moves on. kept: copies of a Block's tensor; or act_in(other),
@@ -181,7 +188,7 @@ static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, co
             Bucket& b = layout.buckets[layout.bucket_of(s.kind, s.where, l)];
             b.kind = s.kind;
             b.elem_bytes = s.elem_bytes;
-            b.muon = muon && s.muon > 0;
+            b.muon = muon && !s.parts.empty();
             b.elems = std::max(b.elems, s.offset + l * s.stride + s.slot);
         }
     }

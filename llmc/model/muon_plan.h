@@ -27,14 +27,16 @@ static inline std::vector<MuonShape> muon_shapes(const std::vector<ParamSpec>& s
                                                  int layers) {
     std::vector<MuonShape> shapes;
     for (const ParamSpec& s : specs) {
-        for (int part = 0; part < s.muon; part++) {
-            const int rows = (int)s.rows / s.muon, cols = (int)s.cols;
+        size_t above = 0;                       // rows of the parts before
+        for (const Part& part : s.parts) {
+            const int rows = (int)part.rows, cols = (int)s.cols;
             auto same = [&](const MuonShape& m) {
                 return m.rows == rows && m.cols == cols && m.places.parts < kMuonParts;
             };
             auto it = std::find_if(shapes.begin(), shapes.end(), same);
             if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
-            it->places.at[it->places.parts++] = s.offset + part * (s.elems / s.muon);
+            it->places.at[it->places.parts++] = s.offset + above * s.cols;
+            above += part.rows;
         }
     }
     return shapes;

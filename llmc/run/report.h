@@ -74,7 +74,7 @@ static inline void report_model(const Config& c, const std::vector<ParamSpec>& s
     const size_t all = report_parameters(specs);
     for (const ParamSpec& s : specs) {
         decayed += s.kind == Kind::Matrix ? s.copies * s.live_rows * s.cols : 0;
-        muons += s.muon ? s.copies * s.elems : 0;
+        muons += s.parts.empty() ? 0 : s.copies * s.elems;
     }
     printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V, all);
     if (details) {
