@@ -1,7 +1,9 @@
 /*
-What tokenize.cpp needs beyond llmc/data/tokenizer.h: pieces of any length in linear time, a cache of words,
-places where a long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin. Host only.
+What tokenize.cpp needs beyond llmc/data/tokenizer.h: bytes that are no text, pieces of any length in linear
+time, a cache of words, places where a long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin.
+Host only.
 
+    if (text_fault(s, 0, n, false) < n) { ... }                         // UTF-8 without bytes 0?
     TokenizerCache cache;                                               // one for each thread
     tokenizer_encode(&tok, text.data(), text.size(), ids, &cache);      // appends
     if (tokenizer_can_cut(&tok, text.data(), text.size(), i)) { ... }   // [0, i) and [i, size) by themselves
@@ -15,12 +17,39 @@ places where a long text can be cut, and the vocabulary as llm.c's gpt2_tokenize
 #include <stdint.h>     // gives: uint32_t, uint64_t
 #include <string.h>     // gives: memcpy
 
-#include <algorithm>    // gives: std::copy, std::max
+#include <algorithm>    // gives: std::copy, std::max, std::min
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
 #include "llmc/check.h"             // gives: die, AtomicFile
 #include "llmc/data/tokenizer.h"    // gives: Tokenizer, tokenizer_merge, tokenizer_piece
+
+// ---- what is no text ----
+
+// The first of the bytes i..n-1 that is no UTF-8 or, unless bytes 0 separate documents, is 0; n if none is.
+static inline size_t text_fault(const uint8_t* s, size_t i, size_t n, bool nul_separates) {
+    const uint64_t ones = 0x0101010101010101ull, highs = 0x80 * ones;
+    while (i < n) {
+        uint64_t eight;
+        if (i + sizeof(eight) <= n) {
+            memcpy(&eight, s + i, sizeof(eight));
+            if (((eight | (eight - ones)) & highs) == 0) { i += sizeof(eight); continue; }  // ASCII, no 0
+        }
+        size_t width;
+        const int32_t c = utf8_decode(s + i, n - i, &width);
+        if (c < 0 || (c == 0 && !nul_separates)) { return i; }
+        i += width;
+    }
+    return n;
+}
+
+// Where the last character begins if it is not ASCII: it may go on after these n bytes. Else n.
+static inline size_t text_unfinished(const uint8_t* s, size_t n) {
+    for (size_t back = 1; back <= std::min(n, (size_t)4) && s[n - back] >= 0x80; back++) {
+        if (s[n - back] >= 0xC0) { return n - back; }
+    }
+    return n;
+}
 
 // ---- merging long pieces in windows ----
 // A merge looks at two neighbours only, so a long piece can be merged in overlapping windows. Call a row of
