@@ -26,15 +26,55 @@ Host only.
 
 // ---- what is no text ----
 
+// A machine that reads UTF-8 byte by byte without a branch. Its state is a multiple of 6, by which the next byte's
+// entry is shifted: the new state's number then stands in the lowest six bits.
+enum Utf8State { UTF8_BEGIN, UTF8_1, UTF8_2, UTF8_3, UTF8_E0, UTF8_ED, UTF8_F0, UTF8_F4, UTF8_BAD, UTF8_STATES };
+
+static constexpr Utf8State utf8_next(int state, int byte) {         // UTF8_n: n more bytes of 80..BF
+    switch (state) {
+        case UTF8_BEGIN:
+            return byte < 0x80 ? UTF8_BEGIN : byte < 0xC2 ? UTF8_BAD : byte < 0xE0 ? UTF8_1
+                 : byte == 0xE0 ? UTF8_E0 : byte == 0xED ? UTF8_ED : byte < 0xF0 ? UTF8_2
+                 : byte == 0xF0 ? UTF8_F0 : byte < 0xF4 ? UTF8_3 : byte == 0xF4 ? UTF8_F4 : UTF8_BAD;
+        case UTF8_1: return byte >= 0x80 && byte < 0xC0 ? UTF8_BEGIN : UTF8_BAD;
+        case UTF8_2: return byte >= 0x80 && byte < 0xC0 ? UTF8_1 : UTF8_BAD;
+        case UTF8_3: return byte >= 0x80 && byte < 0xC0 ? UTF8_2 : UTF8_BAD;
+        case UTF8_E0: return byte >= 0xA0 && byte < 0xC0 ? UTF8_1 : UTF8_BAD;       // else overlong
+        case UTF8_ED: return byte >= 0x80 && byte < 0xA0 ? UTF8_1 : UTF8_BAD;       // else a surrogate
+        case UTF8_F0: return byte >= 0x90 && byte < 0xC0 ? UTF8_2 : UTF8_BAD;       // else overlong
+        case UTF8_F4: return byte >= 0x80 && byte < 0x90 ? UTF8_2 : UTF8_BAD;       // else above U+10FFFF
+    }
+    return UTF8_BAD;
+}
+
+struct Utf8Table { uint64_t of[256]; };
+static constexpr Utf8Table utf8_table() {
+    Utf8Table table = {};
+    for (int byte = 0; byte < 256; byte++) {
+        for (int state = 0; state < UTF8_STATES; state++) {
+            table.of[byte] |= (uint64_t)(6 * utf8_next(state, byte)) << 6 * state;
+        }
+    }
+    return table;
+}
+static constexpr Utf8Table kUtf8 = utf8_table();
+
 // The first of the bytes i..n-1 that is no UTF-8 or, unless bytes 0 separate documents, is 0; n if none is.
 static inline size_t text_fault(const uint8_t* s, size_t i, size_t n, bool nul_separates) {
-    const uint64_t ones = 0x0101010101010101ull, highs = 0x80 * ones;
-    while (i < n) {
-        uint64_t eight;
-        if (i + sizeof(eight) <= n) {
-            memcpy(&eight, s + i, sizeof(eight));
-            if (((eight | (eight - ones)) & highs) == 0) { i += sizeof(eight); continue; }  // ASCII, no 0
+    const size_t kAtOnce = 64, begin = i;
+    for (uint64_t state = 0; i + kAtOnce <= n; i += kAtOnce) {
+        uint8_t high = 0, zero = 0;
+        for (size_t k = 0; k < kAtOnce; k++) {
+            high |= s[i + k];
+            zero |= s[i + k] == 0;
         }
+        if (zero && !nul_separates) { break; }
+        if (high < 0x80 && (state & 63) == 0) { continue; }
+        for (size_t k = 0; k < kAtOnce; k++) { state = kUtf8.of[s[i + k]] >> (state & 63); }
+        if ((state & 63) == 6 * UTF8_BAD) { break; }
+    }
+    do { i -= i > begin; } while (i > begin && (s[i] & 0xC0) == 0x80);     // a character may not end there
+    while (i < n) {
         size_t width;
         const int32_t c = utf8_decode(s + i, n - i, &width);
         if (c < 0 || (c == 0 && !nul_separates)) { return i; }

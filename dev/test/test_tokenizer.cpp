@@ -62,27 +62,40 @@ static std::string drawn_text(uint32_t stream, const Strings& from, size_t size)
 
 // ---- text or not ----
 
-// As utf8_decode has it, for bytes of every class at every place of the eight that are read at once.
+// Is text_fault what utf8_decode says, character by character? Returns where the fault is.
+static size_t check_fault(const std::string& text, bool nul_separates) {
+    const uint8_t* s = (const uint8_t*)text.data();
+    size_t want = 0;
+    for (size_t width; want < text.size(); want += width) {
+        const int32_t c = utf8_decode(s + want, text.size() - want, &width);
+        if (c < 0 || (c == 0 && !nul_separates)) { break; }
+    }
+    const size_t got = text_fault(s, 0, text.size(), nul_separates);
+    if (got != want) { CHECK_IS(got, want); }
+    return want;
+}
+
 static void test_faults() {
     const Strings some = {"a", "bcdefgh", "\xC3\xA9", "\xE2\x82\xAC", "\xF0\x9F\x98\x80", "\x7F", "\x01",
-                          "\x80", "\xFF", "\xED\xA0\x80", std::string(1, '\0')};
-    int wrong = 0, found = 0;
-    for (uint32_t k = 0; k < 4000; k++) {
-        const Strings from(some.begin(), some.end() - (k % 5));         // some texts have no fault
-        const Strings few = {"abc", "d", from[k % from.size()]};
-        const std::string text = drawn_text(k, k % 2 ? from : few, k % 40);
-        const uint8_t* s = (const uint8_t*)text.data();
-        for (bool nul_separates : {false, true}) {
-            size_t want = 0, width;
-            for (; want < text.size(); want += width) {
-                const int32_t c = utf8_decode(s + want, text.size() - want, &width);
-                if (c < 0 || (c == 0 && !nul_separates)) { break; }
-            }
-            wrong += text_fault(s, 0, text.size(), nul_separates) != want;
-            found += want < text.size();
-        }
+                          std::string(60, 'x'), "\xED\xA0\x80", "\xFF", "\x80", std::string(1, '\0')};
+    int faults = 0;
+    for (uint32_t k = 0; k < 3000; k++) {
+        const Strings from(some.begin(), some.end() - (k % 5));     // without faults in a fifth of the texts
+        const Strings few = {"abc", std::string(61, 'x'), from[k % from.size()]};
+        const std::string text = drawn_text(k, k % 2 ? from : few, k % 300);
+        faults += check_fault(text, false) < text.size();
+        check_fault(text, true);
     }
-    CHECK(wrong == 0 && found > 1000 && found < 7000, "%d of 8000 wrong, %d have a fault", wrong, found);
+    CHECK(faults > 500 && faults < 2500, "%d of 3000 texts have a fault", faults);
+    int good = 0;                               // every lead and second byte, over the end of 64 bytes
+    for (int pair = 0; pair < 65536; pair++) {
+        std::string text = std::string(62 + pair % 3, 'x') + (char)(pair >> 8) + (char)pair;
+        text += pair >> 8 < 0xE0 ? "" : pair >> 8 < 0xF0 ? "\x80" : "\x80\x80";
+        text += std::string(64, 'x');
+        good += check_fault(text, false) == text.size();
+    }
+    // two of ASCII; U+80 to U+7FF; U+800 to U+FFFF without surrogates, by 64; the others, by 4096
+    CHECK_IS(good, 127 * 127 + 1920 + (65536 - 2048 - 2048) / 64 + (0x110000 - 65536) / 4096);
     const struct { std::string text; size_t want; } ends[] = {
         {"", 0}, {"a", 1}, {"a\xC3", 1}, {"a\xC3\xA9", 1}, {"a\xE2\x82", 1}, {"\xF0\x9F\x98", 0},
         {"\xC3\xA9z", 3}, {"\x80\x80\x80\x80\x80", 5}};
