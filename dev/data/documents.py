@@ -154,11 +154,12 @@ class Reader:
                     number = at + len(block) - len(error.object) + error.start
                     raise Problem(f"'{path}' is not {encoding.upper()}: byte {number} is "
                                   f"0x{error.object[error.start]:02x}", CURE) from error
-                if "\0" in text and self.errors == "strict":     # UTF-16 looks like UTF-8 with bytes 0
-                    where = f"byte {at + block.find(0)} is 0" if encoding == "utf-8" else "it holds a NUL"
-                    raise Problem(f"'{path}' is no text in {encoding.upper()}: {where}", CURE)
-                self.replaced += text.count("\0")                # it would end a document
-                text = text.replace("\0", "\ufffd")
+                if "\0" in text:            # it would end a document; UTF-16 looks like UTF-8 with bytes 0
+                    if self.errors == "strict":
+                        where = f"byte {at + block.find(0)} is 0" if encoding == "utf-8" else "it holds a NUL"
+                        raise Problem(f"'{path}' is no text in {encoding.upper()}: {where}", CURE)
+                    self.replaced += text.count("\0")
+                    text = text.replace("\0", "\ufffd")
                 text = text if at else text.removeprefix("\ufeff")      # a byte order mark
                 at += len(block)
                 cut = text.rfind("\n") + 1 if len(block) == BLOCK else 0     # a small file is one piece

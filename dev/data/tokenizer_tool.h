@@ -26,9 +26,9 @@ Host only.
 
 // ---- what is no text ----
 
-// A machine that reads UTF-8 byte by byte without a branch. Its state is a multiple of 6, by which the next byte's
-// entry is shifted: the new state's number then stands in the lowest six bits.
-enum Utf8State { UTF8_BEGIN, UTF8_1, UTF8_2, UTF8_3, UTF8_E0, UTF8_ED, UTF8_F0, UTF8_F4, UTF8_BAD, UTF8_STATES };
+// A machine that reads UTF-8 byte by byte without a branch. Its state is a multiple of 6, by which the next
+// byte's entry is shifted: the new state then stands in the lowest six bits.
+enum Utf8State { UTF8_BEGIN, UTF8_1, UTF8_2, UTF8_3, UTF8_E0, UTF8_ED, UTF8_F0, UTF8_F4, UTF8_BAD };
 
 static constexpr Utf8State utf8_next(int state, int byte) {         // UTF8_n: n more bytes of 80..BF
     switch (state) {
@@ -51,7 +51,7 @@ struct Utf8Table { uint64_t of[256]; };
 static constexpr Utf8Table utf8_table() {
     Utf8Table table = {};
     for (int byte = 0; byte < 256; byte++) {
-        for (int state = 0; state < UTF8_STATES; state++) {
+        for (int state = 0; state <= UTF8_BAD; state++) {
             table.of[byte] |= (uint64_t)(6 * utf8_next(state, byte)) << 6 * state;
         }
     }
