@@ -243,9 +243,7 @@ class Reader:
 
     def look(self, path):
         """Its size, once its beginning is known to hold texts."""
-        replaced = self.replaced
         next(self.documents(path), None)
-        self.replaced = replaced                # they are counted when they are read
         return size_of(path)
 
     def texts(self, paths):

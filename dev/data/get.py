@@ -264,7 +264,7 @@ def made_files(work, begin):
 def make_source(dataset, args, facts, split, files, work, reader):
     """The shards of one source; returns what dataset.json is to say of them."""
     paths, number = fetch_source(dataset, args, files, work), facts["done"]
-    reader.replaced = 0
+    reader.replaced = 0                         # what a look at the files counted
     found = reader.texts(paths)
     first = next((text for text in found if text.strip(b"\0")), None)
     if first is None and not facts["tokens"]:

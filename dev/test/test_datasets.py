@@ -257,12 +257,13 @@ def test_files():
             "settings.json": '{\n "a": 1}',
             "sub/h.ndjson": '{"text": "é\\ud83d\\ude00"}\n', "z.txt": ""}.items():
         write("in/" + name, data)
+    os.symlink("../in", "in/folder")
     documents = [b"one\n", b"two", b"three\n", *(text.encode() for text in texts), b"four\n", b"five\n",
                  b"six", b"seven", b" eight\n", b"9", *[b"x" * 150000] * 4,
                  *(b"%d" % n for n in range(10, 18)), b'{"18"', "é😀".encode()]
     again = [*files("in", "out"), *in_bytes(500, 200000)]
     _, out, err = call(*again)
-    assert "2 of 19 files left out, 'g.png' for one" in err and "note: 'z.txt' is empty\n" in err
+    assert "3 of 20 files left out, 'folder' for one" in err and "note: 'z.txt' is empty\n" in err
     assert len(err.splitlines()) == 2 and "'out/out_train_*.bin'" in out
     check_set("out", [documents], 500, 200000)
     facts = json.loads(read("out/dataset.json"))
@@ -495,6 +496,9 @@ def test_hub():
         write("copy/" + name, data)
     hub_makes(documents, "--from", "copy")
     assert len(glob.glob("copy/data/*")) == len(files), "the user's own files are gone"
+    c4 = {"en/c4-train.00000-of-01024.json.gz": gzip.compress(jsonl(["one", "two"]).encode())}
+    works("hub", "--repo", "o/n", "--pattern", "*.json.gz", "--out", "c4", *in_bytes(0), **hub(c4))
+    check_set("c4", [[b"one", b"two"]], 0)
 
 
 def test_without_the_library():
