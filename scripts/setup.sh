@@ -3,7 +3,7 @@
 #
 #   scripts/setup.sh            what building and training use
 #   scripts/setup.sh tests      and what only tests use: pytest, MPI (12 MB), clang's libFuzzer (55 MB)
-#   scripts/setup.sh data       and what dev/data/get.py fetches and reads parquet with (60 MB)
+#   scripts/setup.sh data       and what dev/data/get.py fetches and reads parquet and zstd with (60 MB)
 #   scripts/setup.sh tensorboard    and TensorBoard, for dev/data/tensorboard_log.py (60 MB)
 #
 # On Debian or Ubuntu as root it installs packages; elsewhere it prints the command and ends with 1. Python
@@ -47,7 +47,7 @@ if [ -x .venv/bin/python ]; then had_venv=1; fi
 extra='' need_extra=0
 case ${1:-} in
     data) extra='pyarrow huggingface_hub' module='pyarrow.parquet, huggingface_hub'
-        lost="dev/data/get.py can neither fetch from the hub nor read parquet" ;;
+        lost="dev/data/get.py can neither fetch from the hub nor read parquet and zstd" ;;
     tensorboard) extra=tensorboard==2.21.0 module=tensorboard.summary.writer.event_file_writer
         lost="dev/data/tensorboard_log.py writes no event files" ;;
 esac

@@ -1,32 +1,52 @@
-"""Documents out of text, JSONL and parquet files, as the tokenize tool's pipe wants them: a byte 0 ends each.
+"""Documents out of text, JSON and parquet files, as the tokenize tool's pipe wants them: a byte 0 ends each.
 
 In a text file a line <|endoftext|> ends a document, and so does its end. The others hold one document a row.
+A file's first bytes say whether it is packed, parquet or JSON rows; its name may also say JSON.
 """
 import bz2
 import codecs
 import contextlib
 import gzip
+import io
+import itertools
 import json
 import lzma
 import os
+import re
+import stat
 import zlib
 
-from fetch import Problem
+from fetch import Problem, all_of, need
 
-KINDS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text",
-         ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-SEPARATORS = (b"<|endoftext|>\n", b"<|endoftext|>\r\n", b"<|endoftext|>")
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+KINDS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".parquet": "parquet",
+         ".json": "json", ".jsonl": "json", ".ndjson": "json"}
+PACKED = (".gz", ".xz", ".bz2", ".zst")
+PARQUET = b"PAR1"
+JSON_ROWS = re.compile(r'\s*(?:\{[ \t]*|\[\s*\{\s*)"(?:[^"\\\n]|\\.)*"\s*:')      # lines, or one list of them
+SEPARATOR = re.compile(r"<\|endoftext\|>(?<=^.{13})(?:\r?\n|\Z)", re.M)
+NO_TEXT = [(codecs.BOM_UTF32_LE, "UTF-32", "--encoding utf-32 converts it"),     # the next begins like this
+           (codecs.BOM_UTF16_LE, "UTF-16", "--encoding utf-16 converts it"),
+           (codecs.BOM_UTF16_BE, "UTF-16", "--encoding utf-16 converts it"),
+           (b"PK\3\4", "a zip archive", "unpack it"), (b"%PDF-", "a PDF", "pdftotext makes text of it"),
+           (b"ARROW1", "an Arrow file", "pyarrow makes parquet or JSON lines of it")]
+REPLACE = "--errors replace takes U+FFFD for such bytes and counts them"
+CURE = "--encoding NAME converts, for instance utf-16-le or cp1252; " + REPLACE
+BLOCK = 1 << 20
+
+
+def ending(path):
+    """Of what is packed, the inner one."""
+    base, end = os.path.splitext(path.lower())
+    return os.path.splitext(base)[1] if end in PACKED else end
 
 
 def kind_of(path):
-    """"text", "jsonl", "parquet" or "" for a name that says nothing"""
-    base, ending = os.path.splitext(path.lower())
-    return KINDS.get(os.path.splitext(base)[1] if ending in OPENERS else ending, "")
+    """"text", "json", "parquet" or "" for a name that says nothing"""
+    return KINDS.get(ending(path), "")
 
 
-def open_any(path):
-    return OPENERS.get(os.path.splitext(path.lower())[1], open)(path, "rb")
+def need_pyarrow():
+    need("pyarrow.parquet", "parquet and zstd files cannot be read", "pyarrow")
 
 
 @contextlib.contextmanager
@@ -40,65 +60,213 @@ def reading(path):
         raise Problem(f"cannot read '{path}': {error.strerror or error}", "is the file whole?") from error
 
 
-def jsonl_rows(path, field):
-    with open_any(path) as f:
-        for number, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise Problem(f"'{path}' line {number} is no JSON: {error}",
-                              "one object a line; is the file whole?") from error
-            if not isinstance(row, (dict, str)):
-                raise Problem(f"'{path}' line {number} is neither an object nor a text")
-            if isinstance(row, dict) and field not in row:
-                raise Problem(f"'{path}' line {number} has no '{field}', but {', '.join(map(repr, row))}",
-                              "--text-field NAME says where the text is")
-            yield number, row if isinstance(row, str) else row[field]
+def size_of(path):
+    """Of a file or a link to one: a pipe or a device might be read for ever."""
+    if os.path.islink(path) and not os.path.exists(path):
+        raise Problem(f"'{path}' is a link to nothing")
+    with reading(path):
+        found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder"}
+        what = kinds.get(stat.S_IFMT(found.st_mode), "device")
+        raise Problem(f"cannot read '{path}': it is a {what}, not a regular file", "put its text into a file")
+    return found.st_size
 
 
-def parquet_rows(path, field):
-    import pyarrow
-    import pyarrow.parquet as parquet
+def first_bytes(path):
+    with open(path, "rb") as f:
+        return f.read(6)
+
+
+def unpacked(path):
+    head = first_bytes(path)
+    if head.startswith(b"\x1f\x8b"):
+        return gzip.open(path)
+    if head.startswith(b"\xfd7zXZ\0"):
+        return lzma.open(path)
+    if re.match(rb"BZh[1-9]1A", head):
+        return bz2.open(path)
+    if head.startswith(b"\x28\xb5\x2f\xfd") or head[1:4] == b"\x2a\x4d\x18":    # pzstd begins with the second
+        need_pyarrow()
+        import pyarrow
+        return io.BufferedReader(pyarrow.CompressedInputStream(open(path, "rb"), "zstd"), BLOCK)
+    return open(path, "rb")
+
+
+def parse(text, where):
     try:
-        with parquet.ParquetFile(path) as f:
-            if field not in f.schema_arrow.names:
-                raise Problem(f"'{path}' has no column '{field}', but "
-                              f"{', '.join(map(repr, f.schema_arrow.names))}",
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Problem(f"{where} is no JSON: {error}",
+                      "one object a line, or one list of them; is the file whole?") from error
+
+
+def json_rows(path, pieces):
+    """(where, row) of each line that is not empty, or of each item of a file that is one list"""
+    first = next(pieces, "")
+    pieces = itertools.chain([first], pieces)
+    if first.lstrip().startswith("["):
+        for number, row in enumerate(parse("".join(pieces), f"'{path}'"), 1):
+            yield f"'{path}' row {number}", row
+        return
+    lines = (line for piece in pieces for line in piece.removesuffix("\n").split("\n"))
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"'{path}' line {number}"
+            yield where, parse(line, where)
+
+
+class Reader:
+    """How texts are read. field: where rows have theirs; encoding: of texts and JSON; errors: "replace" makes
+    U+FFFD of each byte that the encoding does not allow, and counts it, "strict" refuses the file."""
+
+    def __init__(self, field="text", encoding="utf-8", errors="strict"):
+        self.field, self.encoding, self.replaced = field, encoding, 0
+        self.errors = "count" if errors == "replace" else "strict"
+        codecs.register_error("count", self.replace)
+
+    def replace(self, error):
+        self.replaced += error.end - error.start
+        mark = "\ufffd" if isinstance(error, UnicodeDecodeError) else "\ufffd".encode()
+        return mark * (error.end - error.start), error.end
+
+    def encoding_of(self, path, begin):
+        """Of the text that begins so; what is no text at all is refused by its name."""
+        if begin[257:262] == b"ustar":
+            raise Problem(f"'{path}' is a tar archive", "unpack it")
+        for known, what, hint in NO_TEXT:
+            if begin.startswith(known) and (what[:3] != "UTF" or self.encoding == "utf-8"):
+                raise Problem(f"'{path}' is {what}", hint)
+        return "utf-8" if begin.startswith(codecs.BOM_UTF8) else self.encoding
+
+    def pieces(self, path):
+        """A file's text, many whole lines at a time."""
+        at, kept, decoder = 0, [], None
+        with unpacked(path) as f:
+            while True:
+                block = f.read(BLOCK)
+                if not decoder:
+                    encoding = self.encoding_of(path, block)
+                    decoder = codecs.getincrementaldecoder(encoding)(self.errors)
+                try:
+                    text = decoder.decode(block, not block)
+                except UnicodeDecodeError as error:
+                    number = at + len(block) - len(error.object) + error.start
+                    raise Problem(f"'{path}' is not {encoding.upper()}: byte {number} is "
+                                  f"0x{error.object[error.start]:02x}", CURE) from error
+                if "\0" in text:            # it would end a document; UTF-16 looks like UTF-8 with bytes 0
+                    if self.errors == "strict":
+                        where = f"byte {at + block.find(0)} is 0" if encoding == "utf-8" else "it holds a NUL"
+                        raise Problem(f"'{path}' is no text in {encoding.upper()}: {where}", CURE)
+                    self.replaced += text.count("\0")
+                    text = text.replace("\0", "\ufffd")
+                text = text if at else text.removeprefix("\ufeff")      # a byte order mark
+                at += len(block)
+                cut = text.rfind("\n") + 1 if len(block) == BLOCK else 0     # a small file is one piece
+                if cut:
+                    yield "".join(kept) + text[:cut]
+                    kept = []
+                kept.append(text[cut:])
+                if not block:
+                    break
+        if last := "".join(kept):
+            yield last
+
+    def row_texts(self, path, pieces):
+        for where, row in json_rows(path, pieces):
+            if not isinstance(row, (dict, str)):
+                raise Problem(f"{where} is neither an object nor a text")
+            if isinstance(row, dict) and self.field not in row:
+                raise Problem(f"{where} has no '{self.field}', but {', '.join(map(repr, row))}",
                               "--text-field NAME says where the text is")
-            number = 0
-            for batch in f.iter_batches(batch_size=1024, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    number += 1
-                    yield number, text
-    except pyarrow.ArrowException as error:
-        raise Problem(f"'{path}' is no whole parquet file: {str(error).splitlines()[0]}",
-                      "fetch it again") from error
+            yield where, row if isinstance(row, str) else row[self.field]
 
+    def parquet_texts(self, path):
+        need_pyarrow()
+        import pyarrow
+        import pyarrow.parquet as parquet
+        try:
+            with parquet.ParquetFile(path) as f:
+                if self.field not in f.schema_arrow.names:
+                    raise Problem(f"'{path}' has no column '{self.field}', but "
+                                  f"{', '.join(map(repr, f.schema_arrow.names))}",
+                                  "--text-field NAME says where the text is")
+                number = 0
+                for batch in f.iter_batches(batch_size=1024, columns=[self.field]):
+                    column = batch.column(0)
+                    is_text = column.type in (pyarrow.string(), pyarrow.large_string())
+                    for text in (column.cast("large_binary") if is_text else column).to_pylist():
+                        number += 1
+                        yield f"'{path}' row {number}", text.decode("utf-8", self.errors) \
+                            if is_text and text is not None else text
+        except pyarrow.ArrowException as error:
+            raise Problem(f"'{path}' is no whole parquet file: {str(error).splitlines()[0]}",
+                          "fetch it again") from error
+        except UnicodeDecodeError as error:
+            raise Problem(f"'{path}' row {number}: '{self.field}' is not UTF-8: its byte {error.start} is "
+                          f"0x{error.object[error.start]:02x}", REPLACE) from error
 
-def rows(path, field):
-    """The texts of a JSONL or parquet file as bytes. A byte 0, which would end a document, is left out."""
-    for number, text in (parquet_rows if kind_of(path) == "parquet" else jsonl_rows)(path, field):
-        if isinstance(text, str):
-            yield text.encode("utf-8", "replace").replace(b"\0", b"") + b"\0"
-        elif text is not None:
-            raise Problem(f"'{path}' row {number}: '{field}' is no text, but {type(text).__name__}",
-                          "--text-field NAME says where the text is")
+    def in_bytes(self, rows):
+        """A byte 0 in a row's text would end the document: it is left out."""
+        for where, text in rows:
+            if isinstance(text, str):
+                try:
+                    data = text.encode("utf-8", self.errors)
+                except UnicodeEncodeError as error:
+                    raise Problem(f"{where}: '{self.field}' holds half a character, "
+                                  f"\\u{ord(text[error.start]):04x}", REPLACE) from error
+                yield data.replace(b"\0", b"") + b"\0"
+            elif text is not None:
+                raise Problem(f"{where}: '{self.field}' is no text, but {type(text).__name__}",
+                              "--text-field NAME says where the text is")
 
-
-def lines(path):
-    """Of a text file, many at a time."""
-    with open_any(path) as f:       # of UTF-16, half the bytes would end documents
-        if f.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise Problem(f"'{path}' is UTF-16", "iconv -f UTF-16 -t UTF-8 OLD > NEW converts it")
-        while some := f.readlines(1 << 20):
-            yield b"".join(b"\0" if line in SEPARATORS else line for line in some)
-    yield b"\0"
-
-
-def texts(paths, field):
-    """All documents of these files."""
-    for path in paths:
+    def documents(self, path):
+        """Of one file."""
+        size, kind = size_of(path), kind_of(path)
         with reading(path):
-            yield from rows(path, field) if kind_of(path) in ("jsonl", "parquet") else lines(path)
+            if size == 0 and (kind == "parquet" or path.lower().endswith(PACKED)):
+                raise Problem(f"'{path}' is empty", "fetch it again")
+            if first_bytes(path).startswith(PARQUET):
+                yield from self.in_bytes(self.parquet_texts(path))
+                return
+            if kind == "parquet":
+                raise Problem(f"'{path}' is no parquet file: it does not begin with PAR1", "fetch it again")
+            pieces = self.pieces(path)
+            first = next(pieces, "")
+            pieces = itertools.chain([first], pieces)
+            if kind == "json" or JSON_ROWS.match(first):
+                yield from self.in_bytes(self.row_texts(path, pieces))
+                return
+            for piece in pieces:
+                yield SEPARATOR.sub("\0", piece).encode()
+            yield b"\0"
+
+    def look(self, path):
+        """Its size, once its beginning is known to hold texts."""
+        next(self.documents(path), None)
+        return size_of(path)
+
+    def texts(self, paths):
+        """All documents of these files. What is refused comes in one list: after the first such file the
+        others are only checked."""
+        refused = []
+        for path in paths:
+            try:
+                for text in self.documents(path):
+                    if not refused:
+                        yield text
+            except Problem as problem:
+                refused.append(problem)
+        all_of(refused)
+
+
+def looks_like_texts(path):
+    """Of a file in a folder. A .json may also hold settings."""
+    if ending(path) != ".json":
+        return bool(kind_of(path))
+    try:
+        with reading(path):
+            size_of(path)
+            return bool(JSON_ROWS.match(next(Reader(errors="replace").pieces(path), "")))
+    except Problem:
+        return True                             # Reader.look says what is wrong with it

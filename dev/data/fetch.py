@@ -28,6 +28,28 @@ class Problem(Exception):
         self.what, self.hint = what, hint
 
 
+def all_of(problems):
+    """Raises them as one."""
+    if problems:
+        whats = [problem.what for problem in problems[:20]]
+        if len(problems) > len(whats):
+            whats.append(f"and {len(problems) - len(whats)} more")
+        hints = dict.fromkeys(problem.hint for problem in problems if problem.hint)
+        raise Problem("\n       ".join(whats), "; ".join(hints))
+
+
+def of_each(function, items):
+    """[function(item)]; what it refuses, it refuses of all at once."""
+    results, problems = [], []
+    for item in items:
+        try:
+            results.append(function(item))
+        except Problem as problem:
+            problems.append(problem)
+    all_of(problems)
+    return results
+
+
 @dataclass
 class File:
     """A file of a data set: here (path), or on the hub."""

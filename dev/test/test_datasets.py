@@ -65,7 +65,7 @@ def works(*words, **more):
 def refused(*words, said=(), **more):
     """Exit code 1, an error and its hint, and every text of `said` in them."""
     code, _, err = call(*words, **more)
-    lines = err.splitlines()
+    lines = [line for line in err.splitlines() if line[:1] != " "]      # these go on with a list
     assert code == 1 and "Traceback" not in err and len(lines) <= 3, err
     assert len([line for line in lines if line.startswith("error: ")]) == 1, err
     assert not [text for text in said if text not in err], err
@@ -253,19 +253,29 @@ def test_files():
             "f.jsonl.bz2": bz2.compress(b'{"text": "seven"}\n\n{"text": null}\n'
                                         b'{"text": " eig\\u0000ht\\n"}\n"9"\n'),
             "g.png": "no text", "h.jsonl": jsonl(["x" * 150000] * 4),    # more than a pipe takes at a time
-            "sub/h.ndjson": '{"text": "\\ud800 alone"}\n', "z.txt": ""}.items():
+            "i.json": '[\n {"text": "10"}, "11"]', "i.json.gz": gzip.compress(jsonl(["12"]).encode()),
+            "j.jsonl": lzma.compress(b'{"text": "13"}'), "k.md.gz": "14", "l.jsonl": "\ufeff" + jsonl(["15"]),
+            "m.txt": "\ufeff16", "n.txt": "\n" + jsonl(["17"]), "o.txt": '{"18"',
+            "settings.json": '{\n "a": 1}',
+            "sub/h.ndjson": '{"text": "é\\ud83d\\ude00"}\n', "z.txt": ""}.items():
         write("in/" + name, data)
+    os.symlink("../in", "in/folder")
     documents = [b"one\n", b"two", b"three\n", *(text.encode() for text in texts), b"four\n", b"five\n",
-                 b"six", b"seven", b" eight\n", b"9", *[b"x" * 150000] * 4, b"? alone"]
+                 b"six", b"seven", b" eight\n", b"9", *[b"x" * 150000] * 4,
+                 *(b"%d" % n for n in range(10, 18)), b'{"18"', "é😀".encode()]
     again = [*files("in", "out"), *in_bytes(500, 200000)]
     _, out, err = call(*again)
-    assert "g.png" in err and len(err.splitlines()) == 1 and "'out/out_train_*.bin'" in out
+    assert "3 of 20 files left out, 'folder' for one" in err and "note: 'z.txt' is empty\n" in err
+    assert len(err.splitlines()) == 2 and "'out/out_train_*.bin'" in out
     check_set("out", [documents], 500, 200000)
     facts = json.loads(read("out/dataset.json"))
     assert facts["tokens"] == len(byte_tokens(documents)) and facts["shards"] == {"val": 1, "train": 4}
     makes("in/[ab].*", "two", documents[:3], 0)
     write("x.log", "a log")                             # who names a file means it
-    makes("x.log", "three", [b"a log"], 1)
+    write("y.log", '{"text": "a log"}')
+    for name, out in (("x.log", "three"), ("y.log", "four")):
+        assert "note: " in call(*files(name, out), *in_bytes(1))[2]
+        check_set(out, [[b"a log"]], 1)
     assert "complete" in works(*again) and not os.path.exists("out/.work")
     before = contents("out")
     refused(*again, "--val-tokens", 7, said=("val_tokens 500 and not 7", "--restart"))
@@ -325,7 +335,7 @@ def test_shard_is_synced(monkeypatch):
 @pytest.mark.parametrize("words, said", [
     ("files --from in/a.jsonl --out o --val-tokens 99", ["a.jsonl' line 2"]),
     ("files --from in/b.jsonl --out o", ["'text'", "'body'", "--text-field"]),
-    ("files --from in/c.jsonl --out o", ["row 1", "int"]),
+    ("files --from in/c.jsonl --out o", ["line 1", "int"]),
     ("files --from in/d.txt.gz --out o", ["d.txt.gz' is damaged"]),
     ("files --from in/empty.txt --out o", ["no text"]),
     ("files --from in/e.txt --out o --bytes --val-tokens 6", ["--val-tokens 6",
@@ -335,7 +345,10 @@ def test_shard_is_synced(monkeypatch):
     ("fineweb", ["'fineweb'", "fineweb10B"]), ("hub --out o", ["--repo"]),
     ("files --from in --out /", ["'/' has no name"]),
     ("files --from in --out in/e.txt/o", ["in/e.txt", "Not a directory"]),
-    ("files --from in/u.txt --out o", ["u.txt' is UTF-16", "iconv"]),
+    ("files --from in/u.txt --out o", ["u.txt' is UTF-16", "--encoding utf-16"]),
+    ("files --from in/e.txt --out o --encoding utf-99", ["--encoding utf-99"]),
+    ("files --from in/e.txt --out o --encoding hex", ["--encoding hex"]),
+    ("files --from /dev/zero --out o", ["'/dev/zero': it is a device"]),
     ("files --from in --out o --shard-tokens 0", ["--shard-tokens 0"]),
     ("tinystories --from in --out o --val-tokens 5", ["--val-tokens"]),
     (f"tinyshakespeare --from {GET} --out o", ["is not tinyshakespeare"])])
@@ -347,6 +360,63 @@ def test_refused(words, said):
         write("in/" + name, text)
     refused(*words.split(), said=said)
     assert not contents("o")
+
+
+def test_refused_in_one_list():
+    """What a folder must not hold is found before the work, all at once; what is wrong further in, too."""
+    latin, utf16 = "Ein Käfer. ".encode("latin-1"), "no mark".encode("utf-16-le")
+    bad = {"a.txt": (b"ab" + latin, "a.txt' is not UTF-8: byte 7 is 0xe4"),
+           "b.txt": (utf16, "b.txt' is no text in UTF-8: byte 1 is 0"),
+           "c.jsonl": (b'{"text": "' + latin + b'"}\n', "c.jsonl' is not UTF-8: byte 15 is 0xe4"),
+           "d.txt.gz": (gzip.compress(latin), "d.txt.gz' is not UTF-8: byte 5 is 0xe4"),
+           "e.md": (b"PK\3\4\0", "e.md' is a zip archive"), "f.txt.gz": (b"", "f.txt.gz' is empty"),
+           "g.txt": (archive({"x": b"x"}), "g.txt' is a tar archive"),
+           "h.json": (b'[{"text": 1}', "h.json' is no JSON"), "i.parquet": (b"<html>", "is no parquet file"),
+           "j.jsonl": (b'{"text": "\\udc80"}', "j.jsonl' line 1: 'text' holds half a character, \\udc80"),
+           "k.txt": (b"a\xe3\x81", "k.txt' is not UTF-8: byte 1 is 0xe3"),
+           "l.jsonl": (b"[" * 99999, "l.jsonl' is no JSON")}
+    for name, (data, _) in bad.items():
+        write("in/" + name, data)
+    os.mkfifo("in/pipe.txt")
+    os.symlink("pipe.txt", "in/link.json")
+    os.symlink("nowhere", "in/link.txt")
+    said = [text for _, text in bad.values()]
+    refused(*files("in", "o"), said=[*said, "pipe.txt': it is a pipe", "link.json': it is a pipe",
+                                     "link.txt' is a link to nothing", "--encoding", "--errors replace"])
+    for name, end in (("one", latin), ("two", b"a\0b"), ("three", b"fine")):     # beyond the first block
+        write(f"deep/{name}.txt", b"text\n" * 300000 + end)
+    refused(*files("deep", "o"), said=("one.txt' is not UTF-8: byte 1500005", "two.txt' is no text in UTF-8: "
+                                       "byte 1500001 is 0"))
+    assert not contents("o")
+
+    def cannot_list():
+        scandir = os.scandir
+        os.scandir = lambda path: scandir("none" if path == "deep/sub" else path)
+    write("deep/sub/a.txt", "x")
+    refused(*files("deep", "o"), prepare=cannot_list, said=("cannot list 'none': No such file",))
+
+
+def test_encodings():
+    """Converted, or with U+FFFD for each byte that is wrong, and counted."""
+    texts = ["Käfer é\n", "是 <|endoftext|>\n", "x" * (1 << 20) + "é", "\r\nlast"]
+    for name, wide in (("utf-16-le", True), ("UTF_16", True), ("gb18030", True), ("cp1252", False)):
+        some = [text if wide else text.replace("是", "?") for text in texts]
+        whole = "\n<|endoftext|>\r\n".join(some)
+        write(f"{name}/a.txt", whole.encode(name))
+        write(f"{name}/b.jsonl", jsonl(["é"]).replace("\\u00e9", "é").encode(name))
+        write(f"{name}/c.txt", "\ufeffé")                # whose mark says that it is UTF-8
+        documents = [*((text + "\n" * (text is not some[-1])).encode() for text in some), b"\xc3\xa9"]
+        makes(name, f"o_{name}", [*documents, *([b"\xc3\xa9"])], 0, "--encoding", name)
+    refused(*files("utf-16-le", "o_utf-16-le"), *in_bytes(0), said=("encoding 'utf-16-le' and not None",))
+    for name, data in (("a.txt", b"a\xe9\0\xe3\x81b\n" + b"x" * (1 << 20) + b"\xf0\x9f\x98"),
+                       ("b.jsonl", b'{"text": "\xff\\ud800."}\n')):
+        write("bad/" + name, data)
+    bad = "\ufffd"
+    out = works(*files("bad", "o"), *in_bytes(0), "--errors", "replace")
+    check_set("o", [[f"a{bad * 4}b\n{'x' * (1 << 20)}{bad * 3}".encode(), f"{bad * 2}.".encode()]], 0)
+    assert "replaced: 9 bytes" in out
+    run_program([TOOL, "bad/a.txt", "-o", "x", "--bytes=1", "--val-tokens=0", "--errors=replace"])
+    assert shard("x_train.bin") == byte_tokens([f"a{bad * 4}b\n{'x' * (1 << 20)}{bad * 3}".encode()])
 
 
 def test_second_thoughts():
@@ -391,6 +461,19 @@ def test_parquet():
     parquet.write_table(pyarrow.table({"text": pyarrow.array(["", None, "one", "", "two"], "large_string")}),
                         "in/l.parquet")
     makes("in/l.parquet", "o5", [b"one", b"two"], 0)
+    shutil.copy("in/l.parquet", "in/no-ending")
+    makes("in/no-ending", "o6", [b"one", b"two"], 0)
+    latin = pyarrow.array([b"fine", b"K\xe4fer"]).view("string")
+    parquet.write_table(pyarrow.table({"text": latin}), "in/latin.parquet")
+    refused(*files("in/latin.parquet", "o7"), said=("row 2: 'text' is not UTF-8: its byte 1 is 0xe4",))
+    makes("in/latin.parquet", "o7", [b"fine", b"K\xef\xbf\xbdfer"], 0, "--errors", "replace")
+    frames = [pyarrow.compress(jsonl([text]).encode(), "zstd", asbytes=True) for text in ("one", "two")]
+    pzstd = b"\x50\x2a\x4d\x18\4\0\0\0size"
+    write("z/a.jsonl.zst", b"".join(frames))
+    write("z/b.json", pzstd + frames[0])                # packed, whatever its name
+    makes("z", "o8", [b"one", b"two", b"one"], 0)
+    write("z/c.txt.zst", frames[0][:-5])
+    refused(*files("z/c.txt.zst", "o9"), said=("c.txt.zst': Truncated",))
     web = {"sample/10BT/000.parquet": read("in/a.parquet"), "sample/100BT/x.parquet": b"", "README.md": b""}
     works("hub", "--repo", "o/n", "--pattern", row("fineweb10B").train, "--out", "o4", *in_bytes(999, 9999),
           **hub(web))
@@ -415,6 +498,9 @@ def test_hub():
         write("copy/" + name, data)
     hub_makes(documents, "--from", "copy")
     assert len(glob.glob("copy/data/*")) == len(files), "the user's own files are gone"
+    c4 = {"en/c4-train.00000-of-01024.json.gz": gzip.compress(jsonl(["one", "two"]).encode())}
+    works("hub", "--repo", "o/n", "--pattern", "*.json.gz", "--out", "c4", *in_bytes(0), **hub(c4))
+    check_set("c4", [[b"one", b"two"]], 0)
 
 
 def test_without_the_library():
@@ -424,7 +510,7 @@ def test_without_the_library():
             extra.get("prepare", dict)()
             sys.modules[module] = None
             get.fetch.take_the_venv = lambda: None
-        write("copy/a.parquet", "x")
+        write("copy/a.parquet", "PAR1")
         refused(*words, prepare=lacking,
                 said=("without " + module.partition(".")[0], "hint: scripts/setup.sh data"))
 
@@ -467,12 +553,12 @@ def test_broken_downloads():
     name = "data/001.jsonl"
     for path, data in files.items():
         write("copy/" + path, data)
-    write("short/001.jsonl", "x")
+    write("short/001.jsonl", '"x"')
     mirror = "http://mirror"
     for place, more in ((None, hub(files)), ("copy", {}), (mirror, hub(files, site=mirror))):
         refused(*HUB, said=(f"{name}: cannot send {name}\nhint: ", "goes on from here", "HF_TOKEN"),
                 **hub(files, broken=[name]))
-        refused(*HUB, "--from", "short", said=("'001.jsonl' of 1 bytes is new",))
+        refused(*HUB, "--from", "short", said=("'001.jsonl' of 3 bytes is new",))
         seen()
         hub_makes(documents, *(["--from", place] if place else []), **more)
         assert "data/000.jsonl" not in seen(), "a finished file came again"
@@ -525,7 +611,7 @@ def test_full_disk():
 def test_room():
     """Too small a disk is told before the work."""
     def small():
-        get.fetch.need = lambda *_: None
+        get.need_pyarrow, get.Reader.look = dict, lambda *_: 1
         get.shutil.disk_usage = lambda path: type("", (), {"free": 5e9})
     write("copy/sample/10BT/0.parquet", "x")
     for more, said in (((), "20.8 GB"), (("--shards", 30), "6.2 GB")):

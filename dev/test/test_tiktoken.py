@@ -89,7 +89,7 @@ def every_code_point(before, after):
     """Side by side, 700,000 that stand for nothing would be one piece, over which tiktoken spends a minute.
     Each 512 end it then, with a mark that belongs to it only if they are no letters, numbers or spaces."""
     ends = {511: "!\n"} if not before + after else {}
-    return "".join(before + chr(cp) + after + ends.get(cp % 512, "") for cp in range(0x110000)
+    return "".join(before + chr(cp) + after + ends.get(cp % 512, "") for cp in range(1, 0x110000)
                    if not 0xD800 <= cp < 0xE000)
 
 
@@ -110,7 +110,7 @@ def test_every_code_point(before, after):
 
 @pytest.mark.slow
 def test_texts():
-    text = generate(random.Random(1), 1000000)
+    text = generate(random.Random(1), 1000000).replace("\0", "")
     check(text.encode(), gpt2().encode_ordinary(text))
 
 

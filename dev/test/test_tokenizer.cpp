@@ -60,6 +60,50 @@ static std::string drawn_text(uint32_t stream, const Strings& from, size_t size)
     return text;
 }
 
+// ---- text or not ----
+
+// Is text_fault what utf8_decode says, character by character? Returns where the fault is.
+static size_t check_fault(const std::string& text, bool nul_separates) {
+    const uint8_t* s = (const uint8_t*)text.data();
+    size_t want = 0;
+    for (size_t width; want < text.size(); want += width) {
+        const int32_t c = utf8_decode(s + want, text.size() - want, &width);
+        if (c < 0 || (c == 0 && !nul_separates)) { break; }
+    }
+    const size_t got = text_fault(s, 0, text.size(), nul_separates);
+    if (got != want) { CHECK_IS(got, want); }
+    return want;
+}
+
+static void test_faults() {
+    const Strings some = {"a", "bcdefgh", "\xC3\xA9", "\xE2\x82\xAC", "\xF0\x9F\x98\x80", "\x7F", "\x01",
+                          std::string(60, 'x'), "\xED\xA0\x80", "\xFF", "\x80", std::string(1, '\0')};
+    int faults = 0;
+    for (uint32_t k = 0; k < 3000; k++) {
+        const Strings from(some.begin(), some.end() - (k % 5));     // without faults in a fifth of the texts
+        const Strings few = {"abc", std::string(61, 'x'), from[k % from.size()]};
+        const std::string text = drawn_text(k, k % 2 ? from : few, k % 300);
+        faults += check_fault(text, false) < text.size();
+        check_fault(text, true);
+    }
+    CHECK(faults > 500 && faults < 2500, "%d of 3000 texts have a fault", faults);
+    int good = 0;                               // every lead and second byte, over the end of 64 bytes
+    for (int pair = 0; pair < 65536; pair++) {
+        std::string text = std::string(62 + pair % 3, 'x') + (char)(pair >> 8) + (char)pair;
+        text += pair >> 8 < 0xE0 ? "" : pair >> 8 < 0xF0 ? "\x80" : "\x80\x80";
+        text += std::string(64, 'x');
+        good += check_fault(text, false) == text.size();
+    }
+    // two of ASCII; U+80 to U+7FF; U+800 to U+FFFF without surrogates, by 64; the others, by 4096
+    CHECK_IS(good, 127 * 127 + 1920 + (65536 - 2048 - 2048) / 64 + (0x110000 - 65536) / 4096);
+    const struct { std::string text; size_t want; } ends[] = {
+        {"", 0}, {"a", 1}, {"a\xC3", 1}, {"a\xC3\xA9", 1}, {"a\xE2\x82", 1}, {"\xF0\x9F\x98", 0},
+        {"\xC3\xA9z", 3}, {"\x80\x80\x80\x80\x80", 5}};
+    for (const auto& e : ends) {
+        CHECK_IS(text_unfinished((const uint8_t*)e.text.data(), e.text.size()), e.want);
+    }
+}
+
 // ---- encoding ----
 
 static void test_fixture() {
@@ -398,6 +442,7 @@ static void test_tool_documents() {
     write_text("2.txt", "one\n");
     write_text("a.txt", "Hel");
     write_text("b.txt", "lo world");
+    write_text("bom.txt", "\xEF\xBB\xBFone\n");
     write_text("own.bpe", read_text(vocab_path));       // nobody knows what a list from elsewhere means
     const std::string text = read_text("1.txt"), nuls("a\n\0\0 b\0<|", 10);
     const Ids one = encode("one\n"), two = encode("two <|endoftext|>\n<|endoftext|>x\n"), eot = {bpe.eot};
@@ -406,8 +451,15 @@ static void test_tool_documents() {
     const struct { Strings args; std::string input, path; uint32_t tokenizer; Ids want; } rows[] = {
         {{"1.txt", "0.txt", "2.txt", "-o", "sub/doc"}, "", "sub/doc_train.bin", TOKENIZER_GPT2, documents},
         {{"-", "-o", "plain", "--separators", "0"}, text, "plain_train.bin", TOKENIZER_GPT2, encode(text)},
-        {{"-", "-o", "byte", "--bytes", "1"}, "hi\n<|endoftext|>\n\xFF", "byte_train.bin", TOKENIZER_BYTES,
-         {0, 'h', 'i', '\n', 0, 0xFF}},
+        {{"-", "-o", "byte", "--bytes", "1"}, "hi\n<|endoftext|>\n\xC3\xA9", "byte_train.bin",
+         TOKENIZER_BYTES, {0, 'h', 'i', '\n', 0, 0xC3, 0xA9}},
+        // a byte order mark is dropped where a file begins
+        {{"bom.txt", "2.txt", "bom.txt", "-o", "bom"}, "", "bom_train.bin", TOKENIZER_GPT2,
+         joined(joined(joined(eot, one), joined(eot, one)), joined(eot, one))},
+        {{"-", "-o", "mark", "--bytes", "1"}, "\xEF\xBB\xBF\xEF\xBB\xBF!", "mark_train.bin",
+         TOKENIZER_BYTES, {0, 0xEF, 0xBB, 0xBF, '!'}},
+        {{"-", "-o", "nulm", "--bytes", "1", "--separators", "nul"}, "\xEF\xBB\xBF!", "nulm_train.bin",
+         TOKENIZER_BYTES, {0, 0xEF, 0xBB, 0xBF, '!'}},
         {{"-", "-o", "nul", "--bytes", "1", "--separators", "nul"}, nuls, "nul_train.bin", TOKENIZER_BYTES,
          {0, 'a', '\n', 0, ' ', 'b', 0, '<', '|'}},
         {{"2.txt", "-o", "own", "--vocab", "own.bpe"}, "", "own_train.bin", TOKENIZER_UNKNOWN,
@@ -427,7 +479,7 @@ static void test_tool_documents() {
 }
 
 static void test_tool_decode() {
-    const std::string text = "<|endoftext|>\nhi\n<|endoftext|>\n\xFF" "b\n";
+    const std::string text = "<|endoftext|>\nhi\n<|endoftext|>\n\xC3\xA9" "b\n";
     for (bool bytes : {false, true}) {
         const std::string flag = bytes ? "1" : "0";
         tool_runs({"-", "-o", "d", "--bytes", flag}, text);
@@ -456,10 +508,11 @@ static void test_tool_decode() {
 
 static void test_tool_shards() {
     const size_t xs = (1 << 20) + 60000;                        // more than a block, which cannot be cut
-    std::string big;
-    Ids one = joined({bpe.eot}, encode(fixture_text + "\n")), want;
+    std::string big, document = fixture_text + "\n";
+    std::replace(document.begin(), document.end(), '\0', '0');    // the program takes no bytes 0
+    Ids one = joined({bpe.eot}, encode(document)), want;
     while (big.size() < 1 << 20) {
-        big += fixture_text + "\n<|endoftext|>\n";
+        big += document + "<|endoftext|>\n";
         want = joined(want, one);
     }
     big += std::string(xs, 'x');
@@ -497,10 +550,10 @@ static void test_tool_endless() {
                "\r\n", "\n" + line + "\n", std::string(400000, '<'), line + "\r\n"}},
         {"nul", {"word", " word", "!", " ", "\n", nul}}, {"nul", {"!", "?", nul}}, {"nul", {" ", nul}},
         {"nul", {"\xE6\x98\xAF", nul, std::string(300000, 'a')}},
-        {"1", {"\"key\":", "12345,", "{\"a\":[", "],", "bar", "'s", "'", line, "\xFF", "\xE3\x80"}},
+        {"1", {"\"key\":", "12345,", "{\"a\":[", "],", "bar", "'s", "'", line, "\xC2\xA0", "\xE3\x80\x80"}},
         {"1", {"\xE7\x9A\x84", "\xE4\xB8\x80", "\xE6\x98\xAF", "\xE6\x97\xA5", "\xE6\x9C\xAC"}},
         {"0", {"\xC3\xA9", "\xC3\xA8", "\xC3\xBC"}}, {"1", {"\xF0\x9F\x98\x80", "\xE2\x82\xAC"}},
-        {"0", {"'s"}}, {"1", {"\xE3\x80\x80"}}, {"0", {"\x80"}}};
+        {"0", {"'s"}}, {"1", {"\xE3\x80\x80"}}};
     TokenizerCache cache;
     for (const auto& kind : kinds) {
         const uint32_t k = (uint32_t)(&kind - kinds);
@@ -538,8 +591,33 @@ static void test_tool_endless() {
           memory[1] - memory[0]);
 }
 
+// U+FFFD for each byte that is no text, over the ends of blocks and of files, too.
+static void test_tool_replace() {
+    const std::string bad = "\xEF\xBF\xBD", xs((1 << 20) - 2, 'x');
+    const struct { std::string text, want; int count; } rows[] = {
+        {"a\xFF\xC3", "a" + bad + bad, 2}, {std::string("a\0b", 3), "a" + bad + "b", 1},
+        {xs + "\xE3\x81" + "\x82", xs + "\xE3\x81\x82", 0}, {xs + "\xE3\x81" + "a", xs + bad + bad + "a", 2},
+        {xs + "\xF0\x9F", xs + bad + bad, 2}, {xs + " " + "\xFF\xFF ", xs + " " + bad + bad + " ", 2},
+        {std::string(1 << 20, '\xFF') + "a", drawn_text(0, {bad}, 3 << 20) + "a", 1 << 20}};
+    for (const auto& r : rows) {
+        const Child c = run_child(with_args({"-", "-o", "fffd", "--bytes", "1", "--errors", "replace",
+                                             "--separators", "0", "--val-tokens", "0"}, r.text));
+        CHECK_TEXT(c.err, "");
+        CHECK(shard("fffd_train.bin", TOKENIZER_BYTES) == Ids((const uint8_t*)r.want.data(),
+              (const uint8_t*)r.want.data() + r.want.size()), "%d bad bytes: wrong text", r.count);
+        CHECK(holds(c.out, format("replaced: %d bytes", r.count)) == (r.count > 0), "%s", c.out.c_str());
+    }
+}
+
 static void test_tool_errors() {
     write_text("1.txt", "some text\n");
+    write_text("latin.txt", "K\xE4se");
+    write_text("utf16.txt", std::string("a\0b\0", 4));
+    write_text("rows.gz", "\x1F\x8B\x08");
+    write_text("rows.txt", "\xEF\xBB\xBF\n{ \"text\": 1}");
+    write_text("list.txt", "[\n {\"text\": 1}]");
+    write_text("cut.txt", "ab\xE3\x81");
+    const std::string two_bad = "\xEF\xBB\xBF" + drawn_text(0, {"text\n"}, 2 << 20) + "\xFF";
     write_text("junk.bin", "junk");
     CHECK(mkfifo("pipe", 0600) == 0 && mkfifo("out_train.bin", 0600) == 0, "cannot make a pipe");
     CHECK(symlink("1.txt", "link_train.bin") == 0, "cannot make a link");
@@ -557,6 +635,14 @@ static void test_tool_errors() {
         {"decode junk", {"--decode", "junk.bin"}, {"truncated"}, ""},
         {"decode and text", {"1.txt", "--decode", "junk.bin"}, {"1.txt"}, ""},
         {"a pipe to read", {"pipe", "-o", "err"}, {"standard input", "pipe"}, ""},
+        {"all at once", {"1.txt", "latin.txt", "utf16.txt", "rows.gz", "rows.txt", "list.txt", "cut.txt", ".",
+                         "none.txt", "pipe", "-o", "err"},
+         {"'latin.txt' is no UTF-8 text: byte 1 is 0xe4", "'utf16.txt' is no UTF-8 text: byte 1 is 0x00",
+          "'rows.gz' is no UTF-8 text: byte 1 is 0x8b", "'rows.txt' holds JSON", "'list.txt' holds JSON",
+          "'cut.txt' is no UTF-8 text: byte 2 is 0xe3", "'.': it is a folder", "'none.txt': No such file",
+          "'pipe': it is a pipe", "hint: ", "--encoding", "--errors replace", "get.py"}, ""},
+        {"deep inside", {"-", "-o", "err"}, {"'-' is no UTF-8 text: byte 2097158 is 0xff"}, two_bad.c_str()},
+        {"JSON, replaced", {"rows.txt", "-o", "err", "--errors", "replace"}, {"holds JSON"}, ""},
         {"a pipe to decode", {"--decode", "pipe"}, {"regular file", "pipe"}, ""},
         {"a pipe of merges", {"1.txt", "-o", "err", "--vocab", "pipe"}, {"regular file", "pipe"}, ""},
         {"a pipe to write", {"1.txt", "-o", "out"}, {"regular file", "pipe"}, ""},
@@ -592,6 +678,7 @@ int main() {
     folder_begin("tokenizer");
     if (chdir(folder.c_str()) != 0) { die("cannot enter '%s'", folder.c_str()); }
 
+    TEST("text or not") { test_faults(); }
     TEST("fixture from tiktoken") { test_fixture(); }
     TEST("pieces") { test_pieces(); }
     TEST("places to cut") { test_cut(); }
@@ -601,12 +688,13 @@ int main() {
     TEST("vocabulary files") { test_files(); }
     TEST("whose tokens") { test_whose_tokens(); }
     if (tool.empty()) {
-        SKIP(6, "build/tokenize is not built");
+        SKIP(7, "build/tokenize is not built");
     } else {
         TEST("tokenize: documents") { test_tool_documents(); }
         TEST("tokenize: shards back to text") { test_tool_decode(); }
         TEST("tokenize: shards and threads") { test_tool_shards(); }
         TEST("tokenize: text without an end") { test_tool_endless(); }
+        TEST("tokenize: bytes that are no text") { test_tool_replace(); }
         TEST("tokenize: errors") { test_tool_errors(); }
     }
     return folder_end();
