@@ -2447,7 +2447,8 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
     for (double& x : v) { x = x * x; }
     check(k, [&](auto at) {
         auto a = args<AdamW>(at);
-        a.params = at.stream("params", InOut(params, 1e-5), fp32), a.params_fp32 = fp32;
+        a.params = at.template pointer<void>(k.tensor<Param>("params", InOut(params, 1e-5)));
+        a.params_fp32 = fp32;
         a.master = use_master ? at.s("master", InOut(params, 1e-5)) : nullptr;
         a.m = at.s("m", InOut(2 * n, 0.1, 1e-5)), a.v = at.s("v", InOut(v, 1e-5));
         a.grads = at.stored("grads", 2 * n, bf16), a.state = at.exact("state", third_update());
