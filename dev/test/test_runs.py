@@ -402,7 +402,8 @@ def test_folder_name(folder):
     shutil.copytree(folder, "odd, [x]*/d12")
     write_shard("odd, [x]*/own_1.bin", sentences(5, 4000))
     inside = {"cwd": "odd, [x]*"}
-    run_ok({"-e": TINY, "-i": "../train.bin", "-j": "own_?.bin", "-x": 1, "-o": "second"}, **inside)
+    run_ok({"-e": TINY, "-i": "../train.bin", "-j": "own_?.bin", "-x": 1, "-m": 1000, "-o": "second"},
+           **inside)
     want = run_ok({"-e": "second/model_00000001.bin", "-j": "own_?.bin", "-x": 0}, **inside).val_losses()
     assert evaluate("odd, [x]*/second")[1:] == (want, "")
     err = run({"-e": "d12", "-x": 0, "-t": 1025}, **inside).err         # GPT-2's T is 1024, the folder's 32
@@ -466,7 +467,7 @@ def test_llmc_format(version, sizes):
     kinds = {3: fp32, 5: b"".join(fp32[at + 2:at + 4] for at in range(0, len(fp32), 4))}    # exact in bf16
     model, folder = f"theirs_{version}_{padded}.bin", f"theirs_{version}_{padded}"
     write(model, struct.pack("<256i", MODEL_MAGIC, version, *fields, *[0] * 248) + kinds[version])
-    result = run_ok({"-e": model, "-v": 1, "-l": 0, "-x": 1, "-o": folder})
+    result = run_ok({"-e": model, "-v": 1, "-m": 1000, "-l": 0, "-x": 1, "-o": folder})
     saved = read(model_path(folder))
     header = struct.unpack("<8i", saved[:32])
     assert header[2:] == fields and saved[1024:] == kinds[header[1]]

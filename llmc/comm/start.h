@@ -73,7 +73,7 @@ static inline CommForeign comm_foreign() {
     for (const auto& k : kinds) {
         const char *of = comm_env(k.rank), *all = comm_env(k.world);
         if (!of || !all || (k.name == "srun" && batch)) { continue; }
-        int64_t rank, world;
+        int64_t rank = -1, world = -1;
         const bool whole = parse_int(of, &rank) && parse_int(all, &world);
         if (!whole || rank < 0 || rank >= world || world > INT_MAX) {
             const char* wrong = "%s=%s and %s=%s: the first is a whole number from 0 on, and less than the "
