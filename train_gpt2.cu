@@ -44,9 +44,8 @@ l, and h for a head; bt is b*T+t.
 
 #include "llmc/check.h"              // gives: die, die_if, format, file_size
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
-#include "llmc/numbers.h"            // gives: ceil_div, round_up
+#include "llmc/numbers.h"            // gives: ceil_div, round_up, is_power_of_two
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config
-#include "llmc/model/lanes.h"        // gives: lane_buffer, lane_buffers, lane_merges, lane_part
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, Places, param_address
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
@@ -107,6 +106,7 @@ static_assert(sizeof(muonX) == sizeof(floatX), "gpt2_arrays counts its buffers b
 // finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
+constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row, after which rewind_or_stop is called
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: after these the run stops
 
 constexpr size_t kMuonBytes = (size_t)576 << 20;        // memory that Muon adds to a step's: see muon_share
@@ -282,13 +282,10 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
     return views;
 }
 
-#ifdef GPT2_CPU
-// == 4-6 in the CPU build ==
-// The device runtime and the ops, by the same names, in plain C++.
-#include "llmc/ops/cpu_device.h"
-#else
 // == 4 device runtime, 5 device helpers ==
-#include "llmc/ops/cuda_device.h"    // gives: device_malloc, stream_create, cudaCheck, OpScope
+// In the CPU build, device.h gives the ops, too, by the same names and in plain C++: all of section 6.
+#include "llmc/ops/device.h"         // gives: device_malloc, stream_create; CUDA: cudaCheck, OpScope
+#ifndef GPT2_CPU
 #include "llmc/ops/cuda_helpers.h"   // gives: x128, load, store, block_sum, mma_16x8, wgmma_shared
 #include "llmc/ops/cublaslt.h"       // gives: Gemm, gemm
 #include "llmc/ops/nccl.h"           // gives: device_comm_init, device_all_to_all, device_all_gather
@@ -4173,6 +4170,28 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     return bytes;
 }
 
+// ---- lanes ----
+// A lane is a group of a step's micro-steps; the exchange in section 8 draws how lanes are summed. A rank sums
+// its lanes like a binary counter, over a stack of buffers. Lane i is summed in buffer lane_buffer(i), the
+// top of the stack. Then the topmost buffer is added to the one below it, lane_merges(i) times: once for each
+// pair that lane i completes. After the last lane, all buffers are added into buffer 0.
+static int lane_buffer(int lane) { return __builtin_popcount((unsigned)lane); }
+static int lane_merges(int lane, int lanes) {
+    return lane == lanes - 1 ? lane_buffer(lane) : __builtin_ctz(~(unsigned)lane);
+}
+static int lane_buffers(int lanes) {        // number of buffers: 1 + floor(log2(lanes))
+    int count = 1;
+    for (; lanes > 1; lanes /= 2) { count++; }
+    return count;
+}
+// How many of the next `lanes` lanes, from `lane` on, form a whole subtree. Their sum can go directly into
+// lane_buffer(lane): the log2 merges inside the subtree are then done.
+static int lane_part(int lane, int lanes) {
+    int part = 1;
+    while (2 * part <= lanes && lane % (2 * part) == 0) { part *= 2; }
+    return part;
+}
+
 // ---- memory ----
 static MuonShare gpt2_muon_share(const GPT2* model) {
     return muon_share(model->layout, model->param_specs, model->options.split, bytes_floatX,
@@ -5228,8 +5247,8 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
 // has micro-step j * world + r at time j. Those of one time are one subtree, or a few subtrees if the number
 // of ranks is no power of two. Two layers' gradients are in memory at a time.
 
-// After a lane: adds the pairs that it completes (lane_buffer in lanes.h says which buffers these are), in n
-// elements from `offset` bytes on. With several lanes on a rank, gradients are fp32.
+// After a lane: adds the pairs that it completes (section 7, "lanes"), in n elements from `offset` bytes on.
+// With several lanes on a rank, gradients are fp32.
 static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
     if (merges == 0) { return; }
@@ -6360,7 +6379,7 @@ static void train(Training* t) {
     auto report_rewinds = [&](int behind) {
         bool hopeless = false;
         while (!hopeless && reports_waiting(reports) > behind) {
-            hopeless = report_step(&reports, &t->logger, schedule);
+            hopeless = report_step(&reports, &t->logger, schedule) >= kMaxSkipsInARow;
         }
         if (!hopeless) { return false; }
         // a run that stops here saves its newest step, so the log has it, too
