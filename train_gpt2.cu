@@ -4867,11 +4867,11 @@ struct CacheFill {
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
     // linear_add ends a branch. Its product also adds the branch to the residual stream. With dropout, and
-    // when text is written, the branch instead waits in memory of its own until the next norm adds it.
+    // when text is written, the branch instead waits in memory of its own until the next norm adds it to
+    // `before`, the sum so far (null: there is none).
     bool waits;
-    floatX* waiting_memory[2];          // (N,C) free until the backward
-    struct { const floatX* before; const floatX* branch[2]; int count; } waiting = {};  // before: the sum
-                                        // that the branches will be added to; null: nothing
+    floatX* waiting_memory[2];          // (N,C) not used otherwise until the backward
+    struct { const floatX* before; const floatX* branch[2]; int count; } waiting = {};
 
     explicit Forward(const Pass& pass, const CacheFill* cache = nullptr)
         : Pass(pass), cache(cache), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
