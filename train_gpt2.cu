@@ -44,9 +44,8 @@ l, and h for a head; bt is b*T+t.
 
 #include "llmc/check.h"              // gives: die, die_if, format, file_size
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
-#include "llmc/numbers.h"            // gives: ceil_div, round_up
+#include "llmc/numbers.h"            // gives: ceil_div, round_up, is_power_of_two
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config
-#include "llmc/model/lanes.h"        // gives: lane_buffer, lane_buffers, lane_merges, lane_part
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, Places, param_address
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
@@ -107,6 +106,7 @@ static_assert(sizeof(muonX) == sizeof(floatX), "gpt2_arrays counts its buffers b
 // finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
+constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row, after which rewind_or_stop is called
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: after these the run stops
 
 constexpr size_t kMuonBytes = (size_t)576 << 20;        // memory that Muon adds to a step's: see muon_share
@@ -131,9 +131,9 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 // autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
 // ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), and
 // a tied block has no second norm (`second` is 0). parts: a layer's matrix may be several, one below the
-// other, each with a name and a height; --optimizer muon updates them one by one. id: of the random stream
-// that the first values are drawn from; it never changes, whatever rows are added. hf: the name in Hugging
-// Face's files.
+// other, each with a name and a height; --optimizer muon updates them one by one. id: the key of the random
+// numbers that its first values are drawn with; it never changes, whatever tensors are added. hf: its name in
+// Hugging Face's files.
 //    name      type    where   rows    cols    init      kind    live    parts  id  hf
 #define GPT2_PARAMS(X)                                                                                     \
     X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      NONE,  0,  "wte.weight")         \
@@ -278,13 +278,10 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
     return views;
 }
 
-#ifdef GPT2_CPU
-// == 4-6 in the CPU build ==
-// The device runtime and the ops, by the same names, in plain C++.
-#include "llmc/ops/cpu_device.h"
-#else
 // == 4 device runtime, 5 device helpers ==
-#include "llmc/ops/cuda_device.h"    // gives: device_malloc, stream_create, cudaCheck, OpScope
+// In the CPU build, device.h gives the ops, too, by the same names and in plain C++: all of section 6.
+#include "llmc/ops/device.h"         // gives: device_malloc, stream_create; CUDA: cudaCheck, OpScope
+#ifndef GPT2_CPU
 #include "llmc/ops/cuda_helpers.h"   // gives: x128, load, store, block_sum, mma_16x8, wgmma_shared
 #include "llmc/ops/cublaslt.h"       // gives: Gemm, gemm
 #include "llmc/ops/nccl.h"           // gives: device_comm_init, device_all_to_all, device_all_gather
@@ -696,11 +693,11 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 //     copies       | rows i + 2 steps (cp.async, into this thread's slots) | rows i + 3 steps
 //     this thread  | rows i: sums -> exchange -> barrier -> dresidual      | rows i + 1 step: sums -> ...
 //
-// A slot in shared memory belongs to one thread, so waiting for its own copies is enough. With plain loads
-// into registers the memory idles during the arithmetic: 177 us instead of 104 for C=768, 124M.
-// Rows longer than a block are cut into tiles, blockIdx.y; norm_backward_sums_kernel has then taken their
-// sums before. kCount is 1 for one norm and one branch, and 2 for everything else. A norm or branch that is
-// missing of two reads as zeros, and its sums are not stored.
+// A slot in shared memory belongs to one thread, so a thread waits for its own copies only. With plain loads
+// into registers the memory would idle during the arithmetic: 177 us instead of 104 for C=768, 124M.
+// Rows longer than a block are cut into tiles (blockIdx.y), and norm_backward_sums_kernel takes their sums
+// first. kCount is 1 for one norm and one branch, and 2 for everything else. With kCount 2, a missing norm or
+// branch reads as zeros, and its sums are not stored.
 template <int kCount, int kVectors> struct NormSlots {                      // of a thread, 16 bytes each
     static constexpr int kRows = kCount == 1 && kVectors == 1 ? 2 : 1;      // else no registers
     static constexpr int kItems = kRows * kVectors;     // item m is vector m % kVectors of row m / kVectors
@@ -904,8 +901,8 @@ __global__ void __launch_bounds__(kRowThreads)
     }
     cp_async_wait<0>();
 
-    // The groups' column sums meet in group 0, one after the other, which stores the block's row of partials.
-    // Where there are several groups, a thread has one vector, and the slots have room for a group's.
+    // Group 0 adds the column sums of the other groups, one after the other, and stores the block's row of
+    // partials. With several groups a thread has one vector, so the slots have room for a group's sums.
     static_assert(2 * Slots::kAll * sizeof(x128) >= 3 * kCount * sizeof(Pack<float>), "of two groups");
     float* group_sums = (float*)staged;                 // (3*kCount, columns of the block)
     const int columns = blockDim.x * kWidth, own = threadIdx.x * kWidth;
@@ -956,7 +953,7 @@ static void norm_forward(const NormForward& a, Stream stream) {
     }
 }
 
-// Most blocks of the backward, and so rows of partials: 3 for each of the GPU's SMs.
+// The most blocks of the backward, and so the most rows of partials: 3 for each of the GPU's SMs.
 static int norm_most_blocks() { return std::min(3 * device_sm_count, hooks.norm_blocks); }
 static bool norm_is_long(int C) { return C > kRowThreads * kWidth; }
 // sums: of columns, two for each norm and one for each branch.
@@ -972,8 +969,8 @@ static void norm_backward_launch(const NormBackward& a, int norms, int branches,
     // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2. Long rows are cut into tiles.
     const int vectors = ceil_div(a.C, kWidth * kVectors), tiles = ceil_div(vectors, kRowThreads);
     const int x = round_up(ceil_div(vectors, tiles), kWarp), y = kVectors > 1 ? 1 : std::max(1, 192 / x);
-    // As many blocks as fit the GPU at once: an SM's registers are 512 threads' of 128. For one norm 480 is
-    // better: C=2048 with dropout has 96 % of a copy then, 86 % with a second block of 256 on each SM.
+    // As many blocks as fit the GPU at once: an SM has registers for 512 threads, 128 each. For one norm 480
+    // is better: C=2048 with dropout reaches 96 % of a copy, and with two blocks of 256 on an SM 86 %.
     const int fit = device_sm_count * std::max(1, (kCount == 1 ? 480 : 512) / (x * y)) / tiles;
     const int blocks = std::max(1, std::min({fit, norm_most_blocks(), ceil_div(a.N, y * Slots::kRows)}));
     const int bytes = Slots::kAll * x * y * (int)sizeof(x128) + y * Slots::exchange_bytes(x / kWarp);
@@ -1036,7 +1033,7 @@ struct GeluProduct {
     const floatX *pre_gelu, *out;       // (N,columns) out is written, also dinp; in the forward, pre_gelu
     float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
     int N, K, columns;
-    // FP8: rows (N,2K) and weight (columns,2K) are bytes. Of what out would be come bytes and their transpose
+    // FP8: rows (N,2K) and weight (columns,2K) are bytes. Written are out's bytes and their transpose
     uint8_t *bytes, *transposed;        // (N,columns) (columns,N)
     const Fp8Tensor *rows8, *weight8, *bytes8;
     Fp8Stats* stats;                    // of bytes
@@ -1046,8 +1043,9 @@ template <GeluPass kPass, bool kFp8 = false> static bool gelu_matmul(const GeluP
 static void matmul_forward(const MatmulForward& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_forward: GELU and a residual do not go together"); }
-    if (a.pre_gelu && gelu_matmul<GeluPass::Forward>({a.inp, a.weight, a.bias, a.pre_gelu, a.out, nullptr,
-                                                      a.N, a.C, a.OC}, stream)) { return; }
+    if (a.pre_gelu && gelu_matmul<GeluPass::Forward>({.rows = a.inp, .weight = a.weight, .bias = a.bias,
+                                                      .pre_gelu = a.pre_gelu, .out = a.out, .N = a.N,
+                                                      .K = a.C, .columns = a.OC}, stream)) { return; }
     gemm({.d = a.pre_gelu ? a.pre_gelu : a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias,
           .m = a.OC, .n = a.N, .k = a.C, .trans_a = true,
           .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT}, stream);
@@ -1058,8 +1056,10 @@ static void matmul_backward_input(const MatmulBackwardInput& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.pre_gelu && a.residual) { die("matmul_backward_input: GELU and a residual do not go together"); }
     float* partial = a.dbias.data ? a.scratch : nullptr;
-    if (a.pre_gelu && gelu_matmul<GeluPass::Backward>({a.dout, a.weight, nullptr, a.pre_gelu, a.dinp, partial,
-                                                       a.N, a.OC, a.C}, stream)) {
+    if (a.pre_gelu && gelu_matmul<GeluPass::Backward>({.rows = a.dout, .weight = a.weight,
+                                                       .pre_gelu = a.pre_gelu, .out = a.dinp,
+                                                       .partial = partial, .N = a.N, .K = a.OC,
+                                                       .columns = a.C}, stream)) {
         if (partial) { column_sums({{a.dbias}}, 1, partial, ceil_div(a.N, 64), a.C, stream); }
         return;
     }
@@ -1067,7 +1067,7 @@ static void matmul_backward_input(const MatmulBackwardInput& a, Stream stream) {
     if (a.pre_gelu) { gelu_backward_inplace({a.dinp, a.dbias, a.scratch, a.pre_gelu, a.N, a.C}, stream); }
 }
 
-// grad (+)= the product. A bf16 gradient takes the way over scratch, so that it is rounded once.
+// grad (+)= the product. For a bf16 gradient the product goes to scratch first, so that it is rounded once.
 static void gemm_to_grad(Gemm g, const Grad& grad, float* scratch, Stream stream) {
     g.d = grad.is_bf16 ? scratch : grad.data, g.d_type = CUDA_R_32F;
     if (!grad.is_bf16 && grad.acc == Accumulate::Yes) { g.c = g.d; }
@@ -1160,7 +1160,7 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
     store(partial + (size_t)blockIdx.y * OC, c, OC, to_pack<float>(sum));
 }
 
-// Into how many chunks the rows are cut: enough for kColumnBlocks blocks, but at least kColumnRows rows each.
+// The number of chunks of rows: enough for kColumnBlocks blocks, but of at least kColumnRows rows each.
 static int column_chunks(int N, int OC) {
     const int slabs = ceil_div(OC, kWarp * kWidth);
     return std::min(std::max(kColumnBlocks / slabs, 1), ceil_div(N, kColumnRows));
@@ -1216,14 +1216,14 @@ static void gelu_backward_inplace(const GeluBackward& a, Stream stream) {
 //     full[stage]    an mbarrier that hears of the copies' bytes       empty[stage]  all 16 warps are done
 //     pre_full[...]  backward: a block of 64 columns of pre_gelu is in staging
 //
-// What GELU reads is rounded first, and what is summed is what was stored. So the bits are those of a product
-// by cuBLASLt and the ops above, where cuBLASLt adds k = 0, 1, 2, ... one after the other. Only dbias
-// differs: its sums go by 64 rows.
-// FP8: rows and weight are bytes, 128 k a stage, both with k as the faster index. Of out and dinp come bytes
-// and their transpose (fp8_cast below); dbias sums what is rounded to them. FP8's backward has three stages.
-// Of 16 rows and 16 columns a lane should have two rows and four columns that are neighbours: two words of
-// bytes, and with two __byte_perm of the transpose. wgmma gives it rows r and r + 8, columns c, c + 1, c + 8
-// and c + 9, so the copies put the operands' rows in another order (gelu_operand_map).
+// GELU reads rounded values, and dbias sums stored values. So the bits equal those of a product by cuBLASLt
+// and the ops above, wherever cuBLASLt adds k = 0, 1, 2, ... in order. Only dbias differs: it is summed in
+// groups of 64 rows.
+// FP8: rows and weight are bytes, 128 k a stage, both with k as the faster index. The kernel stores out or
+// dinp as bytes, and the transpose of these (fp8_cast below); dbias sums the values before they become bytes.
+// FP8's backward has three stages. In each 16 x 16 block, a lane needs two neighbouring rows of four
+// neighbouring columns: two words of bytes, which two __byte_perm transpose. But wgmma gives it rows r and
+// r + 8 and columns c, c + 1, c + 8 and c + 9. So the copies permute the operands' rows (gelu_operand_map).
 constexpr int kGeluRows = 128, kGeluColumns = 256, kGeluK = 64;
 constexpr int kGeluCluster = 2, kGeluThreads = 3 * 4 * kWarp;
 
@@ -1232,8 +1232,8 @@ template <GeluPass kPass, bool kFp8> struct GeluShared {
     static constexpr int kStages = kBuffers == 3 ? 3 : 4;
     alignas(1024) floatX a[kStages][kGeluRows * kGeluK];        // rows of inp or dout
     floatX b[kStages][kGeluColumns * kGeluK];                   // weight, in blocks of 64 columns
-    // Of each warpgroup: pre_gelu and out; in the backward by turns pre_gelu, which dinp replaces. FP8: not
-    // out or dinp, but in the last buffer bytes, and after them their transpose.
+    // For each warpgroup. Forward: pre_gelu, then out. Backward: pre_gelu, two blocks by turns; dinp replaces
+    // it. FP8 has no out or dinp: the last buffer holds their bytes, and after these the transpose.
     floatX staging[2][kBuffers][64 * 64];
     union {
         floatX bias[kGeluColumns];      // forward
@@ -1242,8 +1242,9 @@ template <GeluPass kPass, bool kFp8> struct GeluShared {
     uint64_t full[kStages], empty[kStages], pre_full[2][2];
 };
 
-// Bytes (rows,2K), rows in groups of 16, in boxes of 8 groups. Of a group, row 2m + p goes to 8p + m (kRows),
-// where lanes have upper and lower rows; or row 4q + 2j + e to 8j + 2q + e, where lane q has its columns.
+// A map of bytes (rows,2K) that permutes each group of 16 rows; a box has 8 groups. kRows: row 2m + p goes to
+// 8p + m, because wgmma gives a lane rows m and m + 8. Else row 4q + 2j + e goes to 8j + 2q + e, because
+// lane q has columns 2q + e and 8 + 2q + e.
 template <bool kRows> static CUtensorMap gelu_operand_map(const void* bytes, int rows, int K) {
     const size_t row = 2 * (size_t)K;
     return encode_map<5>(bytes, {{(size_t)K, 2, kGeluK}, {2, row * (kRows ? 2 : 1), 2}, {4, row * 4, 4},
@@ -1257,8 +1258,8 @@ LLMC_HD static inline int gelu_tiles(const GeluProduct& p) {
     return ceil_div(p.N, kRows) * (p.columns / kGeluColumns);
 }
 
-// The block's part of the cluster's tile number t. The columns of the same rows come one after the other, so
-// that the rows are read from memory once.
+// The block's part of the cluster's tile number t. Consecutive tiles share their rows, so these are read from
+// memory once.
 struct GeluTile {
     int row, column;
     __device__ __forceinline__ GeluTile(const GeluProduct& p, int t) {
@@ -1306,7 +1307,7 @@ __device__ __forceinline__ void gelu_produce(GeluShared<kPass, kFp8>& shared, co
     }
 }
 
-// A warpgroup of those that multiply.
+// One of the two warpgroups that multiply.
 template <GeluPass kPass, bool kFp8> struct GeluWorker {
     static constexpr bool kForward = kPass == GeluPass::Forward, kTransB = !kForward && !kFp8;
     // A slice has 16 columns; in the backward, which waits longer (ldmatrix, shuffles), 32 hide more of it,
@@ -1321,7 +1322,7 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
     const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / kWarp, lane = threadIdx.x % kWarp;
     const bool leads = threadIdx.x % 128 == 0;          // starts the warpgroup's copies
     uint32_t packed[16][4];             // a tile's sums, rounded: 16 columns each, as stmatrix takes them
-    // FP8: what is rounded to bytes is in their unit from the start, in the backward as soon as it is packed.
+    // FP8: values are scaled to the bytes' unit from the start, in the backward as soon as they are packed.
     Fp8Counts counts;
     const float unit8 = kFp8 ? p.bytes8->inverse : 1.0f;
 
@@ -1384,7 +1385,8 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
 
         const bool begins = s % kSlicesOfBlock == 0, ends = (s + 1) % kSlicesOfBlock == 0;
 
-        // The next block of pre_gelu comes to where dinp may have been stored from; FP8's bytes never were.
+        // The next block of pre_gelu overwrites staging, which a store of dinp may still read. FP8 stores no
+        // dinp from there.
         if (!kForward && begins) {
             if (leads && !kFp8) { tma_store_wait<0>(); }
             if (leads && i < 3) { load_pre_gelu(tile, i + 1); }
@@ -1445,8 +1447,8 @@ template <GeluPass kPass, bool kFp8> struct GeluWorker {
             memcpy(words, bytes, sizeof(words));
         }
 
-        // From here on staging and sums are written: the store before this block has read the one (without
-        // FP8 the backward has waited for it above), and all threads the other.
+        // From here on staging and sums are written. The store before this block has read staging (the
+        // backward without FP8 has waited for it above), and all threads have read the sums.
         if (begins) {
             if (leads && (kForward || kFp8)) { tma_store_wait<0>(); }
             named_barrier(1 + group, 128);
@@ -1646,9 +1648,9 @@ static bool gelu_matmul([[maybe_unused]] const GeluProduct& p, Stream stream) {
 //     forward      out (N,OC) = inp weight^T         input grad   dinp (N,C) = dout (weight^T)^T
 //     weight grad  dweight (OC,C) (+)= dout^T (inp^T)^T
 // A block of fp8_cast takes a tile of 128 rows and columns. A thread converts a vector of each of four rows,
-// turns every 4 x 4 bytes round in registers and puts them into shared memory: a word holds a quad, four rows
-// of a column. A warp then stores a column, 128 bytes. GELU and the sums of columns for a bias's gradient
-// ride along: a tile's sums are a row of partials, as in partial_sums_kernel.
+// transposes each 4 x 4 bytes in registers and puts them into shared memory, where a word holds a quad: four
+// rows of a column. A warp then stores a column, 128 bytes. The kernel also computes GELU, and a bias's
+// gradient by column sums: a tile's sums are a row of partials, as in partial_sums_kernel.
 constexpr int kCastTile = 128, kCastThreads = 256, kCastQuads = kCastTile / 4;
 typedef uint32_t CastTile[kCastTile][kCastQuads];           // (column, quad)
 // Where a column has a quad. A warp stores eight vectors of kVector columns, side by side, of four quads. The
@@ -1767,7 +1769,7 @@ static size_t fp8_cast_scratch_bytes(int N, int C) {
     return (size_t)ceil_div(N, kCastTile) * C * sizeof(float);
 }
 
-// Why the casts cannot run here, or "": older GPUs have no FP8, nor has code that is compiled for them.
+// Why the casts cannot run here, or "". Older GPUs have no FP8, and code compiled for them has none.
 static std::string fp8_error() {
     cudaFuncAttributes attributes;
     cudaCheck(cudaFuncGetAttributes(&attributes, fp8_cast_kernel<Fp8Source::Plain>));
@@ -1895,8 +1897,8 @@ static void fp8_scales(const Fp8Scales& a, Stream stream) {
 // LossOnly does not write. With fp8_grad the gradient goes there as e5m2 bytes, times kFp8Dlogits: a fixed
 // scale, because |softmax - onehot| is at most 1.
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
-// Where a maximum starts. Not -inf, and far enough above it to be multiplied by log2(e): a thread whose
-// columns are all padding has no other maximum, and inf - inf would make NaN of the whole row.
+// Where a maximum starts. A thread whose columns are all padding keeps it. It must be finite, also times
+// log2(e), because inf - inf would turn the whole row into NaN.
 constexpr float kLowest = -FLT_MAX / 4;
 
 // The largest element. NaN is ignored here; the sum of exp() keeps it.
@@ -1922,8 +1924,8 @@ __device__ __forceinline__ float exp_sum(const x128& x, float top) {    // sum o
     return sum;
 }
 
-// Each thread's (max, sum of exp(x - max)) becomes the row's, in every thread. One barrier; `parts` must not
-// be written again before the next one.
+// Combines the threads' (max, sum of exp(x - max)) into the row's, and returns that to every thread. It has
+// one barrier. `parts` must not be written again before the next barrier.
 __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* parts /*(32)*/) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     float row_top = warp_max(top);
@@ -1935,8 +1937,8 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
     sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
 }
 
-// What softmax(x) - onehot(target) is multiplied by. With FP8 it is kFp8Dlogits, of which the products make
-// dloss * loss_scale by the tensor's inverse.
+// The factor of softmax(x) - onehot(target). With FP8 it is kFp8Dlogits; the products multiply by the
+// tensor's inverse, which makes dloss * loss_scale of it.
 __device__ __forceinline__ float dlogits_scale(const Classifier& a, bool fp8) {
     const float scale = a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f);
     if (!fp8) { return scale; }
@@ -1959,9 +1961,9 @@ __device__ __forceinline__ Floats softmax_grad(const x128& x, float top, float s
     return d;
 }
 
-// Persistent, one block an SM. Rows stream through two slots of shared memory (200 KB) into registers: while
-// a row is worked on, the next is on its way, so the memory never waits for the arithmetic. A thread reads
-// only what it copied itself and waits for its own copies alone; a row's one barrier is in softmax_combine.
+// Persistent, one block an SM. Rows pass through two slots of shared memory (200 KB) into registers. The next
+// row is copied during the arithmetic of this one, so the memory never idles. A thread reads only what it
+// copied itself, and waits for its own copies only; a row's one barrier is in softmax_combine.
 //
 //     copies       | row i+1 into slot 1                                     | row i+2 into slot 0
 //     this thread  | row i: slot 0 -> registers -> max, sum -> barrier -> d  | row i+1: slot 1 -> ...
@@ -2006,7 +2008,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
         if (target / kWidth % kClassifierThreads == first) {
             target_logit[slot] = (float)((const floatX*)(staged + slot * vectors))[target];
         }
-        // The row's maximum and sum of exp(x - max): this thread's part, then everybody's.
+        // The maximum and the sum of exp(x - max): of this thread's columns, then of the row.
         float sum = 0.0f;
         for (int j = 0; j < kClassifierVectors; j++) {
             if (first + j * kClassifierThreads < vectors) { sum += exp_sum(as_pack(row_x[j]), top); }
@@ -2061,8 +2063,8 @@ template <bool kGrad> __global__ void classifier_kernel(Classifier a) {
     }
 }
 
-// 16-bit rows short enough for registers and for two slots of shared memory (an H200's 227 KB hold GPT-2's
-// 50,304 columns, an A100's 163 KB do not), and long enough to keep all threads busy.
+// True for 16-bit rows that fit registers and two slots of shared memory (GPT-2's 50,304 columns fit the
+// 227 KB of an H200, but not the 163 KB of an A100), and are long enough to keep all threads busy.
 static bool classifier_streams(int Vp) {
     return sizeof(floatX) == 2 && Vp >= kClassifierThreads * kWidth &&
            Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
@@ -2116,8 +2118,9 @@ static void loss_sum(const LossSum& a, Stream stream) {
 
 // == 6.7 gradients: lanes and the norm ==
 // out = chain[0] + (chain[1] + (... + tree of the pieces)). A thread adds up its elements' pieces like a
-// binary counter: piece r takes one earlier sum from a stack for each trailing one bit of r, and the new sum
-// goes onto it. At the end the stack is added up, the last sum first. These are the twin's pairs.
+// binary counter: piece r pops one earlier sum from a stack for each trailing one bit of r, adds it, and
+// pushes the result. At the end the sums on the stack are added, the last one first. So its pairs are those
+// of the twin.
 constexpr int kLaneThreads = 256;
 constexpr int kMaxPieceLevels = 13;
 static_assert(kCommMaxWorld <= 1 << (kMaxPieceLevels - 1), "a piece from each rank");
@@ -2236,8 +2239,8 @@ static void square_sums(const SquareSums& a, Stream stream) {
     kernel<<<grid, kNormThreads, 0, stream>>>(a);
 }
 
-// The sums behind the decision about this update, all on the device: the host reads both a step later. One
-// block; which thread adds a chunk or a lane depends on its number in the job alone.
+// Takes the sums that this update's decision needs, and decides, on the device; the host reads the result a
+// step later. One block. Which thread adds a chunk or a lane depends only on its number in the job.
 constexpr int kDecisionThreads = 1024;
 
 __global__ void update_decision_kernel(UpdateDecision a) {
@@ -2274,8 +2277,8 @@ static void update_decision(const UpdateDecision& a, Stream stream) {
 // Both walk over a tensor's weights as they stand: the master copy, or the parameter itself.
 constexpr int kUpdateThreads = 256;
 
-// To the parameter's type: to nearest from a master copy, else stochastically, or small steps would be lost.
-// Element i draws as number `position`.
+// Rounds to the parameter's type: to nearest where there is a master copy, else stochastically, because small
+// steps would be lost. Element i draws as number `position`.
 template <class Param>
 __device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_master, const RoundKey& key,
                                                      size_t position) {
@@ -2363,8 +2366,8 @@ static void adamw_update(const AdamW& a, Stream stream) {
 
 // Muon, as ops.h has it: momentum, then Newton-Schulz steps by cuBLASLt, then the update of the weights.
 // One call multiplies all matrices of a shape: q, k, v and attproj of all layers (124M: 48), fc (12), fcproj
-// (12). Only the last product stores where the update is read and takes a call for each part. Both sums ride
-// in the products, as C with a factor. In column-major terms, with x stored (rows,cols):
+// (12). Only the last product takes a call for each part, because it stores into the buckets. Both additions
+// are cuBLAS's C matrix, with a factor. In column-major terms, with x stored (rows,cols):
 //     wide or square   gram = x x^T (k = rows)    G = X^T X    x' = a x + poly x    X' = a X + X P
 //     tall             gram = x^T x (k = cols)    G = X X^T    x' = a x + x poly    X' = a X + P X
 //     poly = b gram + c gram gram
@@ -2398,7 +2401,7 @@ static void muon_momentum(const MuonMomentum& a, Stream stream) {
 }
 
 // x = inp / |inp| takes two kernels. In each, a block has a chunk of matrix number blockIdx.y, n elements.
-// The first leaves the chunk's sum of squares, in double: gradients may be as small as bf16 has them.
+// The first stores the chunk's sum of squares, in double, because gradients may be as small as bf16's least.
 __global__ void __launch_bounds__(kUpdateThreads)
     muon_sums_kernel(double* sums /*(count,chunks)*/, const muonX* inp, size_t n,
                      const __grid_constant__ MuonPlaces places) {
@@ -2447,8 +2450,8 @@ static void muon_orthogonalise(const MuonOrthogonalise& a, Stream stream) {
     muon_sums_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.sums, a.inp, size, a.places);
     muon_normalise_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a.x, a.inp, a.sums, size, a.places);
 
-    // The algorithm is chosen for the matrices of the whole job and has no split-K, so a matrix has the same
-    // bits whichever rank multiplies it, beside however many others.
+    // The algorithm is chosen for the matrices of the whole job and has no split-K. So the bits of a matrix
+    // depend neither on the rank that multiplies it nor on the number of matrices in the call.
     auto multiply = [&](Gemm g, int parts) {
         g.d_type = g.inp_type = cuda_type(muonX());
         g.count = parts * a.places.layers, g.count_all = parts * a.layers_all;
@@ -2522,8 +2525,8 @@ static void muon_update(const MuonUpdate& a, Stream stream) {
 // a single pass with atomic additions into dQ needs 5. But here every output has one owner that sums in a
 // fixed order, so two runs have the same bits, and no fp32 dQ is cleared, added to and converted.
 //
-// The launch for queries computes {lse, D} of each query on its way and leaves them to the launch for keys in
-// the scratch (B,NH,padded_T). Tensor-core forms store lse * log2(e), and zeros behind T, as they copy whole
+// The launch for queries also computes {lse, D} of each query, and stores them for the launch for keys, in
+// scratch (B,NH,padded_T). Tensor-core forms store lse * log2(e), and zeros behind T, as they copy whole
 // tiles.
 //
 // There are three forms, from the simplest to the fastest:
@@ -2631,7 +2634,7 @@ static void attention_launch(void (*kernel)(Args, float, Maps...), const Args& a
         a, 1.0f / sqrtf(a.HS), maps...);
 }
 
-// What rounds an output: to floatX, or to FP8.
+// Functors that round an output: to floatX, or to FP8.
 struct ToFloatX {
     __device__ __forceinline__ x128 operator()(const Floats& x) const { return to_pack<floatX>(x); }
 };
@@ -2641,7 +2644,7 @@ struct ToFp8 {
     __device__ __forceinline__ Pack<uint8_t> operator()(const Floats& x) { return counts.round(x, scale); }
 };
 
-// The backward's end, of a whole warp: store(dqkv, round), where dqkv is of floatX or bytes.
+// Ends a warp's backward: calls store(dqkv, round) for an output of floatX, or of FP8 bytes.
 template <class Block, class Store>
 __device__ __forceinline__ void store_gradients(const Block& block, const AttentionBackward& a,
                                                 Store store) {
@@ -2681,7 +2684,7 @@ __device__ __forceinline__ void plain_clear(PlainRow& row, int HS, int lane) {
     for (int d = lane; d < HS; d += kWarp) { row[d] = 0.0f; }
 }
 
-// To lane j, `row` times row first + j of a matrix. Behind the last row it is that of the last.
+// Returns to lane j the product of `row` and row first + j of a matrix, or of its last row beyond the end.
 __device__ __forceinline__ float plain_dots(const PlainRow& row, const InputRows& matrix, int first,
                                             int lane) {
     float result = 0.0f;
@@ -2727,7 +2730,7 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
 
     float row_max = -INFINITY, row_sum = 0.0f;              // row_sum: this lane's share
     for (int k0 = 0; k0 <= query; k0 += kWarp) {
-        // S, and the softmax so far: what was summed under an older maximum is scaled to the new one
+        // S, and the softmax so far: earlier sums are rescaled to the new maximum
         const int key = k0 + lane;
         const float dot = plain_dots(q[warp], block.k(a.qkv), k0, lane);
         const float s = key <= query ? dot * scale : -INFINITY;
@@ -2929,8 +2932,8 @@ template <Own kOwn, int kGroups> struct QueryStats {
         return i % 2 == 0 ? make_float2(two.x, two.y) : make_float2(two.z, two.w);
     }
 
-    // Those of rows, from row0 on, two lanes a row: D = rowsum(dO * O). They are stored for the launch for
-    // keys, with zeros for rows from T on: P is exp2(0) = 1 there, and meets rows of zeros only.
+    // Computes these for rows from row0 on, two lanes a row: D = rowsum(dO * O). Stores them for the launch
+    // for keys, as zeros for rows from T on. P is exp2(0) = 1 there, and is multiplied by rows of zeros only.
     template <int kHS, class Block>
     __device__ __forceinline__ void load_rows(const Block& block, const AttentionBackward& a, int row0,
                                               int lane) {
@@ -2975,9 +2978,9 @@ __device__ __forceinline__ void score_gradients(Tile<kGroups, kN>& dp, const Til
     for_tile(dp, [&](float& x, int m, int n, int i) { x = p[m][n][i] * (x - stats.of(m, n, i).y); });
 }
 
-// Of a tile that is rounded: the A operand of the next product, as two neighbouring accumulators of 16 bits
-// are one (16,16). So P of O += P V, and dS of dQ += dS K, never leave the registers, nor do P^T and dS^T of
-// a block that owns keys. TF32: see mma_times_columns.
+// A tile, rounded, as the A operand of the next product: two neighbouring accumulators of 16 bits are one
+// (16,16). So P of O += P V and dS of dQ += dS K never leave the registers, and neither do P^T and dS^T of a
+// block that owns keys. TF32: see mma_times_columns.
 template <int kGroups, int kN, int kK>
 __device__ __forceinline__ void to_fragments(uint32_t (&a)[kGroups][kK][4], const Tile<kGroups, kN>& acc) {
     static_assert(kK * kMmaK == kN * 8, "as many columns");
@@ -3010,8 +3013,8 @@ struct Swizzled {
     }
 };
 
-// Stores the warp's tile times `factor` to rows row0.. of a head, as `round` rounds it. It goes through rows
-// of shared memory that nobody else uses (`staging`), so that global stores are vectors of whole rows.
+// Stores the warp's tile times `factor`, rounded by `round`, to rows row0.. of a head. The tile goes through
+// the warp's own rows of shared memory (`staging`), so that global stores are vectors of whole rows.
 template <class Layout, class X, int kGroups, int kN, class Round = ToFloatX>
 __device__ __forceinline__ void store_tile(const HeadRows<X>& to, int row0, floatX* staging,
                                            const Tile<kGroups, kN>& acc, float factor, int lane,
@@ -3066,9 +3069,9 @@ __device__ __forceinline__ void store_tile(const HeadRows<X>& to, int row0, floa
 // All of it is written for floatX of 16 bits and of 32. An fp32 operand is rounded to TF32 (10 bits after the
 // point) on its way from shared memory to the tensor core, so FP32 builds come here only with -f 1.
 
-// Head size, groups of 16 rows a warp, rows of a tile, and blocks on an SM, for which the compiler has to
-// save registers (255 a thread at 2, 168 at 3). Two groups halve what shared memory has to deliver for a
-// product, but accumulators take HS / 2 registers a group, dK/dV's twice that.
+// Head size, groups of 16 rows a warp, rows of a tile, and blocks on an SM, which limits the registers (255 a
+// thread at 2 blocks, 168 at 3). Two groups halve a product's reads from shared memory, but accumulators take
+// HS / 2 registers a group, and those of dK and dV twice that.
 template <int kHeadSize, int kRowGroups, int kTileRows, int kBlocks> struct MmaShape {
     static constexpr int kHS = kHeadSize, kGroups = kRowGroups, kTile = kTileRows, kMinBlocks = kBlocks;
     static constexpr int kWarps = 4, kThreads = kWarps * kWarp;
@@ -3092,9 +3095,9 @@ __device__ __forceinline__ void load_tile(floatX* tile, const InputRows& from, i
     }
 }
 
-// What ldmatrix_x4 wants of a lane for an A operand (16,kMmaK) at the start of `rows`: the address of a row
-// of one of four matrices, 8 rows of 16 bytes each: rows 0-7 and 8-15 of the first 16 bytes, then of the
-// next 16.
+// The address that a lane passes to ldmatrix_x4, to load an A operand (16,kMmaK) from the start of `rows`. It
+// is a row of one of four matrices of 8 rows of 16 bytes: rows 0-7 and 8-15 of the first 16 bytes, then of
+// the next 16.
 template <int kHS> __device__ __forceinline__ uint32_t fragment_address(const floatX* rows, int lane) {
     return smem_address(rows + Padded<kHS>::at(lane % 16, lane / 16 * kWidth));
 }
@@ -3178,8 +3181,8 @@ __device__ __forceinline__ void mma_times_columns(Tile<kGroups, kHS / 8>& acc,
     }
 }
 
-// Tiles that stay, Q or a pair, and in the end are the staging of stores; two stages of a pair that comes and
-// goes.
+// The block's own tiles, Q or a pair, which at the end are the staging of stores; and two stages for pairs of
+// the other side.
 template <int kOwnTiles, class Shape> struct MmaShared {
     static constexpr int kStride = Padded<Shape::kHS>::kStride;
     alignas(16) floatX own[kOwnTiles][Shape::kOwned * kStride];     // (kOwned, HS)
@@ -3241,7 +3244,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
         mask_future<Own::Queries>(s, row0, k0, lane);
 
-        // P = exp(S - maximum so far). What was summed under an older maximum is scaled to the new one
+        // P = exp(S - maximum so far). Earlier sums are rescaled to a new maximum
         softmax.template add<false>(s, scale_log2);
         scale_rows(o, softmax.correction);
 
@@ -3265,7 +3268,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     constexpr bool kQueries = kOwn == Own::Queries;
     constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
     static_assert(128 % kTile == 0, "padded_T makes whole tiles");
-    // Operands that stay are kept in registers, but two accumulators of kHS columns leave none for that
+    // The block's own operands stay in registers, but two accumulators of kHS columns leave none for that
     constexpr bool kKeepsOperands = kQueries && !kLongRows<kGroups, kHS>;
     extern __shared__ __align__(16) unsigned char mma_bytes[];
     auto& shared = *(MmaShared<2, Shape>*)mma_bytes;
@@ -3361,8 +3364,8 @@ typedef Tile<1, 8> Sm90Tile;                            // a warp's 16 rows of a
 // of Q, of K, of V.
 struct Sm90Rows { const CUtensorMap* map; int slot; };
 
-// Tiles that stay, Q or a pair, and in the end are the staging of stores; kStages of a pair that comes and
-// goes.
+// The block's own tiles, Q or a pair, which at the end are the staging of stores; and kStages for pairs of
+// the other side.
 template <int kOwnTiles, class Shape> struct Sm90Shared {
     alignas(1024) floatX own[kOwnTiles][kSm90Tile];
     floatX a[Shape::kStages][kSm90Tile];
@@ -3405,7 +3408,7 @@ template <int kOwnTiles, class Shape> struct Sm90Shared {
         mbarrier_wait(&full[it % Shape::kStages], it / Shape::kStages % 2);
         return it % Shape::kStages;
     }
-    // All are done with tile `it`: its stage gets a later one.
+    // Waits until all threads are done with tile `it`, and starts the copy of a later tile into its stage.
     template <class Block>
     __device__ __forceinline__ void release(const Block& block, int it, const Pair<Sm90Rows>& other,
                                             const float2* all_stats = nullptr) {
@@ -3672,7 +3675,7 @@ static void attention_backward(const AttentionBackward& a, Stream s) { attention
 //                         and those before
 //     cache_store         k and v of a forward over a prompt
 //     sample_tokens       draws the next tokens (sampler.h) and moves positions on
-// Memory decides about the time: with one row each weight serves a single product, 248 MB a token for 124M.
+// Memory bandwidth sets the time: with one row, each weight serves one product, 248 MB a token for 124M.
 // Positions and tokens are read from the device, so one CUDA graph serves all steps. A row is summed in an
 // order that does not depend on N, so a text is the same alone and in a batch; cuBLASLt splits sums by N.
 //
@@ -3950,9 +3953,9 @@ struct SampleRow {                      // as a block sees it
         return find(V, &target, [=](uint32_t i, uint32_t j) { return sum(i, j, f); });
     }
 
-    // Of the likeliest tokens, the fewest such that their f(logit) adds up to `wanted`. The search counts
-    // keys downwards: number i is best - i, from `best`, the row's largest, to `low`. What larger keys leave
-    // of `wanted` is for ids with the key that it finds. NaN, which has key 0, never fits.
+    // Finds the fewest likeliest tokens whose f(logit) add up to `wanted`. The search counts keys downwards:
+    // number i is best - i, from `best`, the row's largest, to `low`. Ids with the key that it finds share
+    // what larger keys leave of `wanted`. NaN, which has key 0, never fits.
     template <class F>
     __device__ __forceinline__ SampleCut cut(uint32_t low, uint32_t best, Weight64 wanted, F f) const {
         Weight64 rest = wanted - 1;
@@ -3985,7 +3988,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(Sample
     int token = best == 0 ? -1 : (int)(0xFFFFFFFFu - (uint32_t)likeliest);
 
     if (best > 0 && s.temperature > 0.0f && s.top_k != 1) {
-        // 2. What top-k and top-p leave.
+        // 2. The tokens that top-k and top-p keep.
         SampleCut cut = {0, 0};
         auto weight = [=](float x) -> Weight64 { return sample_weight(x, largest, s.temperature); };
         auto total = [&] {
@@ -4000,7 +4003,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(Sample
         }
         if (s.top_p < 1.0f) { cut = row.cut(cut.key, best, sample_kept(total(), s.top_p), weight); }
 
-        // 3. The token at which the weights of what is left, in the order of ids, exceed the target.
+        // 3. The token at which the weights of these, added up in the order of ids, exceed the target.
         const SampleCut kept = cut;
         const Weight64 target = sample_target(total(), rand_unit(a.seed, RAND_SAMPLE, a.ids[n], a.draws[n]));
         uint32_t last = 0;                      // of the ids that fit
@@ -4095,14 +4098,14 @@ struct Feed {
 struct BucketExchange {
     Event arrived;              // the gradients of all ranks are here
     Event gathered;             // the updated parameters of all ranks' shards are here
-    int slot;                   // the part of `received` that the gradients arrive in
+    int inbox;                  // of Exchange's three: the one that the gradients arrive in
 };
 struct Exchange {
     Stream stream;
     std::vector<BucketExchange> buckets;
     Event handover;             // of stream_follow
-    char* received;             // other ranks' gradients, in three slots
-    uint32_t next_slot;         // counts up: buckets take slots 0 and 1 in turn; the embedding has slot 2
+    char* inboxes;              // three, for other ranks' gradients
+    uint32_t next_inbox;        // counts up: buckets take inboxes 0 and 1 in turn; the embedding has inbox 2
     int bucket_in_flight;       // the bucket that is being exchanged; -1: none
     char* records;              // (world,record_bytes) what the ranks tell each other about a step
     size_t record_bytes, losses_at;     // a record: sums of squares of the rank's chunks, its lanes' losses,
@@ -4173,6 +4176,28 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     return bytes;
 }
 
+// ---- lanes ----
+// A lane is a group of a step's micro-steps; the exchange in section 8 draws how lanes are summed. A rank
+// sums its lanes like a binary counter, over a stack of buffers. Lane i is summed in buffer lane_buffer(i),
+// the top of the stack. Then the topmost buffer is added to the one below it, lane_merges(i) times: once for
+// each pair that lane i completes. After the last lane, all buffers are added into buffer 0.
+static int lane_buffer(int lane) { return __builtin_popcount((unsigned)lane); }
+static int lane_merges(int lane, int lanes) {
+    return lane == lanes - 1 ? lane_buffer(lane) : __builtin_ctz(~(unsigned)lane);
+}
+static int lane_buffers(int lanes) {        // number of buffers: 1 + floor(log2(lanes))
+    int count = 1;
+    for (; lanes > 1; lanes /= 2) { count++; }
+    return count;
+}
+// How many of the next `lanes` lanes, from `lane` on, form a whole subtree. Their sum can go directly into
+// lane_buffer(lane): the log2 merges inside the subtree are then done.
+static int lane_part(int lane, int lanes) {
+    int part = 1;
+    while (2 * part <= lanes && lane % (2 * part) == 0) { part *= 2; }
+    return part;
+}
+
 // ---- memory ----
 static MuonShare gpt2_muon_share(const GPT2* model) {
     return muon_share(model->layout, model->param_specs, model->options.split, bytes_floatX,
@@ -4197,17 +4222,18 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("state", &model->state, sizeof(DeviceState), Memory::Plain);
     if (!o.trains) { return; }
 
-    // At stage 2 the micro-steps that ranks do at one time are summed together. A power of two of them is a
-    // subtree, so a rank keeps sums of as many lanes as are its own; else of as many as all ranks have.
+    // At stage 2, micro-steps that the ranks do at one time are summed at once. If the number of ranks is a
+    // power of two, these micro-steps are one subtree, and a rank needs the buffers of its own lanes alone.
+    // Otherwise it needs the buffers of all ranks' lanes.
     const bool parts = shards_grads && !is_power_of_two(o.split.world);
     const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
     visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), Memory::Shared);
     visit("gradient shards", &model->grads.shards,
           shards_grads ? layout.shard_elems * sizeof(float) * buffers : 0, Memory::Plain);
     visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, Memory::Shared);
-    // a slot for the embedding's bucket and two for the others: one is filled while the other is summed
-    const size_t slots = layout.buckets[layout.embedding()].padded + 2 * layout.largest_but_first;
-    visit("exchange", &model->exchange.received, o.split.world > 1 ? slots * sizeof(float) : 0,
+    // an inbox for the embedding's bucket and two for the others: one is filled while the other is summed
+    const size_t inboxes = layout.buckets[layout.embedding()].padded + 2 * layout.largest_but_first;
+    visit("exchange", &model->exchange.inboxes, o.split.world > 1 ? inboxes * sizeof(float) : 0,
           Memory::Shared);
 
     visit("master weights", &model->opt.master,
@@ -4218,11 +4244,11 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("FP8 scales", &model->fp8.tensors, o.fp8 * fp8_tensors(c) * sizeof(Fp8Tensor), Memory::Zeroed);
     visit("FP8 weights", &model->fp8.weights,
           o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems +
-                       o.fp8_head * model->param_specs[PARAM_wte].slot), Memory::Plain);
+                       o.fp8_head * model->param_specs[PARAM_wte].padded), Memory::Plain);
     if (!o.muon) { return; }
     const MuonShare share = gpt2_muon_share(model);
     visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, Memory::Shared);
-    visit("Muon's products", &model->opt.muon_products, 4 * share.place + share.sums, Memory::Plain);
+    visit("Muon's products", &model->opt.muon_products, 4 * share.product + share.sums, Memory::Plain);
 }
 
 // Fills in the model's description and the sizes of its parts; allocates nothing.
@@ -4243,10 +4269,10 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
                                      .fp8_head = options.fp8_head});
     acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
     acts.text_bytes = acts.bytes - passes;
-    Exchange& x = model->exchange;
-    x.losses_at = model->layout.shard_elems / kChunk * sizeof(double);
-    x.stats_at = round_up(x.losses_at + options.lanes * sizeof(float), sizeof(Fp8Stats));
-    x.record_bytes = round_up(x.stats_at + options.fp8 * fp8_tensors(config) * sizeof(Fp8Stats), kAlign);
+    Exchange& e = model->exchange;
+    e.losses_at = model->layout.shard_elems / kChunk * sizeof(double);
+    e.stats_at = round_up(e.losses_at + options.lanes * sizeof(float), sizeof(Fp8Stats));
+    e.record_bytes = round_up(e.stats_at + options.fp8 * fp8_tensors(config) * sizeof(Fp8Stats), kAlign);
 }
 
 // Every byte that the run will take on the device, by name. Each tensor of the activations has a line.
@@ -4304,7 +4330,7 @@ static void exchange_init(Exchange* exchange, const Layout& layout) {
     exchange->stream = stream_create_urgent();
     exchange->handover = event_create();
     exchange->bucket_in_flight = -1;
-    for (size_t b = 0; b < layout.buckets.size(); b++) {
+    for (size_t bucket = 0; bucket < layout.buckets.size(); bucket++) {
         exchange->buckets.push_back({event_create(), event_create(), 0});
     }
 }
@@ -4620,33 +4646,35 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 }
 
 // ---- a layer's tensors ----
-// The input of a linear layer, its weight, or the gradient of its output. With --matmul-dtype fp8 its bytes
-// (llmc/ops/fp8.h) are multiplied. A product reads both operands along the dimension that it sums
-// over, so the bytes are there twice. A run's first step multiplies as without FP8 and only takes the largest
-// elements; the second's scales come from these. If the first step is not finite, scales stay 1 until later
-// steps have found largest elements.
-// The LM head's output gradient is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
-// below 1e-5. Nothing would push rare tokens down, and together they would keep a tenth of the probability.
-// The first and the last layer stay in 16 bits: half of FP8's gap in the loss is theirs (NOTES.md). attproj
-// stays there, too: its casts take 124M the time that FP8 saves it.
+// What a product multiplies: the input of a linear layer, its weight, or the gradient of its output. With
+// --matmul-dtype fp8 the product reads bytes (llmc/ops/fp8.h) instead of data. It reads both operands along
+// the dimension that it sums over, so an operand has its bytes twice, once transposed.
+// A run's first step has no scales yet. It multiplies data and records each operand's largest element, from
+// which the second step's scales follow. If the first step is not finite, scales stay 1 until a later step
+// has recorded some.
+// The gradient of the logits is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
+// below 1e-5. In e4m3 no gradient would push rare tokens down, and together they would keep a tenth of the
+// probability. The first and the last layer stay in 16 bits, because they cause half of FP8's gap in the loss
+// (NOTES.md). attproj stays there, too: in 124M its casts take the time that FP8 saves.
 struct Operand {
-    floatX* x = nullptr;
-    uint8_t *bytes = nullptr, *bytes_t = nullptr;   // rows, and transposed; null: x is multiplied
-    Fp8Tensor* tensor = nullptr;        // its scale; null: it is none of FP8's
-    Fp8Stats* stats = nullptr;          // what the step's casts of it have seen
+    floatX* data = nullptr;
+    uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
+    Fp8Tensor* tensor = nullptr;        // its scale; null: it is never FP8
+    Fp8Stats* stats = nullptr;          // what this step's casts of it record
     Fp8Format format = Fp8Format::E4m3;
-    bool kept = true;                   // in a backward: x is as the forward wrote it
+    bool kept = true;                   // in a backward: data is as the forward wrote it
 };
 
-// weight's x is (OC,C). bias: (OC), null in the LM head.
+// weight: (OC,C). bias: (OC), null in the LM head.
 struct Linear { Operand weight; const floatX* bias; int C, OC; Grad dweight, dbias; };
 struct Norm { const float *weight, *bias; float *mean, *rstd; Grad dweight, dbias; };
-struct Attention { float* lse; floatX *keys, *values; };       // keys, values: rows of the cache, or null
+struct Attention { float* lse; floatX *keys, *values; };       // keys, values: of the cache, or null
 
-// A sum of the residual stream, and the branches that were added last to make it. A branch ends with a linear
-// layer; the gradients of that one's output and bias are computed where the sum's gradient is.
-struct Branch { uint32_t mask; Grad dbias; Operand dout; };     // mask: the number of its dropout's
-struct Sum { floatX* x; int branches; Branch added[2]; };       // x (B,T,C); 0 branches: the embedding
+// The residual stream at one point: a sum, and the branches that the last addition added to it. A branch ends
+// with a linear layer. norm_backward computes the gradient of the sum, and with it dout and dbias of these
+// linear layers.
+struct Branch { uint32_t mask; Grad dbias; Operand dout; };     // mask: the number of its dropout mask
+struct Sum { floatX* data; int branches; Branch added[2]; };    // (B,T,C); 0 branches: the embedding
 
 struct Layer {
     Sum x, x_mid, x_out;                // before the layer, after its first branch, after the layer
@@ -4670,10 +4698,11 @@ struct Head {
     floatX* dlnf;
 };
 
-// A forward or backward pass over (B,T).
+// A forward or backward pass over (B,T). It names what the verbs below work on: layer_of and head_of make
+// operands, weights and gradients of the tables' tensors.
 struct Pass {
     GPT2* model;
-    const ActSpec* act_specs;           // the model's; section 9 has its own, for one row
+    const ActSpec* act_specs;           // the model's; section 9 has its own, for B = 1
     int B, T;
     const MicroStep* micro = nullptr;   // null: nothing is trained, so there is neither dropout nor FP8
     float* scratch = nullptr;           // of a backward
@@ -4687,7 +4716,8 @@ struct Pass {
     bool kept(ActId id, int l) const { return l == config().L - 1 || l < act_specs[id].copies - 1; }
     template <class T> T* param(ParamId id, int l) const { return (T*)gpt2_param_data(model, id, l); }
     Grad grad(ParamId id, int l) const { return micro ? gpt2_grad(model, id, l, *micro) : Grad{}; }
-    // Before a tensor is written. A DEBUG build fills its memory, and that of all that lies there, with NaN.
+    // To be called before a tensor is written. A DEBUG build fills the memory with NaN, in the size of the
+    // largest tensor that lies there.
     template <class T> T* fresh(T* tensor) const {
 #ifdef DEBUG
         size_t bytes = 0;
@@ -4708,7 +4738,7 @@ struct Pass {
     Operand operand(floatX* x, int linear, Fp8Role role, uint8_t* bytes, uint8_t* bytes_t) const {
         const Config& c = config();
         const Options& o = model->options;
-        Operand y = {.x = x};
+        Operand y = {.data = x};
         const bool is_head = linear == 4 * c.L;
         const bool is_fp8 = is_head ? o.fp8_head : linear >= 0 && o.fp8 && fp8_layer(linear / 4, c.L);
         if (!micro || !is_fp8) { return y; }
@@ -4722,10 +4752,10 @@ struct Pass {
     Linear linear_of(ParamId weight, ParamId bias, int l, int linear) const {
         const ParamSpec& s = model->param_specs[weight];
         const Layout& layout = model->layout;
-        const size_t place = 2 * (linear / 4 * layout.buckets[layout.layer(0)].elems + s.offset);
-        uint8_t* bytes = model->options.fp8 ? model->fp8.weights + place : nullptr;
+        const size_t at = 2 * (linear / 4 * layout.buckets[layout.layer(0)].elems + s.offset);
+        uint8_t* bytes = model->options.fp8 ? model->fp8.weights + at : nullptr;
         const bool has_bias = bias != NUM_PARAMS;
-        return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes ? bytes + s.slot : nullptr),
+        return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes ? bytes + s.padded : nullptr),
                 has_bias ? param<floatX>(bias, l) : nullptr, (int)s.cols, (int)s.rows,
                 grad(weight, l), has_bias ? grad(bias, l) : Grad{}};
     }
@@ -4734,13 +4764,13 @@ struct Pass {
                 grad(weight, l), exists(bias) ? grad(bias, l) : Grad{}};
     }
 
-    // Masks have numbers: 0 the embedding's, then two for each layer's branches.
-    Branch branch(int l, bool is_mlp, int place) const {
+    // Branch k of a sum. Dropout masks are numbered: 0 is the embedding's, then each layer has two.
+    Branch branch(int l, bool is_mlp, int k) const {
         const Acts a = acts(0);
-        floatX* dout = !drops() ? a.dx : place == 0 ? a.dbranch : a.dbranch2;
-        if (l < 0) { return {0, {}, {.x = dout}}; }                 // the embedding
+        floatX* dout = !drops() ? a.dx : k == 0 ? a.dbranch : a.dbranch2;
+        if (l < 0) { return {0, {}, {.data = dout}}; }              // the embedding
         const uint32_t mask = 1 + 2 * (uint32_t)l + is_mlp;
-        if (!is_mlp) { return {mask, grad(PARAM_attprojb, l), {.x = dout}}; }
+        if (!is_mlp) { return {mask, grad(PARAM_attprojb, l), {.data = dout}}; }
         return {mask, grad(PARAM_fcprojb, l),
                 operand(dout, 4 * l + kFcProj, kDout, a.dbranch_8, a.dbranch_t8)};
     }
@@ -4768,7 +4798,7 @@ struct Pass {
         y.x_out = after_layer(l);
         y.ln1 = operand(a.ln1, first + kQkv, kInput, a.ln1_8, a.ln1_t8);
         y.ln2 = operand(a.ln2, first + kFc, kInput, a.ln2_8, a.ln2_t8);
-        y.atty = {.x = a.atty};
+        y.atty = {.data = a.atty};
         y.act = operand(a.act, first + kFcProj, kInput, a.act_8, a.act_t8);
         y.ln1.kept = kept(ACT_ln1, l), y.ln2.kept = kept(ACT_ln2, l), y.act.kept = kept(ACT_act, l);
         y.qkv = a.qkv, y.fch = a.fch;
@@ -4785,16 +4815,16 @@ struct Pass {
         return y;
     }
 
-    // To the bytes of an operand; in a run's first step it only takes the largest element.
+    // The cast `a`, into the bytes of an operand. Without bytes (a run's first step) it only records.
     Fp8Cast cast_to(const Operand& to, Fp8Cast a) const {
         a.out = to.bytes, a.out_t = to.bytes_t, a.tensor = to.tensor, a.stats = to.stats, a.scratch = scratch;
         return a;
     }
     void cast(const Operand& y, int C) const {
         fresh(y.bytes), fresh(y.bytes_t);
-        if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.x, .N = N(), .C = C}), stream()); }
+        if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.data, .N = N(), .C = C}), stream()); }
     }
-    // Its rows of bytes are there.
+    // bytes_t from bytes
     void transpose(const Operand& y, int C) const {
         if (y.bytes) { fp8_transpose({y.bytes_t, y.bytes, N(), C}, stream()); }
     }
@@ -4802,42 +4832,44 @@ struct Pass {
         const GPT2& m = *model;
         return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
     }
-    // out, and out2 if it is not {}, = norms of x
+    // Arguments for: out, and out2 if it is not {}, = norms of x
     NormForward norms(const Operand& out, const Sum& x, const Norm& w, const Operand& out2,
-                                     const Norm& w2) const {
+                      const Norm& w2) const {
         NormForward n = {};
         const Operand* outs[] = {&out, &out2};
         const Norm* weights[] = {&w, &w2};
         for (int k = 0; k < 2; k++) {
             const Operand& y = *outs[k];
-            n.y[k] = {y.bytes ? nullptr : y.x, weights[k]->weight, weights[k]->bias};
+            n.y[k] = {y.bytes ? nullptr : y.data, weights[k]->weight, weights[k]->bias};
             if (y.bytes) { n.y[k].fp8 = y.bytes, n.y[k].tensor = y.tensor, n.y[k].stats = y.stats; }
         }
         n.mean = w.mean, n.rstd = w.rstd;
-        n.inp = x.x;
+        n.inp = x.data;
         n.kind = config().norm, n.N = N(), n.C = config().C;
         return n;
     }
 };
 
 // ---- the forward's verbs ----
-// For section 9: a forward over one text also copies keys and values of its first `count` positions into
-// `rows` rows of the decoder's cache.
+// For section 9: a forward over one text also copies keys and values of its first `count` positions into the
+// decoder's cache, for `texts` texts that begin alike.
 struct CacheFill {
     const ActSpec* act_specs;
-    floatX *keys, *values;              // (L,all rows,T,C), at the first row to fill
+    floatX *keys, *values;              // (L,all texts,T,C), at the first text to fill
     size_t layer_stride;                // elements from layer to layer
-    int rows, count;
+    int texts, count;
 };
 
-// What a layer is made of. A page such as gpt2_layer calls these; it says neither what is fused nor what is
-// FP8's. The engines below compute again what -r has not kept, or write text, by the same pages.
+// An engine: the verbs that a page such as gpt2_layer calls. The page says what a layer computes. The verb
+// decides what is fused, what is multiplied in FP8, and where a sum is taken. Two other engines follow the
+// same pages with verbs of their own: Recompute, and Decoding in section 9, which writes text.
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
-    // A branch's last product adds it to the stream. With dropout, and when text is written, the branch waits
-    // instead, and the next norm adds it. Nothing else uses that memory before the backward.
+    // linear_add ends a branch. Its product also adds the branch to the residual stream. With dropout, and
+    // when text is written, the branch instead waits in memory of its own until the next norm adds it to
+    // `before`, the sum so far (null: there is none).
     bool waits;
-    floatX* waiting_memory[2];          // (N,C)
+    floatX* waiting_memory[2];          // (N,C) not used otherwise until the backward
     struct { const floatX* before; const floatX* branch[2]; int count; } waiting = {};
 
     explicit Forward(const Pass& pass, const CacheFill* cache = nullptr)
@@ -4858,17 +4890,18 @@ struct Forward : Pass {
 
     // x = token plus position embedding
     virtual void embed(const Sum& x) {
-        encoder_forward({x.x, model->feed.inputs.tokens, param<floatX>(PARAM_wte, 0),
-                         param<floatX>(PARAM_wpe, 0), B, T, config().C}, stream());
-        if (waits) { waiting = {nullptr, {x.x}, 1}; }               // its dropout is in place
+        encoder_forward({.out = x.data, .tokens = model->feed.inputs.tokens,
+                         .wte = param<floatX>(PARAM_wte, 0), .wpe = param<floatX>(PARAM_wpe, 0),
+                         .B = B, .T = T, .C = config().C}, stream());
+        if (waits) { waiting = {nullptr, {x.data}, 1}; }            // for its dropout, in place
     }
 
-    // out, and out2 if it is given, = norm(x), after the additions to x that wait
+    // Adds to x the branches that wait. Then out, and out2 if it is given, = norm(x)
     virtual void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {},
                       const Norm& w2 = {}) {
         NormForward n = norms(out, x, w, out2, w2);
         if (waiting.count > 0) {
-            n.residual = x.x, n.inp = waiting.before;
+            n.residual = x.data, n.inp = waiting.before;
             for (int k = 0; k < waiting.count; k++) {
                 n.branch[k] = waiting.branch[k];
                 if (drops()) { n.dropout[k] = dropout(x.added[k].mask); }
@@ -4885,7 +4918,7 @@ struct Forward : Pass {
     // out = inp weight^T + bias + residual
     virtual void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* residual = nullptr) {
         if (!inp.bytes) {
-            return matmul_forward({.out = out, .inp = inp.x, .weight = w.weight.x, .bias = w.bias,
+            return matmul_forward({.out = out, .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
                                    .residual = residual, .N = N(), .C = w.C, .OC = w.OC}, stream());
         }
         fp8_product(out, inp, w, residual, {});
@@ -4894,7 +4927,7 @@ struct Forward : Pass {
     // out = gelu(fch), fch = inp weight^T + bias
     virtual void linear_gelu(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) {
         if (!inp.bytes) {
-            matmul_forward({.out = out.x, .inp = inp.x, .weight = w.weight.x, .bias = w.bias,
+            matmul_forward({.out = out.data, .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
                             .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC}, stream());
             return cast(out, w.OC);
         }
@@ -4904,8 +4937,8 @@ struct Forward : Pass {
 
     // out = before + (inp weight^T + bias)
     virtual void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) {
-        if (!waits) { return linear(out.x, inp, w, before.x); }
-        if (waiting.count == 0) { waiting.before = before.x; }
+        if (!waits) { return linear(out.data, inp, w, before.data); }
+        if (waiting.count == 0) { waiting.before = before.data; }
         floatX* branch = fresh(waiting_memory[waiting.count]);
         linear(branch, inp, w);
         waiting.branch[waiting.count++] = branch;
@@ -4915,18 +4948,20 @@ struct Forward : Pass {
     virtual void attention(floatX* out, const floatX* qkv, const Attention& att) {
         const int C = config().C, NH = config().NH;
         if (cache) {
-            cache_store({att.keys, att.values, qkv, cache->rows, cache->count, model->T, C}, stream());
+            cache_store({.keys = att.keys, .values = att.values, .qkv = qkv, .rows = cache->texts,
+                         .count = cache->count, .T = model->T, .C = C}, stream());
         }
-        attention_forward({out, att.lse, qkv, B, T, NH, C / NH}, stream());
+        attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = NH, .HS = C / NH},
+                          stream());
     }
 
+    // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
     void fp8_product(floatX* out, const Operand& inp, const Linear& w, const floatX* residual,
                      const Fp8Cast& then) {
-        if (micro->casts_weights) {             // first its largest element, then with that the cast
-            const Fp8Cast values = {.inp = w.weight.x, .source = Fp8Source::Weight, .N = w.OC,
-                                                   .C = w.C};
-            fp8_cast(cast_to({.tensor = w.weight.tensor, .stats = w.weight.stats}, values), stream());
-            fp8_cast(cast_to(w.weight, values), stream());
+        if (micro->casts_weights) {             // records the largest element, then casts with its scale
+            const Fp8Cast weight = {.inp = w.weight.data, .source = Fp8Source::Weight, .N = w.OC, .C = w.C};
+            fp8_cast(cast_to({.tensor = w.weight.tensor, .stats = w.weight.stats}, weight), stream());
+            fp8_cast(cast_to(w.weight, weight), stream());
         }
         fp8_matmul({.out = out, .a = inp.bytes, .b = w.weight.bytes, .a_tensor = inp.tensor,
                     .b_tensor = w.weight.tensor, .bias = w.bias, .residual = residual, .M = N(), .N = w.OC,
@@ -4940,7 +4975,7 @@ static void gpt2_layer(Forward& e, int l) {
     const Layer a = e.layer(l);
     e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
     e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,3,NH,HS)
-    e.attention(a.atty.x, a.qkv, a.att);                    // (B,T,C)
+    e.attention(a.atty.data, a.qkv, a.att);                 // (B,T,C)
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
     e.norm(a.ln2, a.x_mid, a.w_ln2);                        // (B,T,C)
     e.linear_gelu(a.act, a.fch, a.ln2, a.w_fc);             // (B,T,4C)
@@ -4954,7 +4989,7 @@ static void parallel_layer(Forward& e, int l) {
     if (tied) { e.norm(a.ln1, a.x, a.w_ln1); }
     else { e.norm(a.ln1, a.x, a.w_ln1, a.ln2, a.w_ln2); }
     e.linear(a.qkv, a.ln1, a.w_qkv);
-    e.attention(a.atty.x, a.qkv, a.att);
+    e.attention(a.atty.data, a.qkv, a.att);
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);
     e.linear_gelu(a.act, a.fch, tied ? a.ln1 : a.ln2, a.w_fc);
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);
@@ -4987,36 +5022,38 @@ static void gpt2_forward(GPT2* model, int B, int T, const MicroStep* micro = nul
 }
 
 // ---- loss ----
-// Logits (rows,Vp) of rows of lnf, (rows,C). To a linear layer it does not matter whose tokens the rows are.
+// Logits (rows,Vp) of rows of lnf, (rows,C), which need not be a whole batch.
 static void gpt2_logits(GPT2* model, floatX* lnf, int rows, const MicroStep* micro = nullptr) {
     Forward e({model, model->acts.specs, 1, rows, micro});
     Head head = e.head();
-    head.lnf.x = lnf;
+    head.lnf.data = lnf;
     e.linear(head.logits, head.lnf, head.w);
 }
 
 // An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
-// 124M's FLOPs, reads only these. Copies of position 0 make their number a multiple of 256: few shapes occur,
-// each of whole tiles.
+// 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
+// shapes occur, each of whole tiles.
 static void gpt2_counted_losses(GPT2* model, int N, int count) {
     const Config& c = model->config;
     const int rows = std::min(N, round_up(count, 256));
     const Acts a = gpt2_acts(model, 0);
-    gather_rows({a.counted, a.lnf, model->feed.inputs.counted, rows, c.C}, model->stream);      // (rows,C)
+    gather_rows({.out = a.counted, .inp = a.lnf, .rows = model->feed.inputs.counted, .N = rows, .C = c.C},
+                model->stream);
     gpt2_logits(model, a.counted, rows);
-    classifier({a.logits, a.losses, model->feed.inputs.targets, 0.0f, nullptr, count, c.V, c.Vp,
-                ClassifierMode::LossOnly}, model->stream);
+    classifier({.logits = a.logits, .losses = a.losses, .targets = model->feed.inputs.targets, .dloss = 0.0f,
+                .loss_scale = nullptr, .N = count, .V = c.V, .Vp = c.Vp, .mode = ClassifierMode::LossOnly},
+               model->stream);
 }
 
-// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step
-// it puts the gradient of the mean in place of the logits, or writes its bytes for FP8 products.
+// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step,
+// the gradient of the mean replaces the logits, or its FP8 bytes go to dlogits.
 static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
                       const MicroStep* micro) {
     const Config& c = model->config;
     const int N = B * T;
     const Head head = Pass{model, model->acts.specs, B, T, micro}.head_of();
     gpt2_forward(model, B, T, micro);
-    gpt2_logits(model, head.lnf.x, N, micro);
+    gpt2_logits(model, head.lnf.data, N, micro);
     const Operand& dlogits = head.dlogits;
     classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
                 .dloss = weight, .loss_scale = &model->state->update.loss_scale, .N = N, .V = c.V,
@@ -5027,13 +5064,13 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
 }
 
 // ---- the backward's verbs ----
-// Who sums the gradient of which bias: linear_gelu_backward fc's, attention_backward qkv's, and norm_backward
-// that of attproj or fcproj, whose branch was added to the sum which the norm reads.
+// A bias's gradient is the column sums of its linear layer's dout. The verb that computes this dout sums it,
+// too: linear_gelu_backward for fc, attention_backward for qkv, norm_backward for attproj and fcproj.
 struct Backward : Pass {
-    // A layer's matrices are a bucket, which goes to the other ranks when the last of them has its gradient.
+    // A layer's matrices are a bucket. It goes to the other ranks when the last of them has its gradient.
     int bucket = 0, weights_left = 0;
-    // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last gradient
-    // is computed, which hides a part of its way.
+    // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last weight
+    // gradient is computed, so that this product hides a part of the transfer.
     bool postpones = false;
     struct { Operand dout, inp; Linear w; } postponed;
 
@@ -5048,7 +5085,8 @@ struct Backward : Pass {
                         .a_tensor = dout.tensor, .b_tensor = inp.tensor, .M = w.OC, .N = w.C, .K = N(),
                         .a_format = dout.format}, stream());
         } else {
-            matmul_backward_weight({w.dweight, scratch, dout.x, inp.x, N(), w.C, w.OC}, stream());
+            matmul_backward_weight({.dweight = w.dweight, .scratch = scratch, .dout = dout.data,
+                                    .inp = inp.data, .N = N(), .C = w.C, .OC = w.OC}, stream());
         }
     }
     // dweight (+)= dout^T inp
@@ -5065,19 +5103,20 @@ struct Backward : Pass {
         next_weight(dout, inp, w);
         fresh(dinp);
         if (dout.bytes) { return fp8_product(dinp, dout, w, residual, {}); }
-        matmul_backward_input({dinp, dout.x, w.weight.x, residual, nullptr, N(), w.C, w.OC}, stream());
+        matmul_backward_input({.dinp = dinp, .dout = dout.data, .weight = w.weight.data,
+                               .residual = residual, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
 
     // dfch = (dout weight) * gelu'(fch), and its column sums, the gradient of the bias of fc
     void linear_gelu_backward(const Operand& dfch, const Operand& dout, const Operand& act, const Linear& w,
                               const floatX* fch, const Grad& dbias) {
         next_weight(dout, act, w);
-        fresh(dfch.x);
+        fresh(dfch.data);
         if (dout.bytes) {
-            return fp8_product(dfch.x, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = dfch.x,
+            return fp8_product(dfch.data, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = dfch.data,
                                .pre_gelu = fch, .source = Fp8Source::GeluGrad, .N = N(), .C = w.C}));
         }
-        matmul_backward_input({.dinp = dfch.x, .dout = dout.x, .weight = w.weight.x, .residual = nullptr,
+        matmul_backward_input({.dinp = dfch.data, .dout = dout.data, .weight = w.weight.data,
                                .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
                                .scratch = scratch}, stream());
         cast(dfch, w.C);
@@ -5087,20 +5126,24 @@ struct Backward : Pass {
     void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
                             const Attention& att, const Grad& dbias) {
         const int C = config().C, NH = config().NH;
-        AttentionBackward a = {dqkv.x, scratch, datty, atty, qkv, att.lse, B, T, NH, C / NH};
-        fresh(dqkv.x);
+        AttentionBackward a = {.dqkv = dqkv.data, .scratch = scratch, .dout = datty, .out = atty, .qkv = qkv,
+                               .lse = att.lse, .B = B, .T = T, .NH = NH, .HS = C / NH};
+        fresh(dqkv.data);
         if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
         ::attention_backward(a, stream());
         if (dqkv.bytes) {
-            return fp8_transpose({dqkv.bytes_t, dqkv.bytes, N(), 3 * C, dbias, scratch, dqkv.tensor, true},
+            return fp8_transpose({.out = dqkv.bytes_t, .inp = dqkv.bytes, .N = N(), .C = 3 * C,
+                                  .dbias = dbias, .scratch = scratch, .tensor = dqkv.tensor, .of_qkv = true},
                                  stream());
         }
-        bias_backward({dbias, scratch, dqkv.x, N(), 3 * C, true}, stream());
+        bias_backward({.dbias = dbias, .scratch = scratch, .dout = dqkv.data, .N = N(), .OC = 3 * C,
+                       .of_qkv = true}, stream());
         cast(dqkv, 3 * C);
     }
 
-    // dx, the gradient of the stream at x, (+)= that of the norm, or of two that read x. dx is then the
-    // gradient of each branch that was added to make x, or with dropout what passes its mask.
+    // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
+    // of x. Then dx is also dout of each branch that was added to make x. With dropout, such a branch has a
+    // dout of its own: dx through the branch's mask.
     void norm_backward(const floatX* dout, const Sum& x, const Norm& w, const floatX* dout2 = nullptr,
                        const Norm& w2 = {}, Accumulate acc = Accumulate::Yes) {
         NormBackward n = {};
@@ -5109,11 +5152,11 @@ struct Backward : Pass {
         n.y[1] = {dout2, w2.weight, w2.dweight, w2.dbias};
         for (int k = 0; k < std::max(x.branches, 1); k++) {
             const Branch& added = x.added[k];
-            if (drops()) { n.branch[k].dout = added.dout.x, n.branch[k].dropout = dropout(added.mask); }
+            if (drops()) { n.branch[k].dout = added.dout.data, n.branch[k].dropout = dropout(added.mask); }
             n.branch[k].dbias = added.dbias;
         }
         n.scratch = scratch;
-        n.inp = x.x, n.mean = w.mean, n.rstd = w.rstd;
+        n.inp = x.data, n.mean = w.mean, n.rstd = w.rstd;
         n.kind = config().norm, n.N = N(), n.C = config().C;
         ::norm_backward(n, stream());
         for (int k = 0; k < x.branches; k++) { cast(x.added[k].dout, config().C); }
@@ -5127,14 +5170,14 @@ struct Backward : Pass {
     }
 };
 
-// The pages of the backward mirror those of the forward, from the last line to the first.
+// The pages of the backward mirror the forward's, from the last line to the first.
 static void gpt2_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
     e.linear_gelu_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward(a.dqkv, a.datty, a.atty.x, a.qkv, a.att, a.w_qkv.dbias);
+    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, a.w_qkv.dbias);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
     e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
@@ -5145,13 +5188,14 @@ static void parallel_layer_backward(Backward& e, int l) {
     e.linear_gelu_backward(a.dfch, a.x_out.added[1].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);
     e.linear_backward(a.dln2, a.dfch, tied ? a.ln1 : a.ln2, a.w_fc);
     e.linear_backward(a.datty, a.x_out.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward(a.dqkv, a.datty, a.atty.x, a.qkv, a.att, a.w_qkv.dbias);
+    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, a.w_qkv.dbias);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv, tied ? a.dln2 : nullptr);
     if (tied) { e.norm_backward(a.dln1, a.x, a.w_ln1); }
     else { e.norm_backward(a.dln1, a.x, a.w_ln1, a.dln2, a.w_ln2); }
 }
 
-// Computes again what -r has not kept, norms and GELU, by the forward's page. FP8 keeps bytes in their place.
+// The engine that recomputes norms and GELU by the forward's pages, where -r has not kept them. Where FP8 has
+// kept their bytes, the backward needs nothing else.
 struct Recompute : Forward {
     explicit Recompute(const Pass& pass) : Forward(pass) {}
     static bool lacks(const Operand& y) { return !y.kept && !y.bytes; }
@@ -5159,7 +5203,7 @@ struct Recompute : Forward {
         if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
     }
     void linear_gelu(const Operand& out, floatX* fch, const Operand&, const Linear& w) override {
-        if (lacks(out)) { gelu_forward({out.x, fch, (size_t)N() * w.OC}, stream()); }
+        if (lacks(out)) { gelu_forward({out.data, fch, (size_t)N() * w.OC}, stream()); }
     }
     void linear(floatX*, const Operand&, const Linear&, const floatX*) override {}
     void linear_add(const Sum&, const Sum&, const Operand&, const Linear&) override {}
@@ -5196,8 +5240,9 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     gpt2_bucket_complete(model, layout.norms(), micro);
     gpt2_bucket_complete(model, layout.biases(), micro);
     head.w.dweight.acc = Accumulate::Yes;
-    encoder_backward({head.w.dweight, e.grad(PARAM_wpe, 0), e.scratch, e.after_layer(-1).added[0].dout.x,
-                      model->feed.buckets, B, T, c.maxT, c.C}, e.stream());
+    encoder_backward({.dwte = head.w.dweight, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
+                      .dout = e.after_layer(-1).added[0].dout.data, .buckets = model->feed.buckets,
+                      .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
     if (grads_bf16) { grad_accumulate({dwte, head.w.dweight.data, wte_elems}, e.stream()); }
     gpt2_bucket_complete(model, layout.embedding(), micro);
     e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);
@@ -5206,7 +5251,7 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
 }
 
 // ---- exchange between GPUs ----
-// A rank is one process with one GPU. All ranks hold the same parameters and work on different rows of the
+// A rank is one process with one GPU. All ranks hold the same parameters and work on different parts of the
 // batch. A step's micro-steps are numbered over the whole job and cut into G lanes: equally long, contiguous
 // groups. A lane belongs to one rank, which sums its gradients in order, in place. The sums of lanes are then
 // added in pairs, by a tree:
@@ -5228,8 +5273,8 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
 // has micro-step j * world + r at time j. Those of one time are one subtree, or a few subtrees if the number
 // of ranks is no power of two. Two layers' gradients are in memory at a time.
 
-// After a lane: adds the pairs that it completes (lane_buffer in lanes.h says which buffers these are), in n
-// elements from `offset` bytes on. With several lanes on a rank, gradients are fp32.
+// After a lane: adds the pairs that it completes (section 7, "lanes"), in n elements from `offset` bytes on.
+// With several lanes on a rank, gradients are fp32.
 static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
     if (merges == 0) { return; }
@@ -5247,20 +5292,20 @@ static void stream_follow(const GPT2* model, Stream later, Stream earlier) {
     stream_wait(later, model->exchange.handover);
 }
 
-static char* exchange_slot(const GPT2* model, int slot) {
-    return model->exchange.received + slot * model->layout.largest_but_first * sizeof(float);
+static char* exchange_inbox(const GPT2* model, int bucket) {
+    const size_t bytes = model->layout.largest_but_first * sizeof(float);
+    return model->exchange.inboxes + model->exchange.buckets[bucket].inbox * bytes;
 }
 
 // Sums the ranks' pieces of a bucket at stages 0 and 1: piece r is rank r's sum of its lanes, stored by that
 // rank's last micro-step.
 static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
     const Bucket& b = model->layout.buckets[bucket];
-    const BucketExchange& x = model->exchange.buckets[bucket];
     const size_t bytes = b.shard * b.grad_bytes, first = b.first + b.mine;
     const RoundKey key = {model->options.seed, model->step, (uint32_t)last.count - 1, kRoundGrads};
     lane_sum({.out = {(float*)(model->grads.data + b.grads + model->options.split.rank * bytes),
                       Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, last, bucket).key, first},
-              .pieces = {exchange_slot(model, x.slot), b.grads_bf16, key, first},
+              .pieces = {exchange_inbox(model, bucket), b.grads_bf16, key, first},
               .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
               .n = b.shard}, model->stream);
 }
@@ -5268,7 +5313,6 @@ static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
 // Stage 2: adds the ranks' micro-steps of one time to the sums of lanes in grads.shards, subtree by subtree.
 static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro) {
     const Bucket& b = model->layout.buckets[bucket];
-    const BucketExchange& x = model->exchange.buckets[bucket];
     const Split& split = model->options.split;
     const int first_lane = (int)micro.number - split.rank, lanes = model->options.lanes * split.world;
     auto shards = [&](int k) { return model->grads.shards + k * model->layout.shard_elems + b.shards; };
@@ -5279,7 +5323,7 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro
         const int lane = first_lane + r;
         const RoundKey key = {model->options.seed, model->step, (uint32_t)lane, kRoundGrads};
         a.num_pieces = lane_part(lane, split.world - r);
-        a.pieces = {exchange_slot(model, x.slot) + r * b.shard * b.grad_bytes, b.grads_bf16, key,
+        a.pieces = {exchange_inbox(model, bucket) + r * b.shard * b.grad_bytes, b.grads_bf16, key,
                     b.first + b.mine};
         // the kernel adds log2(num_pieces) levels itself; the chain is the pairs that the subtree completes
         a.num_chain = lane_merges(lane + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
@@ -5290,13 +5334,12 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro
     }
 }
 
-// The gradients of all ranks have arrived, or soon will: sums them. The kernels run on the backward's stream.
-// On a second stream, the two sets of kernels would wait for each other's SMs (dev/bench/NOTES.md).
+// Sums a bucket's gradients of all ranks as soon as they have arrived. The kernels run on the backward's
+// stream: on a second one, both would wait for each other's SMs (dev/bench/NOTES.md).
 static void gpt2_sum_bucket(GPT2* model, int bucket, const MicroStep& micro) {
     const Bucket& b = model->layout.buckets[bucket];
-    const BucketExchange& x = model->exchange.buckets[bucket];
     const int zero = model->options.split.zero;
-    stream_wait(model->stream, x.arrived);
+    stream_wait(model->stream, model->exchange.buckets[bucket].arrived);
     if (zero == 2) { gpt2_sum_micro_steps(model, bucket, micro); }
     else { gpt2_sum_pieces(model, bucket, micro); }
     if (zero == 0) {
@@ -5305,8 +5348,8 @@ static void gpt2_sum_bucket(GPT2* model, int bucket, const MicroStep& micro) {
     }
 }
 
-// The backward has computed a bucket's gradients: sends them to the other ranks. The gradients of the bucket
-// before have arrived in the meantime: sums them. bucket -1: no more buckets follow.
+// Called when the backward has computed a bucket's gradients. Sends them to the other ranks, and sums the
+// gradients of the bucket before, which have arrived in the meantime. bucket -1: no more buckets follow.
 static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro) {
     if (!micro.exchanges) { return; }
     Exchange& exchange = model->exchange;
@@ -5314,13 +5357,13 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro
     exchange.bucket_in_flight = bucket;
     if (bucket >= 0) {
         const Bucket& b = model->layout.buckets[bucket];
-        BucketExchange& x = exchange.buckets[bucket];
+        BucketExchange& sent = exchange.buckets[bucket];
         if (model->options.split.zero < 2) { gpt2_merge_lanes(model, micro.lane, b.grads, b.padded); }
-        stream_follow(model, exchange.stream, model->stream);       // the slot's last sums are done, too
-        x.slot = bucket == model->layout.embedding() ? 2 : exchange.next_slot++ % 2;
-        device_all_to_all(exchange_slot(model, x.slot), model->grads.data + b.grads, b.shard * b.grad_bytes,
+        stream_follow(model, exchange.stream, model->stream);       // the inbox's last sums are done, too
+        sent.inbox = bucket == model->layout.embedding() ? 2 : exchange.next_inbox++ % 2;
+        device_all_to_all(exchange_inbox(model, bucket), model->grads.data + b.grads, b.shard * b.grad_bytes,
                           exchange.stream);
-        event_record(x.arrived, exchange.stream);
+        event_record(sent.arrived, exchange.stream);
     }
     if (before >= 0) { gpt2_sum_bucket(model, before, micro); }
 }
@@ -5354,7 +5397,8 @@ static void gpt2_await_params(GPT2* model, int bucket) {
     stream_wait(model->stream, model->exchange.buckets[bucket].gathered);
 }
 static void gpt2_await_all_params(GPT2* model) {
-    for (int b = 0; b < (int)model->layout.buckets.size(); b++) { gpt2_await_params(model, b); }
+    const int count = (int)model->layout.buckets.size();
+    for (int bucket = 0; bucket < count; bucket++) { gpt2_await_params(model, bucket); }
 }
 
 // Dies if the parameters of two ranks differ: each rank hashes its own, and all compare the hashes.
@@ -5380,7 +5424,8 @@ static void check_ranks(GPT2* model, int64_t step) {
 }
 
 // ---- update ----
-// The rows of a launch that begins at a bucket. The layers' buckets are rows of one launch.
+// The buckets that one launch updates, from this one on: all layers' buckets at once, each as a row of the
+// launch (op_types.h, Rows); any other bucket alone.
 static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     const int L = model->config.L, layer = model->layout.layer(0);
     if (bucket != layer || L == 1) { return {}; }
@@ -5389,11 +5434,11 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     return {L, next.params - b.params, grads, next.first - b.first};
 }
 
-// Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the first of
-// these layers' buckets.
+// Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the bucket of
+// the first of these layers.
 static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
-    auto product = [&](int i) { return model->opt.muon_products + i * share.place; };
+    auto product = [&](int i) { return model->opt.muon_products + i * share.product; };
     for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
                             .gram = (muonX*)product(2), .poly = (muonX*)product(3),
@@ -5497,14 +5542,15 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
 }
 
 // == 9 writing text ==
-// Writes `rows` texts at once. All its arrays are in the memory of the activations, behind those of a forward
-// over one row. The cache keeps the keys and values of each text's positions so far.
+// Writes several texts at once. Each text is a row, of the cache and of every other array here. The arrays
+// are in the memory of the activations, behind those of a forward over one text. The cache keeps the keys and
+// values of each text's positions so far.
 struct Decoder {
     GPT2* model;
     int rows;
     ActSpec act_specs[NUM_ACTS];        // of that forward
     floatX *keys, *values;              // (L,rows,T,C) the cache
-    floatX* residual;                   // (rows,C) the stream
+    floatX* residual;                   // (rows,C) the residual stream
     floatX *branches, *normalised;      // (2,rows,C) the norms' inputs and outputs
     floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
     float *mean, *rstd;                 // (rows)
@@ -5551,8 +5597,9 @@ static void decoder_free(Decoder* d) {
     for (Event e : d->ready) { event_destroy(e); }
 }
 
-// Fills the cache rows from `row` on, for `rows` equal texts. A forward over one row computes the keys and
-// values of all tokens but the last. T is rounded up, so that few shapes occur; no token sees later ones.
+// Fills rows [row, row + rows) of the cache, whose texts are equal. A forward over one of them computes the
+// keys and values of all tokens but the last. T is rounded up, so that few shapes occur; no token sees later
+// ones.
 static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, int rows) {
     GPT2* model = d->model;
     const int count = (int)text.size() - 1, T = std::min(model->T, round_up(count, 64));
@@ -5593,7 +5640,7 @@ static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts,
     return kept - 1;
 }
 
-// The engine that writes: each of `rows` rows is one new token of its own text.
+// The engine that writes text: the pages' B*T rows are here one new token of each text.
 struct Decoding : Forward {
     Decoder* d;
 
@@ -5603,40 +5650,45 @@ struct Decoding : Forward {
     }
     void await(int) override {}                 // decoder_begin has waited for all
     Layer layer(int l) const override {
-        const size_t row = config().C, at = (size_t)l * d->rows * model->T * row;
+        const size_t C = config().C, at = (size_t)l * d->rows * model->T * C;
         Layer y = layer_of(l);
-        y.x.x = y.x_mid.x = y.x_out.x = d->residual;
-        y.ln1.x = d->normalised, y.ln2.x = d->normalised + d->rows * row;
-        y.qkv = d->qkv, y.atty.x = d->atty, y.act.x = d->fch;
+        y.x.data = y.x_mid.data = y.x_out.data = d->residual;
+        y.ln1.data = d->normalised, y.ln2.data = d->normalised + d->rows * C;
+        y.qkv = d->qkv, y.atty.data = d->atty, y.act.data = d->fch;
         y.att = {nullptr, d->keys + at, d->values + at};
         for (Norm* norm : {&y.w_ln1, &y.w_ln2}) { norm->mean = d->mean, norm->rstd = d->rstd; }
         return y;
     }
     Head head() const override {
         Head y = head_of();
-        y.x.x = d->residual, y.lnf.x = d->normalised, y.logits = d->logits;
+        y.x.data = d->residual, y.lnf.data = d->normalised, y.logits = d->logits;
         y.w_lnf.mean = d->mean, y.w_lnf.rstd = d->rstd;
         return y;
     }
     void embed(const Sum&) override {
-        decode_encoder({d->branches, d->tokens, d->positions, param<floatX>(PARAM_wte, 0),
-                        param<floatX>(PARAM_wpe, 0), N(), config().C}, stream());
+        decode_encoder({.out = d->branches, .tokens = d->tokens, .positions = d->positions,
+                        .wte = param<floatX>(PARAM_wte, 0), .wpe = param<floatX>(PARAM_wpe, 0), .N = N(),
+                        .C = config().C}, stream());
         waiting = {nullptr, {d->branches}, 1};
     }
     void linear(floatX* out, const Operand& inp, const Linear& w, const floatX*) override {
-        decode_matmul({out, inp.x, w.weight.x, w.bias, false, N(), w.C, w.OC}, stream());
+        decode_matmul({.out = out, .inp = inp.data, .weight = w.weight.data, .bias = w.bias, .gelu = false,
+                       .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
     void linear_gelu(const Operand& out, floatX*, const Operand& inp, const Linear& w) override {
-        decode_matmul({out.x, inp.x, w.weight.x, w.bias, true, N(), w.C, w.OC}, stream());
+        decode_matmul({.out = out.data, .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
+                       .gelu = true, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
     void attention(floatX* out, const floatX* qkv, const Attention& att) override {
         const int C = config().C, NH = config().NH;
-        decode_attention({out, att.keys, att.values, qkv, d->positions, N(), model->T, NH, C / NH}, stream());
+        decode_attention({.out = out, .keys = att.keys, .values = att.values, .qkv = qkv,
+                          .positions = d->positions, .N = N(), .T = model->T, .NH = NH, .HS = C / NH},
+                         stream());
     }
 };
 
-// Enqueues one step: one more token of every text. The tokens arrive in drawn[slot] (rows).
-static void decoder_step(Decoder* d, int slot) {
+// Enqueues one step: one more token of every text. The tokens arrive in drawn[i] (rows).
+static void decoder_step(Decoder* d, int i) {
     GPT2* model = d->model;
     const Config& c = model->config;
     Stream stream = model->stream;
@@ -5645,17 +5697,19 @@ static void decoder_step(Decoder* d, int slot) {
         Decoding e(d);
         forward_pass(e);
         const Head head = e.head();
-        decode_matmul({head.logits, head.lnf.x, head.w.weight.x, nullptr, false, n, c.C, c.V}, stream);
-        sample_tokens({d->tokens, d->positions, d->draws, d->ids, d->logits, model->options.sampling,
-                       model->options.seed, n, c.V}, stream);
+        decode_matmul({.out = head.logits, .inp = head.lnf.data, .weight = head.w.weight.data,
+                       .bias = nullptr, .gelu = false, .N = n, .C = c.C, .OC = c.V}, stream);
+        sample_tokens({.tokens = d->tokens, .positions = d->positions, .draws = d->draws, .ids = d->ids,
+                       .logits = d->logits, .sampling = model->options.sampling, .seed = model->options.seed,
+                       .N = n, .V = c.V}, stream);
     });
-    copy_to_host(d->drawn + slot * n, d->tokens, n * sizeof(int), stream);
-    event_record(d->ready[slot], stream);
+    copy_to_host(d->drawn + i * n, d->tokens, n * sizeof(int), stream);
+    event_record(d->ready[i], stream);
 }
 
-// Continues `prompt` in options.text_rows texts, each by `count` tokens or up to the token `end`. Text k
-// draws from the random stream first_id + k, and its token n is draw first_draw + n. So a text depends
-// neither on the others nor on how the host waits. on_token(row, token) gets each token, `end` too; false
+// Continues `prompt` in options.text_rows texts, each by `count` tokens or up to the token `end`. Token n of
+// text k is drawn with the random number (first_id + k, first_draw + n). So a text depends neither on the
+// others nor on how the host waits. on_token(row, token) gets each token, `end` too; false
 // stops all texts. Weights and the state of training do not change.
 static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count, int end, uint32_t first_id,
                           uint64_t first_draw, const OnToken& on_token) {
@@ -5711,7 +5765,7 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[at.bucket];
     if (model->options.split.zero == 0) { return model->opt.master + b.state + at.offset; }
-    float* all = (float*)model->exchange.received;
+    float* all = (float*)model->exchange.inboxes;
     copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(float),
                    model->stream);
     device_all_gather(all, b.shard * sizeof(float), model->stream);
@@ -6158,7 +6212,7 @@ template <class Work> static bool take_turns(GPT2* model, int64_t count, Work wo
     return !stopped;
 }
 
-// Each element is one rank's, and 0 elsewhere. All ranks get all.
+// One rank has an element's value, and the others have 0. Afterwards all ranks have all values.
 static void merge_ranks(std::vector<double>* x) {
     const size_t n = x->size();
     std::vector<double> all(n * comm.world);
@@ -6360,7 +6414,7 @@ static void train(Training* t) {
     auto report_rewinds = [&](int behind) {
         bool hopeless = false;
         while (!hopeless && reports_waiting(reports) > behind) {
-            hopeless = report_step(&reports, &t->logger, schedule);
+            hopeless = report_step(&reports, &t->logger, schedule) >= kMaxSkipsInARow;
         }
         if (!hopeless) { return false; }
         // a run that stops here saves its newest step, so the log has it, too

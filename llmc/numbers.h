@@ -24,6 +24,7 @@ plus or blanks in front, 007, hexadecimal, inf, nan, and values too large for 64
 
 template <class Int> LLMC_HD constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }
 template <class Int> constexpr Int round_up(Int a, Int b) { return ceil_div(a, b) * b; }
+constexpr bool is_power_of_two(int64_t n) { return n > 0 && (n & (n - 1)) == 0; }
 constexpr int64_t kLargestCount = 1000000000000000;     // of steps, tokens, samples
 
 static inline std::string bytes_text(size_t bytes) {

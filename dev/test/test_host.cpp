@@ -372,8 +372,8 @@ static void test_muon_plan() {
             products = std::max(products, s.places.count() * size * 2);
             sums = std::max(sums, s.places.count() * ceil_div(size, kChunk) * sizeof(double));
         }
-        CHECK(products <= share.place && share.place < products + kAlign && sums == share.sums,
-              "%zu rows: a place of %zu bytes for %zu, sums of %zu for %zu", gate_rows, share.place, products,
+        CHECK(products <= share.product && share.product < products + kAlign && sums == share.sums,
+              "%zu rows: %zu bytes for %zu, sums of %zu for %zu", gate_rows, share.product, products,
               share.sums, sums);
         CHECK(share.each > 0 && share.each < 12, "%d layers at a time", share.each);
         const MuonShape halves = muon_shapes(specs, 0, 1)[1];       // keys and values

@@ -35,11 +35,7 @@ pieces are saved in groups, and the host waits for each group.
 #include "../model/model_config.h"  // gives: Config
 #include "../numbers.h"             // gives: bytes_text
 #include "../worker.h"              // gives: Worker
-#ifdef GPT2_CPU
-#include "../ops/cpu_device.h"      // gives: Stream, Event, copy_to_host, pinned_malloc
-#else
-#include "../ops/cuda_device.h"     // gives: the same
-#endif
+#include "../ops/device.h"          // gives: Stream, Event, copy_to_host, pinned_malloc
 #include "checkpoints.h"            // gives: checkpoint_begin, checkpoint_done, Retention
 #include "model_file.h"             // gives: ModelWriter
 #include "state_file.h"             // gives: StateRow, StateWriter

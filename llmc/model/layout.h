@@ -44,10 +44,10 @@ struct ParamSpec {
     int copies;             // 1, or L; 0: this model does not have the tensor
     size_t rows, cols, live_rows;       // live_rows: without padding
     Parts parts;            // of a layer's matrix; none: it is no such matrix, and Muon never updates it
-    uint32_t id;            // of the random stream that its first values are drawn from
+    uint32_t id;            // key of the random numbers that its first values are drawn with
     const char* hf;         // name in Hugging Face's files
     size_t elems;           // rows*cols: one copy, as in files
-    size_t slot;            // elems, rounded up to the next tensor's alignment
+    size_t padded;          // elems, rounded up to the next tensor's alignment
     size_t elem_bytes;      // bytes of an element of the parameter
     size_t offset, stride;  // elements: from the start of its bucket; from layer to layer
 };
@@ -82,9 +82,9 @@ static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where wh
     assert(parts.empty() == (where == Where::Global || kind != Kind::Matrix));
     if (parts.size() == 1) { parts[0].rows = rows; }
     const size_t elems = rows * cols;
-    const size_t slot = round_up(elems, kAlign / 2);    // a multiple of kAlign bytes for 2-byte elements, too
+    const size_t padded = round_up(elems, kAlign / 2);  // whole kAlign bytes for 2-byte elements, too
     const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
-    return {name, where, init, kind, copies, rows, cols, live_rows, parts, id, hf, elems, slot, elem_bytes,
+    return {name, where, init, kind, copies, rows, cols, live_rows, parts, id, hf, elems, padded, elem_bytes,
             0, 0};
 }
 
@@ -113,7 +113,7 @@ static inline void param_offsets(std::vector<ParamSpec>* specs, int L) {
         for (ParamSpec& s : *specs) {
             if (s.kind != kind || s.where != Where::Block) { continue; }
             s.offset = layer;
-            layer += s.slot;
+            layer += s.padded;
         }
         size_t behind = kind == Kind::Matrix ? 0 : layer * L;       // global tensors follow the layers'
         for (ParamSpec& s : *specs) {
@@ -122,7 +122,7 @@ static inline void param_offsets(std::vector<ParamSpec>* specs, int L) {
                 s.stride = kind == Kind::Matrix ? 0 : layer;
             } else {
                 s.offset = behind;
-                behind += s.slot;
+                behind += s.padded;
             }
         }
     }
@@ -189,7 +189,7 @@ static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, co
             b.kind = s.kind;
             b.elem_bytes = s.elem_bytes;
             b.muon = muon && !s.parts.empty();
-            b.elems = std::max(b.elems, s.offset + l * s.stride + s.slot);
+            b.elems = std::max(b.elems, s.offset + l * s.stride + s.padded);
         }
     }
     size_t first = 0;

@@ -42,16 +42,16 @@ static inline std::vector<MuonShape> muon_shapes(const std::vector<ParamSpec>& s
     return shapes;
 }
 
-// Muon works on `together` layers at a time, so that its memory stays below `most_bytes` if one layer's does.
-// Each rank orthogonalises the matrices of `each` of them, rank 0 those of the first. A buffer holds all
-// their matrices (a bucket's padded elements a layer): first what the momentum gives, then what is made of
-// it. The ranks gather the shards of both. Four places are for products; each has room for any one shape's.
-// Layers cost alike, so the ranks' work differs by a layer at most: 12 layers on 8 ranks are two for each of
-// six of them. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
+// Muon works on `together` layers at a time, as many as fit into `most_bytes`, but at least one a rank. Each
+// rank orthogonalises the matrices of `each` of these layers; rank 0 has the first ones. One buffer holds the
+// matrices of all these layers, a bucket's padded elements a layer: first the momentum's updates, then the
+// orthogonalised ones. The ranks gather their shards of both. Orthogonalising takes four products, each with
+// room for all matrices of one shape. Layers cost alike, so the ranks' work differs by at most `each` layers:
+// of 12 layers on 8 ranks, six ranks have two each. One GPU, 16 bits: 396 MB for 124M, 573 MB for 1558M.
 struct MuonShare {
     int each, together;
     size_t elems;           // of the buffer
-    size_t place, sums;     // bytes of one of the four places, and of sums
+    size_t product, sums;   // bytes of one of the four products, and of sums
 };
 static inline MuonShare muon_share(const Layout& layout, const std::vector<ParamSpec>& specs,
                                    const Split& split, size_t elem_bytes, size_t most_bytes) {

@@ -109,8 +109,8 @@ template <class X, class S> struct MatmulForwardOf {    // out = inp weight^T + 
 template <class X, class S> struct MatmulBackwardInputOf {        // dinp = dout weight + residual
     X* dinp;                            // (N,C)
     const X *dout, *weight;             // (N,OC) (OC,C)
-    const X* residual;                  // (N,C) or null: another gradient of the input; not `dinp`
-    const X* pre_gelu;                  // (N,C) or null; else dinp is rounded, and then multiplied by
+    const X* residual = nullptr;        // (N,C) or null: another gradient of the input; not `dinp`
+    const X* pre_gelu = nullptr;        // (N,C) or null; else dinp is rounded, and then multiplied by
                                         // gelu'(pre_gelu), without a residual
     int N, C, OC;
     GradOf<S> dbias = {};               // (C) or null: column sums of dinp, as stored; with pre_gelu only

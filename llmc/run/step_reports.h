@@ -19,11 +19,7 @@ always has work.
 #include "../comm/comm.h"               // gives: comm, CommWait, DiskWait
 #include "../files/json.h"              // gives: json_number
 #include "../model/model_config.h"      // gives: Config
-#ifdef GPT2_CPU
-#include "../ops/cpu_device.h"          // gives: Stream, Event, copy_to_host, pinned_malloc, DeviceInfo
-#else
-#include "../ops/cuda_device.h"         // gives: the same
-#endif
+#include "../ops/device.h"              // gives: Stream, Event, copy_to_host, pinned_malloc, DeviceInfo
 #include "../ops/op_types.h"            // gives: DeviceState
 #include "logger.h"                     // gives: Logger, TrainMetrics, logger_train
 #include "plan.h"                       // gives: gpu_kind, step_flops
@@ -32,8 +28,6 @@ always has work.
 #include "run_config.h"                 // gives: run
 #include "schedulers.h"                 // gives: LrSchedule, lr_at
 #include "telemetry.h"                  // gives: telemetry_start, telemetry_end
-
-constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row: then the run stops
 
 struct Reports {
     static const int kSlots = 2;
@@ -83,9 +77,9 @@ static inline void reports_end(Reports* r, int64_t step, const DeviceState* stat
 static inline int64_t reports_waiting(const Reports& r) { return r.end - r.first; }
 static inline void reports_drop(Reports* r) { r->first = r->end; }
 
-// Waits for the oldest step without a report, prints and logs it. True: too many updates in a row were
-// skipped.
-static inline bool report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
+// Waits for the oldest step without a report, prints and logs it. Returns how many updates in a row have been
+// skipped by then.
+static inline int report_step(Reports* r, Logger* logger, const LrSchedule& schedule) {
     const int64_t step = r->first++;
     const int slot = (int)(step % Reports::kSlots);
     {
@@ -107,7 +101,7 @@ static inline bool report_step(Reports* r, Logger* logger, const LrSchedule& sch
     report_show(report);
     logger_train(logger, metrics, more);
     if (comm.rank == 0) { report_skip(step, state.loss, state.update, state.fp8_saturated); }
-    return state.update.skipped_in_a_row >= kMaxSkipsInARow;
+    return state.update.skipped_in_a_row;
 }
 
 #endif  // LLMC_RUN_STEP_REPORTS_H
