@@ -210,10 +210,10 @@ static void print_ops(int steps, double step_ms, double copy, double gemm) {
 
 int main(int argc, char** argv) {
     flags_parse(kFlags, kNumFlags, argc, argv, kFlagGroups);
-    const Config c = run_model();
+    const Config c = settle();
     Options options = run_options();
     options.graphs = false;                     // a graph's kernels are in no op's range
-    const int B = run.B, T = run.T, steps = run.max_steps > 0 ? (int)run.max_steps : 40;
+    const int B = run.B, T = run.T, steps = run_max_steps() > 0 ? (int)run_max_steps() : 40;
     const DeviceInfo device = device_init();
     if (options.fp8) { die_if(fp8_error()); }
     gpt2_check_memory(c, options, B, T, device);

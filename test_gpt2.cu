@@ -812,9 +812,9 @@ static void test_muon_updates(const Config& c) {
         }
     }
     const Vector together = short_run(c, o, B, 2);
-    hooks.muon_bytes = 1;
-    CHECK(same_bits(together, short_run(c, o, B, 2)), "one layer at a time has other bits");
-    hooks.muon_bytes = kMuonBytes;
+    Options narrow = o;
+    narrow.muon_bytes = 1;
+    CHECK(same_bits(together, short_run(c, narrow, B, 2)), "one layer at a time has other bits");
     CHECK(same_bits(together, short_run(c, o, B, 2)), "two equal runs differ");
 }
 
@@ -860,7 +860,7 @@ static void test_stalled_disk(const Config& c) {
     atomic_write(&file, header, sizeof(header));
     atomic_write(&file, tokens.data(), tokens.size() * sizeof(tokens[0]));
     atomic_commit(&file);
-    run.B = 2, run.T = c.maxT, run.val_batches = 1, run.max_steps_text = "1";
+    settings.B = 2, settings.T = c.maxT, settings.val_batches = 1, settings.max_steps = "1";
     RandomModel model(c, default_options(), run.B);
     DataLoader loader;
     dataloader_init(&loader, path.c_str(), run.B, run.T, false, 0, c.V);

@@ -56,7 +56,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/data/tokenizer.h"     // gives: Tokenizer
 #include "llmc/data/sampler.h"       // gives: Sampling, sample_weight, sample_target
 #include "llmc/run/schedulers.h"     // gives: LrSchedule, lr_at, momentum_at
-#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, config_check
+#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, run_max_steps
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
@@ -109,13 +109,10 @@ constexpr int kLossScaleSteps = 1000;
 constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row, after which rewind_or_stop is called
 constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: after these the run stops
 
-constexpr size_t kMuonBytes = (size_t)576 << 20;        // memory that Muon adds to a step's: see muon_share
-
 // Limits that only tests change, so that small shapes take the paths of large ones.
 static struct TestHooks {
     size_t shared_memory = SIZE_MAX;        // bytes that a block may ask for
     int norm_blocks = INT_MAX;              // of the norms' backward: with a few, each takes many rounds
-    size_t muon_bytes = kMuonBytes;
 } hooks;
 
 // == 3 shapes and tables ==
@@ -4044,6 +4041,7 @@ struct Options {                // what a run may choose; fixed after gpt2_alloc
     float grad_clip = 1.0f;     // largest norm of the gradient; 0: no clipping
     bool muon = false;          // for the layers' matrices; AdamW for the others
     int muon_steps = 5;         // of Newton-Schulz
+    size_t muon_bytes = (size_t)576 << 20;      // that Muon may add to a step's memory: see muon_share
     int64_t muon_warmup = 0;    // steps in which the momentum rises
     double muon_momentum = 0.95, muon_decay = 0.0;
     float loss_scale = kFirstLossScale;         // FP16: the first one
@@ -4201,7 +4199,7 @@ static int lane_part(int lane, int lanes) {
 // ---- memory ----
 static MuonShare gpt2_muon_share(const GPT2* model) {
     return muon_share(model->layout, model->param_specs, model->options.split, bytes_floatX,
-                      hooks.muon_bytes);
+                      model->options.muon_bytes);
 }
 
 enum class Memory { Plain, Zeroed, Shared };    // Shared: zeroed, and exchanged with other ranks
@@ -5892,19 +5890,20 @@ struct Training {
     const Tokenizer* text() const { return tokenizer.bytes.empty() ? nullptr : &tokenizer; }
     Logger logger;
     Saver saver = {};
-    bool tells_speed = false;   // tokens/s of texts, on stderr
     bool saves = false;         // -o was given
     DeviceInfo device;
     std::string program;        // hash of the program, taken at the start: later its file may be gone
     std::string start;          // the working directory: relative names of files belong to it
+    int64_t max_steps = 0;      // of the run; -x, or those of an epoch
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the next step's data, as train_loader counts
     std::string data_sample;    // of a saved run's training data: shows later whether they are the same
     int rewinds = 0;            // times that --on-bad-loss rewind went back
 };
 
-// Returns the model that the flags ask for, or that of the run to resume; checks the flags against it.
-static Config run_model(const Facts* resumed = nullptr, const Build& build = kBuild) {
+// Returns the model that the flags ask for, or that of the run to resume. Checks and settles the flags: after
+// this `run` does not change.
+static Config settle(const Facts* resumed = nullptr, const Build& build = kBuild) {
     const bool is_file = model_is_file(run.model);
     Config c = resumed ? facts_config(*resumed)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
@@ -5966,7 +5965,7 @@ static void lower_lanes(const Config& config, Options* options, const DeviceInfo
     }
 }
 
-// The same on all ranks.
+// All ranks get as many as the one with the least room.
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     if (!options->trains) { return; }
     const int wanted = run.lanes;
@@ -5974,13 +5973,13 @@ static void fit_lanes(const Config& config, Options* options, const DeviceInfo& 
     std::vector<int> lanes(comm.world, options->lanes);
     comm_all_gather(lanes.data(), sizeof(int));
     options->lanes = *std::min_element(lanes.begin(), lanes.end());
-    run.lanes = options->lanes * comm.world;
-    if (run.lanes < wanted && run.resumed) {
+    const int fit = options->lanes * comm.world;
+    if (fit < wanted && run.resumed) {
         warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
-             "will differ", run.lanes, wanted);
-    } else if (run.lanes < wanted) {
+             "will differ", fit, wanted);
+    } else if (fit < wanted) {
         say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
-            "on another machine\n", run.lanes, wanted, run.lanes);
+            "on another machine\n", fit, wanted, fit);
     }
 }
 
@@ -6017,9 +6016,8 @@ static void open_data(Training* t, const Config& config) {
         if (run.overfit) { share = {}; }        // all ranks have the job's first batch
         open(&t->train_loader, run.train_data, run.shuffle && !run.overfit, share);
         if (run.output_dir[0] != '\0') { t->data_sample = dataloader_sample(&t->train_loader); }
-        if (run.max_steps < 0) {
-            run.max_steps = std::max((int64_t)1, t->train_loader.samples_per_epoch * run.T / run.total_batch);
-        }
+        const int64_t epoch = t->train_loader.samples_per_epoch * run.T / run.total_batch;
+        t->max_steps = run_max_steps() < 0 ? std::max((int64_t)1, epoch) : run_max_steps();
     }
     if (validates) { open(&t->val_loader, run.val_data, false, {comm.rank, comm.world}); }
     const char* shared = trains && validates ? dataloader_shared_file(&t->train_loader, &t->val_loader)
@@ -6068,7 +6066,7 @@ static void print_model(const GPT2& model) {
     const Split& split = model.options.split;
     if (split.world > 1 && model.options.trains) {
         printf("ranks: %d, ZeRO stage %d, gradients summed over %d lanes\n", split.world, split.zero,
-               run.lanes);
+               model.options.lanes * split.world);
     }
     report_model(c, model.param_specs, model.options.muon, run.verbose > 0);
     if (model.options.fp8) {
@@ -6105,7 +6103,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
                {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
                 {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
     if (t->saves) {
-        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < run.max_steps;
+        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->max_steps;
         const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
         gpt2_saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
                         {run.keep, run.major_every, every, t->saver.retention.bad});
@@ -6131,9 +6129,9 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
         say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)t->step);
         const int then = (int)fact_number(resumed.facts, "ranks", 1, INT_MAX);
         if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
-        if (t->step >= run.max_steps) {
+        if (t->step >= t->max_steps) {
             say("-x %lld: the run has come so far already; a larger -x makes it longer\n",
-                (long long)run.max_steps);
+                (long long)t->max_steps);
         }
     }
     if (run.own_launch) {
@@ -6146,8 +6144,8 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
         "batch: %lld tokens a step; %s%d rows at once, micro-steps a step: %d\n"
         "schedule: %lld steps, %.3g epochs; lr %g, %s, warm-up %lld steps\n",
         (long long)t->train_loader.tokens, (long long)rows, run.T, (long long)run.total_batch, each, run.B,
-        rank_micro_steps(), (long long)run.max_steps,
-        (double)run.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
+        rank_micro_steps(), (long long)t->max_steps,
+        (double)t->max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
         flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
     fflush(stdout);                         // the first step may take long
 }
@@ -6163,7 +6161,7 @@ static void print_plan() {
     if (!kBuild.is_cuda) { bytes_floatX = 2; }
     comm.world = std::max({1, run.comm.gpus, run.comm.processes});
     if (model_is_folder()) { folder_resolve(); }
-    const Config config = run_model(nullptr, build);
+    const Config config = settle(nullptr, build);
     Options options = run_options();
     DeviceInfo device;
     if (here) {
@@ -6194,7 +6192,7 @@ static void print_plan() {
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,
-                     options.muon, options.split.zero > 0, options.fp8, options.fp8_head}, run.max_steps,
+                     options.muon, options.split.zero > 0, options.fp8, options.fp8_head}, run_max_steps(),
                     run.price);
 }
 
@@ -6316,7 +6314,7 @@ static TextDraw text_draw(Training* t) {
 
 static TextTask text_task(const Training& t) {
     return {t.text(), prompt_tokens(t.text(), run.prompt, t.model.config.V, t.model.T), run.sample_tokens,
-            t.tells_speed};
+            run.tells_speed};
 }
 
 // Writes samples, as many at once as memory allows. Rank 0 writes; the others wait at the next exchange.
@@ -6332,8 +6330,9 @@ static void generate(Training* t) {
 static Facts run_facts(Training* t) {
     Facts facts = model_facts(&t->model);
     const struct { const char* name; int64_t value; } numbers[] = {
-        {"position", t->position}, {"rewinds", t->rewinds}, {"ranks", comm.world}, {"lanes", run.lanes},
-        {"T", run.T}, {"total_batch", run.total_batch}, {"tokens", t->step * run.total_batch}};
+        {"position", t->position}, {"rewinds", t->rewinds}, {"ranks", comm.world},
+        {"lanes", t->model.options.lanes * comm.world}, {"T", run.T}, {"total_batch", run.total_batch},
+        {"tokens", t->step * run.total_batch}};
     for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
     const Facts origin = origin_facts(*t);
     facts.insert(facts.end(), origin.begin(), origin.end());
@@ -6404,12 +6403,12 @@ static bool due(int every, int64_t step) { return every > 0 && step % every == 0
 static void train(Training* t) {
     GPT2* model = &t->model;
     const LrSchedule schedule = {run.schedule,  run.lr,             run.warmup,
-                                 run.max_steps, run.final_fraction, run.cooldown};
+                                 t->max_steps, run.final_fraction, run.cooldown};
     LrSchedule muon_schedule = schedule;
     muon_schedule.peak = run.muon_lr;
     Reports reports = {};
     reports_init(&reports, model->config, (double)report_parameters(model->param_specs), model->T, t->device,
-                 kLowPrecision);
+                 kLowPrecision, t->max_steps);
     // Reports all steps but the newest `behind`. True: the run went back.
     auto report_rewinds = [&](int behind) {
         bool hopeless = false;
@@ -6428,7 +6427,7 @@ static void train(Training* t) {
     };
 
     dataloader_seek(&t->train_loader, t->position);
-    while (t->step < run.max_steps && !stop_agreed(t->step)) {
+    while (t->step < t->max_steps && !stop_agreed(t->step)) {
         const int64_t step = t->step;
         const bool val_due = due(run.val_every, step);
         const bool eval_due = run.evaluate && due(run.eval_every > 0 ? run.eval_every : run.val_every, step);
@@ -6449,11 +6448,11 @@ static void train(Training* t) {
         t->position = t->train_loader.position;
         reports_end(&reports, step, model->state, model->stream);
         // the last step is awaited inside the loop, because it, too, may send the run back
-        report_rewinds(kDeviceIsAsync && t->step < run.max_steps ? 1 : 0);
+        report_rewinds(kDeviceIsAsync && t->step < t->max_steps ? 1 : 0);
     }
     report_rewinds(0);                          // if a signal ended the loop, a step is pending
     report_line(&reports.report);               // the last steps, fewer than --log-every
-    if (t->step < run.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
+    if (t->step < t->max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     check_ranks(model, t->step);                // a model on which the ranks disagree is not saved
     save(t);                                    // first: the rest takes time
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
@@ -6501,14 +6500,9 @@ int main(int argc, char** argv) {
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad, kBuild);
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
-    const Config config = run_model(run.resumed ? &resumed.facts : nullptr);
+    const Config config = settle(run.resumed ? &resumed.facts : nullptr);   // from here on `run` is fixed
     Options options = run_options();
     const Task task = run_task();
-    if (task == Task::Write) {
-        t.tells_speed = run.verbose >= 0;
-        run.B = 1;                          // a prompt is one row
-        run.verbose = -1;
-    }
 
     // errors in sizes, files and the prompt are found before any memory is taken or any file written
     if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
@@ -6523,14 +6517,14 @@ int main(int argc, char** argv) {
     if (task == Task::Train && run.verbose >= 0) { flags_print(kFlags, kNumFlags, run.verbose > 0); }
     load_model(&t, config, options, &resumed);
     if (run.verbose >= 0) { evalset_print(&t.questions); }
-    surprises_print(prompted);              // settings that hardly do what was meant
+    surprises_print(prompted, t.max_steps); // settings that hardly do what was meant
 
     bool fine = true;
     if (task == Task::Train) {
         begin_run(&t, resumed);
         train(&t);
         saver_free(&t.saver);
-        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < run.max_steps); }
+        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.max_steps); }
     } else {
         if (run_validates()) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }

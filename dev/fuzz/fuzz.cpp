@@ -408,7 +408,7 @@ static void parse(std::vector<std::string>* words) {
 }
 
 static void fuzz_flags(Bytes input) {
-    run = RunConfig();
+    settings = RunConfig();
     comm = Comm();
     comm.world = 1 + take_byte(&input) % 8;
     std::vector<std::string> words = {"train_gpt2cpu"};
@@ -434,13 +434,13 @@ static void fuzz_flags(Bytes input) {
     flags_print(kFlags, kNumFlags, true);
 
     parse(&words);                                      // some flags belong together
-    const Config c = run_model();
+    const Config c = settle();
     const int64_t all = (int64_t)run.B * run.T * comm.world;
     PROPERTY(config_error(c).empty() && run.T >= 1 && run.T <= c.maxT, "-t %d", run.T);
     PROPERTY(run.total_batch >= all && run.total_batch % all == 0, "-z %lld", (long long)run.total_batch);
     const Options options = run_options();
     PROPERTY(options.lanes >= 1 && options.lanes * comm.world == run.lanes, "--lanes %d", run.lanes);
-    PROPERTY(run.max_steps >= -1 && isfinite(options.loss_scale), "-x %lld", (long long)run.max_steps);
+    PROPERTY(run_max_steps() >= -1 && isfinite(options.loss_scale), "-x %s", run.max_steps);
 }
 
 // ---- model descriptors ----

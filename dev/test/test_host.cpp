@@ -519,7 +519,7 @@ static void parse_table(const Flag* table, int count, std::vector<std::string> w
 static void parse(const std::vector<std::string>& words) { parse_table(flags, num_flags, words); }
 
 // All settings, as texts.
-static std::string settings(const Flag* table = flags) {
+static std::string texts_of(const Flag* table = flags) {
     std::vector<std::string> all;
     for (int i = 0; i < num_flags; i++) { all.push_back("[" + flags_text(&table[i]) + "]"); }
     return joined(all);
@@ -541,7 +541,7 @@ static void test_flags() {
              "[65536] [512] [9223372036854775807] [0.0003] [cosine] [1] [] [] [x] [2] [1] [-2147483648]"}};
         for (const auto& c : cases) {
             parse(c.words);
-            CHECK_TEXT(settings(), c.settings);
+            CHECK_TEXT(texts_of(), c.settings);
             const bool given = !c.words.empty() && c.words[0] == "-b";
             CHECK(flags_given(flags, num_flags, "micro-batch") == given, "-b given: %d", !given);
         }
@@ -550,10 +550,10 @@ static void test_flags() {
             CHECK_TEXT(flags_text(flags_find(flags, num_flags, "--lr")), text);
         }
         parse({});
-        const std::string before = settings();
+        const std::string before = texts_of();
         for (const Flag& f : flags) {           // each default, typed as --help shows it, changes nothing
             parse({std::string("--") + f.name + "=" + f.def});
-            CHECK_TEXT(settings(), before);
+            CHECK_TEXT(texts_of(), before);
         }
     }
     // What test_refusals.py does not ask the program's own table.
@@ -652,14 +652,14 @@ static void test_flags() {
             const std::string* text = facts_find(saved, name);
             return text ? text->c_str() : nullptr;
         });
-        CHECK_TEXT(settings(table), "[8] [2048] [1337] [0.5] [linear] [0] [] [a = b\n] [x] [1] [1] [1]");
+        CHECK_TEXT(texts_of(table), "[8] [2048] [1337] [0.5] [linear] [0] [] [a = b\n] [x] [1] [1] [1]");
     }
 }
 
 // ---- run_config.h, run_folder.h: what other builds and jobs make of the flags; programs test the rest ----
 
 static void parse_run(const std::vector<std::string>& words) {
-    run = RunConfig();
+    settings = RunConfig();
     parse_table(kFlags, kNumFlags, words);
 }
 
@@ -696,7 +696,7 @@ static void test_run() {
             CHECK_TEXT(in_full(c.words), c.text);
             CHECK(run.chat == (c.words == cases[5].words), "%s: chat %d", c.text, run.chat);
         }
-        run.chat = false;
+        settings.chat = false;
         check_dies("no run", [&] { in_full({"eval"}); }, {"eval: of which run?"});
         check_dies("a flag", [&] { in_full({"chat", "-x", "0"}); }, {"chat: of which run?"});
     }

@@ -2,11 +2,11 @@
 A run's configuration: the table of all flags, checks over several flags, and the settings that a resumed run
 keeps. Host only.
 
-    flags_parse(kFlags, kNumFlags, argc, argv);             // fills in `run`
+    flags_parse(kFlags, kNumFlags, argc, argv);             // fills in `settings`
     muon_rate_default();
     if (checkpoint) { settings_resume(checkpoint->facts, config, build); } else { settings_keep(); }
-    config_check(&config, is_descriptor, build);            // also settles what the flags leave open
-    if (run_task() == Task::Train) { ... }
+    config_check(&config, is_descriptor, build);            // settles what the flags leave open
+    if (run.B > 4 && run_task() == Task::Train) { ... }     // nothing changes any more
     if (run_given("prompt")) { ... }                        // by the user, not by default
 */
 #ifndef LLMC_RUN_RUN_CONFIG_H
@@ -49,8 +49,7 @@ struct RunConfig {
     const char *train_data, *val_data, *eval_data, *model, *output_dir, *prompt;
     int B, T;
     int64_t total_batch;            // tokens per optimizer step
-    const char* max_steps_text;     // the user's text
-    int64_t max_steps;              // -1: an epoch
+    const char* max_steps;          // the user's text; run_max_steps() is the number
     Block block;
     NormKind norm;
     double dropout;
@@ -85,167 +84,171 @@ struct RunConfig {
     bool resumed;                   // continues from a checkpoint
     bool again;                     // -y 1 without a checkpoint: begins again with the settings of run.json
     bool own_launch;                // -y 1: --gpus was taken from run.json
+    bool tells_speed;               // tokens/s of texts, on stderr
     int folder_B;                   // -e FOLDER: -b of the folder's run; 0: not known
 };
-static RunConfig run;
+// Only this header and run_folder.h write the settings, and config_check is the last to do so. All else reads
+// `run`, which is the same, but const.
+static RunConfig settings;
+static const RunConfig& run = settings;
 
 #define DATA_DIR "dev/data/tinyshakespeare/"
 static const Flag kFlags[] = {
-    // letters, name           type         where                default   min, max, options
+    // letters, name           type         where                     default   min, max, options
     //     help
-    {"i",   "train-data",      FLAG_STRING, &run.train_data,
+    {"i",   "train-data",      FLAG_STRING, &settings.train_data,
         DATA_DIR "tiny_shakespeare_train.bin", 1, 0, nullptr, "training shards (glob)"},
-    {"j",   "val-data",        FLAG_STRING, &run.val_data,
+    {"j",   "val-data",        FLAG_STRING, &settings.val_data,
         DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
-    {"e",   "model",           FLAG_STRING, &run.model,          "d12",     1, 0, nullptr,
+    {"e",   "model",           FLAG_STRING, &settings.model,          "d12",     1, 0, nullptr,
         "model_*.bin, model.safetensors; a run's folder: its newest; or d12 d24 d36 d48, gpt3:c768, "
         "L4,NH4,C128,T128,V256",
         FLAG_FIXED},
-    {"o",   "output-dir",      FLAG_STRING, &run.output_dir,     "",        0, 0, nullptr,
+    {"o",   "output-dir",      FLAG_STRING, &settings.output_dir,     "",        0, 0, nullptr,
         "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
-    {"n",   "checkpoint-every", FLAG_INT,   &run.checkpoint_every, "1000",  0, INT_MAX, nullptr,
+    {"n",   "checkpoint-every", FLAG_INT,   &settings.checkpoint_every, "1000",  0, INT_MAX, nullptr,
         "checkpoint every N steps, and at the end; 0: at the end only"},
-    {"nk",  "keep",            FLAG_INT,    &run.keep,           "2",       0, INT_MAX, nullptr,
+    {"nk",  "keep",            FLAG_INT,    &settings.keep,           "2",       0, INT_MAX, nullptr,
         "number of newest checkpoints to keep; 0: all"},
-    {"nm",  "major-every",     FLAG_INT,    &run.major_every,    "0",       0, INT_MAX, nullptr,
+    {"nm",  "major-every",     FLAG_INT,    &settings.major_every,    "0",       0, INT_MAX, nullptr,
         "checkpoints at multiples of N steps stay for ever; 0: none"},
-    {"y",   "resume",          FLAG_BOOL,   &run.resume,         "0",       0, 1, nullptr,
+    {"y",   "resume",          FLAG_BOOL,   &settings.resume,         "0",       0, 1, nullptr,
         "go on with the run in -o, from its last checkpoint; where there is none, begin", FLAG_NOW},
-    {"b,-micro-batch-size", "micro-batch", FLAG_INT, &run.B,              "4",       1, 65536, nullptr,
+    {"b,-micro-batch-size", "micro-batch", FLAG_INT, &settings.B,              "4",       1, 65536, nullptr,
         "rows per GPU per micro-step (B)", FLAG_FIXED},
-    {"t,-seq-len", "sequence-length", FLAG_INT, &run.T,             "0",       0, 1 << 24, nullptr,
+    {"t,-seq-len", "sequence-length", FLAG_INT, &settings.T,             "0",       0, 1 << 24, nullptr,
         "tokens per row (T); 0: the model's longest", FLAG_FIXED},
-    {"z,d,-total-batch-size", "total-batch", FLAG_INT64, &run.total_batch, "0",      0, 1e15, nullptr,
+    {"z,d,-total-batch-size", "total-batch", FLAG_INT64, &settings.total_batch, "0",      0, 1e15, nullptr,
         "tokens per optimizer step, a multiple of B*T*ranks; 0: B*T*ranks, one micro-step each", FLAG_FIXED},
-    {"x",   "max-steps",       FLAG_STRING, &run.max_steps_text, "epoch",   1, 0, nullptr,
+    {"x",   "max-steps",       FLAG_STRING, &settings.max_steps, "epoch",   1, 0, nullptr,
         "optimizer steps, or `epoch`: once through the data; 0: validate, or what -h 1 or --prompt ask for; "
         "a run's folder (-e) with that run's data, -b, -t and number of validation batches, unless given"},
-    {"l,-lr", "learning-rate",  FLAG_FLOAT,  &run.lr,             "3e-4",    0, 100, nullptr,
+    {"l,-lr", "learning-rate",  FLAG_FLOAT,  &settings.lr,             "3e-4",    0, 100, nullptr,
         "peak learning rate; with Muon that of the other tensors, by default 3.6e-3", FLAG_FIXED},
-    {"k",   "lr-schedule",     FLAG_ENUM,   &run.schedule,       "cosine",  0, 0, kLrKinds,
+    {"k",   "lr-schedule",     FLAG_ENUM,   &settings.schedule,       "cosine",  0, 0, kLrKinds,
         "learning rate schedule", FLAG_FIXED},
-    {"u,-warmup-steps", "warmup", FLAG_INT64, &run.warmup,        "0",       0, 1e15, nullptr,
+    {"u,-warmup-steps", "warmup", FLAG_INT64, &settings.warmup,        "0",       0, 1e15, nullptr,
         "steps of linear warm-up", FLAG_FIXED},
-    {"q",   "final-fraction",  FLAG_FLOAT,  &run.final_fraction, "0",       0, 1, nullptr,
+    {"q",   "final-fraction",  FLAG_FLOAT,  &settings.final_fraction, "0",       0, 1, nullptr,
         "learning rate at the last step, as a fraction of the peak", FLAG_FIXED},
-    {"",    "cooldown",        FLAG_FLOAT,  &run.cooldown,       "0.2",     0, 1, nullptr,
+    {"",    "cooldown",        FLAG_FLOAT,  &settings.cooldown,       "0.2",     0, 1, nullptr,
         "-k wsd: the part of the run, at its end, in which the learning rate falls", FLAG_FIXED},
-    {"c",   "weight-decay",    FLAG_FLOAT,  &run.weight_decay,   "0",       0, 10, nullptr,
+    {"c",   "weight-decay",    FLAG_FLOAT,  &settings.weight_decay,   "0",       0, 10, nullptr,
         "AdamW's decay of tensors with two dimensions", FLAG_FIXED},
-    {"",    "beta1",           FLAG_FLOAT,  &run.beta1,          "0.9",     0, 0.9999999, nullptr,
+    {"",    "beta1",           FLAG_FLOAT,  &settings.beta1,          "0.9",     0, 0.9999999, nullptr,
         "AdamW", FLAG_FIXED},
-    {"",    "beta2",           FLAG_FLOAT,  &run.beta2,          "0.95",    0, 0.9999999, nullptr,
+    {"",    "beta2",           FLAG_FLOAT,  &settings.beta2,          "0.95",    0, 0.9999999, nullptr,
         "AdamW", FLAG_FIXED},
-    {"",    "eps",             FLAG_FLOAT,  &run.eps,            "1e-8",    1e-30, 1, nullptr,
+    {"",    "eps",             FLAG_FLOAT,  &settings.eps,            "1e-8",    1e-30, 1, nullptr,
         "AdamW", FLAG_FIXED},
-    {"",    "optimizer",       FLAG_ENUM,   &run.optimizer,      "adamw",   0, 0, "adamw|muon",
+    {"",    "optimizer",       FLAG_ENUM,   &settings.optimizer,      "adamw",   0, 0, "adamw|muon",
         "AdamW for all tensors, or Muon for the layers' matrices and AdamW for the others", FLAG_FIXED},
-    {"",    "muon-lr",         FLAG_FLOAT,  &run.muon_lr,        "0.02",    0, 100, nullptr,
+    {"",    "muon-lr",         FLAG_FLOAT,  &settings.muon_lr,        "0.02",    0, 100, nullptr,
         "Muon: peak learning rate; -k, -u and -q are those of -l", FLAG_FIXED},
-    {"",    "muon-momentum",   FLAG_FLOAT,  &run.muon_momentum,  "0.95",    0, 0.9999999, nullptr,
+    {"",    "muon-momentum",   FLAG_FLOAT,  &settings.muon_momentum,  "0.95",    0, 0.9999999, nullptr,
         "Muon: Nesterov's", FLAG_FIXED},
-    {"",    "muon-warmup",     FLAG_INT64,  &run.muon_warmup,    "300",     0, 1e15, nullptr,
+    {"",    "muon-warmup",     FLAG_INT64,  &settings.muon_warmup,    "300",     0, 1e15, nullptr,
         "Muon: steps in which its momentum rises from 0.85", FLAG_FIXED},
-    {"",    "muon-decay",      FLAG_FLOAT,  &run.muon_decay,     "0.01",    0, 10, nullptr,
+    {"",    "muon-decay",      FLAG_FLOAT,  &settings.muon_decay,     "0.01",    0, 10, nullptr,
         "Muon: weight decay of its matrices, for which -c then does not count", FLAG_FIXED},
-    {"",    "grad-clip",       FLAG_FLOAT,  &run.grad_clip,      "1",       0, 1e30, nullptr,
+    {"",    "grad-clip",       FLAG_FLOAT,  &settings.grad_clip,      "1",       0, 1e30, nullptr,
         "largest gradient norm; 0: no clipping", FLAG_FIXED},
-    {"sl",  "skip-loss",       FLAG_FLOAT,  &run.skip_loss,      "0",       0, 1e30, nullptr,
+    {"sl",  "skip-loss",       FLAG_FLOAT,  &settings.skip_loss,      "0",       0, 1e30, nullptr,
         "skip updates whose loss is X standard deviations above the mean of the last 128; 0: none"},
-    {"sg",  "skip-norm",       FLAG_FLOAT,  &run.skip_norm,      "0",       0, 1e30, nullptr,
+    {"sg",  "skip-norm",       FLAG_FLOAT,  &settings.skip_norm,      "0",       0, 1e30, nullptr,
         "skip updates whose gradient norm, before clipping, is X standard deviations above; 0: none"},
-    {"",    "seed",            FLAG_INT64,  &run.seed,           "1337",    0, 9e15, nullptr,
+    {"",    "seed",            FLAG_INT64,  &settings.seed,           "1337",    0, 9e15, nullptr,
         "initial weights, data order, samples, stochastic rounding", FLAG_FIXED},
-    {"",    "shuffle",         FLAG_BOOL,   &run.shuffle,        "1",       0, 1, nullptr,
+    {"",    "shuffle",         FLAG_BOOL,   &settings.shuffle,        "1",       0, 1, nullptr,
         "training rows in an order drawn from the seed, another each epoch; 0: in the shards' order",
         FLAG_FIXED},
-    {"v",   "val-every",       FLAG_INT,    &run.val_every,      "20",      0, INT_MAX, nullptr,
+    {"v",   "val-every",       FLAG_INT,    &settings.val_every,      "20",      0, INT_MAX, nullptr,
         "validate every N steps, and at the end; 0: never"},
-    {"m",   "val-batches",     FLAG_INT,    &run.val_batches,    "20",      1, INT_MAX, nullptr,
+    {"m",   "val-batches",     FLAG_INT,    &settings.val_batches,    "20",      1, INT_MAX, nullptr,
         "batches per validation, at most the whole set; with -x 0 of the run's -b rows, or of 64 where -e is "
         "no run's folder"},
-    {"",    "log-every",       FLAG_INT,    &run.log_every,      "0",       0, INT_MAX, nullptr,
+    {"",    "log-every",       FLAG_INT,    &settings.log_every,      "0",       0, INT_MAX, nullptr,
         "a line every N steps, with their means; 0: each step, or on a terminal some 20 in all; main.log and "
         "metrics.jsonl have each step"},
-    {"lg",  "log-gpu",         FLAG_INT,    &run.log_gpu,        "0",       0, INT_MAX, nullptr,
+    {"lg",  "log-gpu",         FLAG_INT,    &settings.log_gpu,        "0",       0, INT_MAX, nullptr,
         "every N steps, on the terminal and in metrics.jsonl: the GPU's clock, power, temperature, memory, "
         "and what limits its clock, from the driver; rank 0's GPU only; 0: never"},
-    {"h",   "evaluate",        FLAG_BOOL,   &run.evaluate,       "0",       0, 1, nullptr,
+    {"h",   "evaluate",        FLAG_BOOL,   &settings.evaluate,       "0",       0, 1, nullptr,
         "1: answer questions (HellaSwag, MMLU, LAMBADA, ...) in training, or with -x 0; not --help"},
-    {"",    "eval-data",       FLAG_STRING, &run.eval_data,
+    {"",    "eval-data",       FLAG_STRING, &settings.eval_data,
         "dev/data/hellaswag/hellaswag_val.bin", 1, 0, nullptr, "the questions of -h 1"},
-    {"",    "eval-every",      FLAG_INT,    &run.eval_every,     "0",       0, INT_MAX, nullptr,
+    {"",    "eval-every",      FLAG_INT,    &settings.eval_every,     "0",       0, INT_MAX, nullptr,
         "-h 1: answer them every N steps, and at the end; 0: as often as -v"},
-    {"s",   "sample-every",    FLAG_INT,    &run.sample_every,   "20",      0, INT_MAX, nullptr,
+    {"s",   "sample-every",    FLAG_INT,    &settings.sample_every,   "20",      0, INT_MAX, nullptr,
         "generate text every N steps, and at the end; 0: never"},
-    {"g",   "sample-tokens",   FLAG_INT,    &run.sample_tokens,  "64",      1, 1 << 24, nullptr,
+    {"g",   "sample-tokens",   FLAG_INT,    &settings.sample_tokens,  "64",      1, 1 << 24, nullptr,
         "tokens per sample"},
-    {"",    "prompt",          FLAG_STRING, &run.prompt,         "",        0, 0, nullptr,
+    {"",    "prompt",          FLAG_STRING, &settings.prompt,         "",        0, 0, nullptr,
         "text that samples go on from; empty: a new document"},
-    {"",    "num-samples",     FLAG_INT,    &run.num_samples,    "1",       1, 1000000, nullptr,
+    {"",    "num-samples",     FLAG_INT,    &settings.num_samples,    "1",       1, 1000000, nullptr,
         "samples each time"},
-    {"",    "temperature",     FLAG_FLOAT,  &run.temperature,    "1",       0, 100, nullptr,
+    {"",    "temperature",     FLAG_FLOAT,  &settings.temperature,    "1",       0, 100, nullptr,
         "of sampling; 0: always the likeliest token"},
-    {"",    "top-k",           FLAG_INT,    &run.top_k,          "0",       0, 65536, nullptr,
+    {"",    "top-k",           FLAG_INT,    &settings.top_k,          "0",       0, 65536, nullptr,
         "sample among the k likeliest tokens; 0: among all"},
-    {"",    "top-p",           FLAG_FLOAT,  &run.top_p,          "1",       0, 1, nullptr,
+    {"",    "top-p",           FLAG_FLOAT,  &settings.top_p,          "1",       0, 1, nullptr,
         "and of those among the likeliest that have this part of the probability"},
-    {"a",   "overfit",         FLAG_BOOL,   &run.overfit,        "0",       0, 1, nullptr,
+    {"a",   "overfit",         FLAG_BOOL,   &settings.overfit,        "0",       0, 1, nullptr,
         "train on the first batch over and over", FLAG_FIXED},
-    {"f",   "tf32",            FLAG_BOOL,   &run.tf32,           "1",       0, 1, nullptr,
+    {"f",   "tf32",            FLAG_BOOL,   &settings.tf32,           "1",       0, 1, nullptr,
         "TF32 tensor cores for the GEMMs and attention of an FP32 build", FLAG_FIXED},
-    {"w",   "master-weights",  FLAG_BOOL,   &run.master,         "1",       0, 1, nullptr,
+    {"w",   "master-weights",  FLAG_BOOL,   &settings.master,         "1",       0, 1, nullptr,
         "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
-    {"r",   "recompute",       FLAG_INT,    &run.recompute,      "0",       0, 2, nullptr,
+    {"r",   "recompute",       FLAG_INT,    &settings.recompute,      "0",       0, 2, nullptr,
         "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms; 1 and 2 also what "
         "attention's dropout keeps"},
-    {"",    "block",           FLAG_ENUM,   &run.block,          "sequential", 0, 0, BLOCK_NAMES,
+    {"",    "block",           FLAG_ENUM,   &settings.block,          "sequential", 0, 0, BLOCK_NAMES,
         "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
         FLAG_FIXED},
-    {"",    "norm",            FLAG_ENUM,   &run.norm,           "layernorm", 0, 0, NORM_NAMES,
+    {"",    "norm",            FLAG_ENUM,   &settings.norm,           "layernorm", 0, 0, NORM_NAMES,
         "rmsnorm: takes no mean away and has no bias", FLAG_FIXED},
-    {"",    "dropout",         FLAG_FLOAT,  &run.dropout,        "0",       0, 0.95, nullptr,
+    {"",    "dropout",         FLAG_FLOAT,  &settings.dropout,        "0",       0, 0.95, nullptr,
         "in training, of the embedding's, attention's and the MLP's output; the norm adds the residual",
         FLAG_FIXED},
-    {"",    "kernels",         FLAG_ENUM,   &run.kernels,        "auto",    0, 0, "auto|portable|sm90",
+    {"",    "kernels",         FLAG_ENUM,   &settings.kernels,        "auto",    0, 0, "auto|portable|sm90",
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
         FLAG_FIXED},
-    {"",    "grad-dtype",      FLAG_ENUM,   &run.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
+    {"",    "grad-dtype",      FLAG_ENUM,   &settings.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
         FLAG_FIXED},
-    {"",    "matmul-dtype",    FLAG_ENUM,   &run.matmul_dtype,   "bf16",    0, 0, "bf16|fp8|fp8-head",
+    {"",    "matmul-dtype",    FLAG_ENUM,   &settings.matmul_dtype,   "bf16",    0, 0, "bf16|fp8|fp8-head",
         "what matrix products multiply in training: the weights' type; FP8 in the layers; or also in the "
         "LM head", FLAG_FIXED},
-    {"",    "on-bad-loss",     FLAG_ENUM,   &run.on_bad_loss,    "stop",    0, 0, "stop|rewind",
+    {"",    "on-bad-loss",     FLAG_ENUM,   &settings.on_bad_loss,    "stop",    0, 0, "stop|rewind",
         "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
-    {"",    "gpus",            FLAG_INT,    &run.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
+    {"",    "gpus",            FLAG_INT,    &settings.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
         "start N ranks on this machine, one per GPU; 0: as started (mpirun, srun, torchrun, or alone)",
         FLAG_NOW},
-    {"zs",  "zero-stage",      FLAG_INT,    &run.zero,           "0",       0, 2, nullptr,
+    {"zs",  "zero-stage",      FLAG_INT,    &settings.zero,           "0",       0, 2, nullptr,
         "what the ranks share out: 0 nothing, 1 the optimizer's state, 2 the gradients as well"},
-    {"",    "lanes",           FLAG_INT,    &run.lanes,          "0",       0, 1 << 24, nullptr,
+    {"",    "lanes",           FLAG_INT,    &settings.lanes,          "0",       0, 1 << 24, nullptr,
         "parts of a step whose gradients are summed by a tree, the same for any number of ranks; 0: chosen",
         FLAG_FIXED},
-    {"pi",  "process-init",    FLAG_ENUM,   &run.comm.init,      "auto",    0, 0, "auto|mpi|tcp|fs",
+    {"pi",  "process-init",    FLAG_ENUM,   &settings.comm.init,      "auto",    0, 0, "auto|mpi|tcp|fs",
         "how ranks find each other: what started them says, MPI, a server (-ps), or a folder (-pf)",
         FLAG_NOW},
-    {"ps",  "process-server",  FLAG_STRING, &run.comm.server,    "",        0, 0, nullptr,
+    {"ps",  "process-server",  FLAG_STRING, &settings.comm.server,    "",        0, 0, nullptr,
         "-pi tcp: HOST[:PORT] of rank 0", FLAG_NOW},
-    {"pf",  "process-folder",  FLAG_STRING, &run.comm.folder,    "",        0, 0, nullptr,
+    {"pf",  "process-folder",  FLAG_STRING, &settings.comm.folder,    "",        0, 0, nullptr,
         "-pi fs: a folder that all ranks see", FLAG_NOW},
-    {"pn",  "processes",       FLAG_INT,    &run.comm.processes, "0",       0, kCommMaxWorld, nullptr,
+    {"pn",  "processes",       FLAG_INT,    &settings.comm.processes, "0",       0, kCommMaxWorld, nullptr,
         "-pi tcp|fs: number of ranks", FLAG_NOW},
-    {"pr",  "process-rank",    FLAG_INT,    &run.comm.process,   "-1",      -1, kCommMaxWorld - 1, nullptr,
-        "-pi tcp|fs: which rank this is, from 0", FLAG_NOW},
-    {"pg",  "gpus-per-node",   FLAG_INT,    &run.comm.per_node,  "0",       0, 1024, nullptr,
+    {"pr",  "process-rank",    FLAG_INT,    &settings.comm.process,   "-1",      -1, kCommMaxWorld - 1,
+        nullptr, "-pi tcp|fs: which rank this is, from 0", FLAG_NOW},
+    {"pg",  "gpus-per-node",   FLAG_INT,    &settings.comm.per_node,  "0",       0, 1024, nullptr,
         "-pi tcp|fs: ranks on each machine; 0: found out", FLAG_NOW},
-    {"",    "verbose",         FLAG_INT,    &run.verbose,        "0",       -1, 1, nullptr,
+    {"",    "verbose",         FLAG_INT,    &settings.verbose,        "0",       -1, 1, nullptr,
         "1: at the start also the settings by default and what takes the memory; -1: on stdout steps, "
         "validation losses, samples and saved checkpoints alone", FLAG_NOW},
-    {"",    "plan",            FLAG_STRING, &run.plan,           "",        0, 0, nullptr,
+    {"",    "plan",            FLAG_STRING, &settings.plan,           "",        0, 0, nullptr,
         "train nothing: print the memory, the largest -b and the time that the run would take on this kind "
         "of GPU (A100, H100, H200, 4090; auto: the one here)", FLAG_NOW},
-    {"",    "price",           FLAG_FLOAT,  &run.price,          "0",       0, 1e6, nullptr,
+    {"",    "price",           FLAG_FLOAT,  &settings.price,          "0",       0, 1e6, nullptr,
         "--plan: dollars for an hour of one GPU", FLAG_NOW},
 };
 constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
@@ -280,7 +283,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
 static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     std::vector<const char*> words(argv, argv + argc);
     const std::string form = argc > 1 ? argv[1] : "";
-    run.chat = form == "chat";
+    settings.chat = form == "chat";
     if (form != "eval" && form != "sample" && !run.chat) { return words; }
     if (argc < 3 || argv[2][0] == '-') {
         die("%s: of which run?\nhint: %s %s RUN, with a run's folder or a model", form.c_str(), argv[0],
@@ -307,7 +310,7 @@ static inline void gelu_flag_check(const std::vector<const char*>& words) {
 
 // What is left to AdamW beside Muon wants a higher rate (dev/bench/NOTES.md).
 static inline void muon_rate_default() {
-    if (run.optimizer == OptimizerKind::Muon && !run_given("learning-rate")) { run.lr = 3.6e-3; }
+    if (run.optimizer == OptimizerKind::Muon && !run_given("learning-rate")) { settings.lr = 3.6e-3; }
 }
 
 // Prints text that is no result; --verbose -1 suppresses it.
@@ -323,8 +326,8 @@ __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ..
 // answer questions first.
 enum class Task { Train, Evaluate, Write };
 static inline Task run_task() {
-    // run.max_steps is not set before config_check
-    if (strcmp(run.max_steps_text, "0") != 0) { return Task::Train; }
+    // as a text: config_check has not yet refused what is no number
+    if (strcmp(run.max_steps, "0") != 0) { return Task::Train; }
     return run.chat || run_given("prompt") ? Task::Write : Task::Evaluate;
 }
 
@@ -469,11 +472,11 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
     };
     flags_resume(kFlags, kNumFlags, saved);
     settings_keep();
-    run.resumed = true;
-    run.T = (int)fact_number(facts, "T", 1, INT_MAX);
-    run.total_batch = fact_number(facts, "total_batch", 1, kLargestCount);
+    settings.resumed = true;
+    settings.T = (int)fact_number(facts, "T", 1, INT_MAX);
+    settings.total_batch = fact_number(facts, "total_batch", 1, kLargestCount);
     const int lanes = (int)fact_number(facts, "lanes", 1, INT_MAX);
-    if (!one_lane_each()) { run.lanes = lanes; }
+    if (!one_lane_each()) { settings.lanes = lanes; }
     else if (lanes != comm.world) {
         warn("the run had %d lanes and goes on with one on each of %d ranks (--grad-dtype bf16): its sums, "
              "and so its bits, will differ", lanes, comm.world);
@@ -501,7 +504,9 @@ static inline void lanes_check(int64_t micro_steps) {
             run.lanes, comm.world);
     }
     const int zero = one_each ? 0 : run.zero;
-    if (!given) { run.lanes = (int)(one_each ? comm.world : lanes_default(micro_steps, comm.world, zero)); }
+    if (!given) {
+        settings.lanes = (int)(one_each ? comm.world : lanes_default(micro_steps, comm.world, zero));
+    }
     const std::string error = lanes_error(run.lanes, micro_steps, comm.world, zero);
     if (error.empty()) { return; }
     const int64_t good = lanes_default(micro_steps, comm.world, zero);
@@ -525,12 +530,12 @@ static inline void variant_check(Config* c, bool is_descriptor) {
             k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
     }
     if (is_descriptor) { c->block = run.block, c->norm = run.norm; }
-    run.block = c->block, run.norm = c->norm;           // for the start-up table and run.json
+    settings.block = c->block, settings.norm = c->norm; // for the start-up table and run.json
 }
 
 // Settles and checks -t, -z and the lanes.
 static inline void batch_check(const Config& c) {
-    if (run.T == 0) { run.T = c.maxT; }
+    if (run.T == 0) { settings.T = c.maxT; }
     if (run.T > c.maxT) {
         die("-t %d is longer than the model's longest sequence, %d\n"
             "hint: use -t %d or less, or a model with more positions", run.T, c.maxT, c.maxT);
@@ -547,7 +552,7 @@ static inline void batch_check(const Config& c) {
             "hint: the ZeRO stage is -zs; give -z a multiple of B*T*ranks or leave it out",
             (long long)run.total_batch);
     }
-    if (run.total_batch == 0) { run.total_batch = all; }
+    if (run.total_batch == 0) { settings.total_batch = all; }
     if (run.total_batch % all != 0) {
         const int64_t below = std::max(all, run.total_batch / all * all);
         const std::string ranks = comm.world > 1 ? format(" * %d ranks", comm.world) : "";
@@ -579,7 +584,8 @@ static inline void fp8_check(const Config& c, const Build& build) {
 }
 
 // -x as a number of steps; -1: an epoch.
-static inline int64_t max_steps_of(const char* text) {
+static inline int64_t run_max_steps() {
+    const char* text = run.max_steps;
     if (strcmp(text, "epoch") == 0) { return -1; }
     int64_t steps;
     if (!parse_int(text, &steps) || steps < 0 || steps > kLargestCount) {
@@ -592,7 +598,7 @@ static inline int64_t max_steps_of(const char* text) {
 }
 
 // Checks over several flags, before anything is allocated. Settles what the flags leave open, and the model's
-// block and norm.
+// block and norm. From then on no setting changes.
 static inline void config_check(Config* c, bool is_descriptor, const Build& build) {
     variant_check(c, is_descriptor);
     batch_check(*c);
@@ -610,21 +616,26 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
     if (!build.is_cuda && run.grad_dtype != GradDtype::Fp32) {
         die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");
     }
-    run.max_steps = max_steps_of(run.max_steps_text);
+    const bool trains = run_max_steps() != 0;
     if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == OnBadLoss::Rewind)) {
         die("%s needs -o, the run's folder", run.resume ? "-y 1" : "--on-bad-loss rewind");
     }
-    if (run.plan[0] != '\0' && (run.max_steps == 0 || run.resume)) {
+    if (run.plan[0] != '\0' && (!trains || run.resume)) {
         die("--plan is for training that begins: leave %s out", run.resume ? "-y 1" : "-x 0");
     }
     if (run.price > 0 && run.plan[0] == '\0') { die("--price is for --plan, which is not given"); }
-    if (run.max_steps == 0 && run.output_dir[0] != '\0') {
+    if (!trains && run.output_dir[0] != '\0') {
         die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
+    }
+    if (run_task() == Task::Write) {
+        settings.tells_speed = run.verbose >= 0;
+        settings.B = 1;                     // a prompt is one row
+        settings.verbose = -1;
     }
 }
 
 // The settings that do what was asked, but hardly what was meant.
-static inline void surprises_print(size_t prompt_tokens) {
+static inline void surprises_print(size_t prompt_tokens, int64_t max_steps) {
     const int room = run.T - (int)prompt_tokens;            // the first position stands before the document
     if (run_writes_text() && run.sample_tokens > room && run_given("sample-tokens")) {
         const std::string text = format("after %d of %d tokens all T=%d positions are taken; texts go on "
@@ -638,13 +649,13 @@ static inline void surprises_print(size_t prompt_tokens) {
     if (run.output_dir[0] == '\0') { say("no -o: nothing of this run will be saved\n"); }
     else {
         const int n = run.checkpoint_every;
-        const std::string often = n > 0 && n < run.max_steps ? format("every %d steps and ", n) : "";
+        const std::string often = n > 0 && n < max_steps ? format("every %d steps and ", n) : "";
         say("output: %s, with a checkpoint %sat the end\n", shown(run.output_dir).c_str(), often.c_str());
     }
-    if (run.warmup > 0 && run.warmup >= run.max_steps) {
-        const char* when = run.warmup > run.max_steps ? "never" : "at the last step only";
+    if (run.warmup > 0 && run.warmup >= max_steps) {
+        const char* when = run.warmup > max_steps ? "never" : "at the last step only";
         warn("-u %lld in a run of %lld steps: the learning rate reaches its peak %s", (long long)run.warmup,
-             (long long)run.max_steps, when);
+             (long long)max_steps, when);
     }
 }
 

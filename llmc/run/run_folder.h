@@ -30,7 +30,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 #include "../files/checkpoints.h"   // gives: checkpoint_model, checkpoint_steps, model_file_error
 #include "../files/json.h"          // gives: json_file_read
 #include "../files/resume.h"        // gives: Checkpoint, checkpoint_find, facts_config
-#include "run_config.h"             // gives: run, kFlags, say, settings_known
+#include "run_config.h"             // gives: run, settings, kFlags, say, settings_known
 
 // ---- -e FOLDER: a run's folder ----
 // It stands for its newest undamaged model. With -x 0, its run.json gives the settings. The states hold them,
@@ -107,7 +107,7 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
         const bool was_open = std::count(left_open.begin(), left_open.end(), name) > 0;
         const bool taken = begins_again ? flag.resume != FLAG_NOW && !was_open : needed.count(name) > 0;
         if (int64_t n; name == "micro-batch" && value && parse_int(*value, &n) && n >= 1 && n <= flag.max) {
-            run.folder_B = (int)n;
+            settings.folder_B = (int)n;
         }
         if (flag.given || !value || !taken) { continue; }
         const bool is_data = std::count(std::begin(kDataFlags), std::end(kDataFlags), name) > 0;
@@ -132,7 +132,7 @@ static inline void folder_resolve() {
             folder.c_str(), folder.c_str());
     }
     path = checkpoint_model(folder, newest_model(folder));
-    run.model = path.c_str();
+    settings.model = path.c_str();
     if (run_task() != Task::Train && !settings_take(folder, false)) {
         warn("%s/run.json is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
              shown(folder).c_str());
@@ -154,7 +154,7 @@ static inline void launch_resume() {
     if (!is_open || !json_file_read(path, &values).empty()) { return; }
     const std::string* gpus = facts_find(values, "settings.gpus");
     if (gpus) { flags_set(flags_find(kFlags, kNumFlags, "--gpus"), gpus->c_str()); }
-    run.own_launch = run.comm.gpus > 1;
+    settings.own_launch = run.comm.gpus > 1;
 }
 
 // What rank 0 finds counts.
@@ -172,7 +172,7 @@ static inline Checkpoint find_resumed(std::set<int64_t>* bad, const Build& build
             "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
     }
     if (c.step >= 0) { settings_resume(c.facts, facts_config(c.facts), build); return c; }
-    run.again = settings_take(run.output_dir, true);
+    settings.again = settings_take(run.output_dir, true);
     settings_keep();
     return c;
 }

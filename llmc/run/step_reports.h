@@ -39,14 +39,14 @@ struct Reports {
 
 // low_precision: the build's type has 16 bits, of which the table of GPUs knows the speed.
 static inline void reports_init(Reports* r, const Config& config, double parameters, int T,
-                                const DeviceInfo& device, bool low_precision) {
+                                const DeviceInfo& device, bool low_precision, int64_t max_steps) {
     r->states = (DeviceState*)pinned_malloc(Reports::kSlots * sizeof(DeviceState), "step reports");
     for (int slot = 0; slot < Reports::kSlots; slot++) {
         r->begun[slot] = event_create();
         r->ended[slot] = event_create();
     }
     r->first = r->end = 0;
-    r->report = {run.max_steps, run.total_batch, run.log_every, run.log_gpu};
+    r->report = {max_steps, run.total_batch, run.log_every, run.log_gpu};
     if (run.log_gpu > 0 && comm.rank == 0) { r->report.telemetry = telemetry_start(device.bus_id); }
     const GpuKind* gpu = gpu_kind(device.name);
     r->report.peak_speed = !low_precision || !gpu ? 0.0
