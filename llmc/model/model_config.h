@@ -18,7 +18,7 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
 #include "../numbers.h"         // gives: parse_int, round_up
 #include "../ops/op_types.h"    // gives: NormKind
 
-enum class Block { Sequential, Parallel, ParallelTied };        // see gpt2_forward
+enum class Block { Sequential, Parallel, ParallelTied };        // see gpt2_layer
 struct Config {
     int maxT;           // longest sequence: rows of wpe
     int V, Vp;          // vocabulary, and padded: padded_vocab(V), or as a file has it
