@@ -6101,6 +6101,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     t->start = getcwd(here, sizeof(here)) ? here : "";
     logger_run(&t->logger, kFlags, kNumFlags,
                {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
+                {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
                 {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->max_steps;

@@ -2,6 +2,7 @@
 
 The arithmetic of what would fit is test_host.cpp's; shards of several ranks are test_ranks.py's.
 """
+import json
 import math
 import os
 import re
@@ -165,5 +166,6 @@ def test_limit_and_lanes():
     result = limited(again, leaves(all_lanes - 6))
     assert result.code == 0
     assert re.search("warning: .* over 4 lanes, and were over 8 before: .* will differ", result.err)
+    assert json.loads(read("limited/run.json"))["lanes"] == "4"
     error = limited(again, leaves(one_lane - 10)).err
     assert "needs" in error and "hint: a resumed run keeps its -b: " in error
