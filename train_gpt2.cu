@@ -3615,12 +3615,14 @@ static std::string attention_error(int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-static void attention_sm90(const AttentionForward& a, Stream stream) {
+// Templates, because FP32 builds have no such kernels and must not instantiate them.
+template <int kHS> static void attention_sm90(const AttentionForward& a, Stream stream) {
+    static_assert(kHS == 64, "the head size of the sm90 kernels");
     typedef Sm90Shape<2, 4> Shape;
     attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, a, sizeof(Sm90Shared<1, Shape>), stream,
                             tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
 }
-static void attention_sm90(const AttentionBackward& a, Stream stream) {
+template <int kHS> static void attention_sm90(const AttentionBackward& a, Stream stream) {
     typedef Sm90Shape<2, 4> Dq;
     typedef Sm90Shape<3, 3> Dkv;
     const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, 3 * a.NH);
@@ -3650,7 +3652,7 @@ template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
     die_if(attention_error(a.HS));
     if constexpr (sizeof(floatX) == 2) {
-        if (attention_uses_sm90(a.HS)) { return attention_sm90(a, stream); }
+        if (attention_uses_sm90(a.HS)) { return attention_sm90<64>(a, stream); }
     }
     switch (mma_head_size(a.HS)) {
         case 32: return attention_mma<MmaShapes<32>>(a, stream);
