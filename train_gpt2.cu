@@ -155,62 +155,62 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 // With FP8, whose layers keep bytes, the first layer then has a copy, and the others share a second one. A
 // model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
 // tensors have no elements. IN(other): the tensor lies in the memory of another row, and lives until another
-// tensor is written there; a DEBUG build first fills the memory with NaN. Names that are 0 or 1: `sequential`
+// tensor is written there; a DEBUG build mostly fills it with NaN first. Names that are 0 or 1: `sequential`
 // and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`;
 // `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by row; NAME_t8 the same, transposed.
 //    name        type    where   kept    elements
-#define GPT2_ACTS(X)                                                                                         \
-    X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                    \
-    X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                    \
-    X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                      \
-    X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                 \
-    X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                              \
-    X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */         \
-    X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */                 \
-    X(x_mid,      floatX, Block,  sequential ? ALWAYS : 1, N * C)       /* (B,T,C) after attention */        \
-    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                                  \
-    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */      \
-    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                    \
-    X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                       \
-    X(act,        floatX, Block,  SAVED(1), N * 4 * C)      /* (B,T,4C) after GELU */                        \
-    X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                    \
-    X(lnf,        floatX, Global, ALWAYS, N * C)                                                             \
-    X(lnf_mean,   float,  Global, ALWAYS, N)                                                                 \
-    X(lnf_rstd,   float,  Global, ALWAYS, N)                                                                 \
-    X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */              \
-    X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                      \
-    X(dx,         floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */    \
-    X(dbranch,    floatX, Global, ALWAYS, trains * dropout * N * C)     /* dx through a branch's dropout */  \
-    X(dbranch2,   floatX, Global, ALWAYS, trains * dropout * parallel * N * C)                               \
-    X(narrow,     floatX, Global, ALWAYS, N * C)            /* one after the other: */                       \
-    X(waiting,    floatX, Global, IN(narrow), N * C)        /* (B,T,C) a branch that a norm will add */      \
-    X(counted,    floatX, Global, IN(narrow), N * C)        /* an evaluation's rows of lnf */                \
-    X(dlnf,       floatX, Global, IN(narrow), N * C)                                                         \
-    X(dln1,       floatX, Global, IN(narrow), N * C)                                                         \
-    X(datty,      floatX, Global, IN(narrow), N * C)                                                         \
-    X(dbranch_8,  uint8_t, Global, IN(narrow), fp8 * N * C)                                                  \
-    X(narrow2,    floatX, Global, ALWAYS, parallel * N * C)                                                  \
-    X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                             \
-    X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                            \
-    X(wide,       floatX, Global, ALWAYS, trains * N * 4 * C)                                                \
-    X(dfch,       floatX, Global, IN(wide), trains * N * 4 * C)         /* (B,T,4C) */                       \
-    X(dqkv,       floatX, Global, IN(wide), trains * N * 3 * C)         /* (B,T,3,NH,HS) */                  \
-    X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                    \
-    X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                    \
-    X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                             \
-    X(ln2_t8,     uint8_t, Block, ALWAYS, fp8 * second * N * C)                                              \
-    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * 4 * C)  /* (4C,B,T) */                                   \
-    X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                                \
-    X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                 \
-    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * (fp8_head ? std::max(4 * C, Vp) : 4 * C))               \
-    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                               \
-    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                               \
-    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * 3 * C)                                               \
-    X(dlogits_8,  uint8_t, Global, IN(rows8), fp8_head * N * Vp)                                             \
-    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C)                                                  \
-    X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                                \
-    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * 4 * C)                                            \
-    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * 3 * C)                                            \
+#define GPT2_ACTS(X)                                                                                        \
+    X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                   \
+    X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                   \
+    X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                     \
+    X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                \
+    X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                             \
+    X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */        \
+    X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */                \
+    X(x_mid,      floatX, Block,  sequential ? ALWAYS : 1, N * C)       /* (B,T,C) after attention */       \
+    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                                 \
+    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
+    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
+    X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                      \
+    X(act,        floatX, Block,  SAVED(1), N * 4 * C)      /* (B,T,4C) after GELU */                       \
+    X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
+    X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
+    X(lnf_mean,   float,  Global, ALWAYS, N)                                                                \
+    X(lnf_rstd,   float,  Global, ALWAYS, N)                                                                \
+    X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */             \
+    X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                     \
+    X(dx,         floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */   \
+    X(dbranch,    floatX, Global, ALWAYS, trains * dropout * N * C)     /* dx through a branch's dropout */ \
+    X(dbranch2,   floatX, Global, ALWAYS, trains * dropout * parallel * N * C)                              \
+    X(narrow,     floatX, Global, ALWAYS, N * C)            /* never two of these at once: */               \
+    X(waiting,    floatX, Global, IN(narrow), N * C)        /* (B,T,C) a branch that a norm will add */     \
+    X(counted,    floatX, Global, IN(narrow), N * C)        /* an evaluation's rows of lnf */               \
+    X(dlnf,       floatX, Global, IN(narrow), N * C)                                                        \
+    X(dln1,       floatX, Global, IN(narrow), N * C)                                                        \
+    X(datty,      floatX, Global, IN(narrow), N * C)                                                        \
+    X(dbranch_8,  uint8_t, Global, IN(narrow), fp8 * N * C)                                                 \
+    X(narrow2,    floatX, Global, ALWAYS, parallel * N * C)                                                 \
+    X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                            \
+    X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                               \
+    X(wide,       floatX, Global, ALWAYS, trains * N * 4 * C)                                               \
+    X(dfch,       floatX, Global, IN(wide), trains * N * 4 * C)         /* (B,T,4C) */                      \
+    X(dqkv,       floatX, Global, IN(wide), trains * N * 3 * C)         /* (B,T,3,NH,HS) */                 \
+    X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                   \
+    X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                   \
+    X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                            \
+    X(ln2_t8,     uint8_t, Block, ALWAYS, fp8 * second * N * C)                                             \
+    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * 4 * C)  /* (4C,B,T) */                                  \
+    X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                               \
+    X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                \
+    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * (fp8_head ? std::max(4 * C, Vp) : 4 * C))              \
+    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                              \
+    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                              \
+    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * 3 * C)                                              \
+    X(dlogits_8,  uint8_t, Global, IN(rows8), fp8_head * N * Vp)                                            \
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C)                                                 \
+    X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                               \
+    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * 4 * C)                                           \
+    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * 3 * C)                                           \
     X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)
 
 #define X(name, ...) PARAM_##name,
@@ -4081,7 +4081,8 @@ struct Activations {
     ActSpec specs[NUM_ACTS];
     char* data;                 // see GPT2_ACTS; between steps texts are written in this memory
     size_t bytes, text_bytes;   // of data; of these, what only texts need
-    float* scratch;             // one op at a time uses it: the largest need of any op
+    float* scratch;             // one op at a time uses it: the largest need of any op. With bf16 gradients
+                                // wte's is at its start, see gpt2_backward
     void* workspace;            // cuBLASLt's
 };
 
@@ -4138,7 +4139,7 @@ struct GPT2 {
     Fp8 fp8;
     DeviceState* state;
     Stream stream;
-    Graph micro_step[2][2];     // of those that add to gradients, and of those with a split token (6.1)
+    Graph micro_graphs[2][2];   // of micro-steps: those that add to gradients; those with a split token
     uint32_t step;              // updates done: a key of stochastic rounding and dropout
 };
 
@@ -4388,7 +4389,7 @@ static void gpt2_free(GPT2* model) {
     stream_sync(model->stream);
     stream_sync(model->exchange.stream);
     gemm_free();
-    for (Graph* graphs : model->micro_step) { graph_free(&graphs[0]), graph_free(&graphs[1]); }
+    for (Graph* graphs : model->micro_graphs) { graph_free(&graphs[0]), graph_free(&graphs[1]); }
     for (int i = 0; i < Feed::kSlots; i++) {
         pinned_free(model->feed.staging[i].tokens);
         event_destroy(model->feed.staged[i]);
@@ -4526,11 +4527,11 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, i
 }
 
 // == 8 a step ==
-// train_step and gpt2_micro_step, then the functions that they call, in the order of the calls:
+// train_step and gpt2_micro_step, then the functions that they call, roughly in the order of the calls:
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
 static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
-                      const MicroStep* micro = nullptr);                        // after the forward
+                      const MicroStep* micro = nullptr);                        // forward and losses
 static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro);
 static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n);   // these three: the exchange
 static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro);
@@ -4544,7 +4545,7 @@ static void next_batch(DataLoader* loader, int64_t step) {
     dataloader_next(loader);
 }
 
-// This rank's record of a step: sums of squares, then the losses of its lanes.
+// This rank's record of a step: see Exchange::records.
 static char* gpt2_record(const GPT2* model) {
     return model->exchange.records + model->options.split.rank * model->exchange.record_bytes;
 }
@@ -4563,7 +4564,8 @@ static MicroStep micro_step_of(const GPT2* model, int i, int count) {
             .exchanges = split.world > 1 && (split.zero == 2 || i == count - 1)};
 }
 
-// Adds to the gradients of the mean loss over the total batch.
+// Adds a micro-step's part to the mean loss over the total batch, and to the gradients; a lane's first
+// micro-step stores them.
 static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int i,
                                  int count) {
     const MicroStep micro = micro_step_of(model, i, count);
@@ -4576,10 +4578,11 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
         gpt2_backward(model, B, T, micro);
     };
     // In a graph a kernel begins 1 us sooner after the one before: 0.35 ms for 124M's 350. Arguments change,
-    // so each micro-step records its graph anew. An exchange waits for events from outside, which a graph
-    // cannot. FP8 does other work in its first step, and in the first micro-step of each.
+    // so each micro-step records its graph anew. A split token (6.1) is a kernel more, and so another graph.
+    // An exchange waits for events from outside, which a graph cannot. FP8 does other work in its first step,
+    // and in the first micro-step of each step.
     if (model->options.graphs && model->options.split.world == 1 && !model->options.fp8) {
-        Graph* graphs = model->micro_step[add == Accumulate::Yes];
+        Graph* graphs = model->micro_graphs[add == Accumulate::Yes];
         graph_run(&graphs[model->feed.buckets.num_splits > 0], model->stream, work, true);
     } else {
         work();
@@ -4588,8 +4591,7 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
     return micro;
 }
 
-// False: a signal came before the last micro-step. There is no update then; the next step's gradients replace
-// those of this one.
+// False: a signal came before the last micro-step. There is no update then, and the run ends.
 static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
     const int count = rank_micro_steps();
     MicroStep micro;
@@ -4646,6 +4648,7 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 }
 
 // ---- a layer's tensors ----
+// (Read the pages first, gpt2_layer and gpt2_layer_backward, and come back for what they take.)
 // What a product multiplies: the input of a linear layer, its weight, or the gradient of its output. With
 // --matmul-dtype fp8 the product reads bytes (llmc/ops/fp8.h) instead of data. It reads both operands along
 // the dimension that it sums over, so an operand has its bytes twice, once transposed.
@@ -4659,7 +4662,7 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 struct Operand {
     floatX* data = nullptr;
     uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
-    Fp8Tensor* tensor = nullptr;        // its scale; null: it is never FP8
+    Fp8Tensor* tensor = nullptr;        // its scale; null: it is not FP8 in this pass
     Fp8Stats* stats = nullptr;          // what this step's casts of it record
     Fp8Format format = Fp8Format::E4m3;
     bool kept = true;                   // in a backward: data is as the forward wrote it
@@ -4674,7 +4677,8 @@ struct Attention { float* lse; floatX *keys, *values; };       // keys, values: 
 // with a linear layer. norm_backward computes the gradient of the sum, and with it dout and dbias of these
 // linear layers.
 struct Branch { uint32_t mask; Grad dbias; Operand dout; };     // mask: the number of its dropout mask
-struct Sum { floatX* data; int branches; Branch added[2]; };    // (B,T,C); 0 branches: the embedding
+// (B,T,C). 0 branches: the embedding, whose added[0] is its dropout mask and the gradient behind that.
+struct Sum { floatX* data; int branches; Branch added[2]; };
 
 struct Layer {
     Sum x, x_mid, x_out;                // before the layer, after its first branch, after the layer
@@ -4683,8 +4687,8 @@ struct Layer {
     Attention att;
     Norm w_ln1, w_ln2;
     Linear w_qkv, w_attproj, w_fc, w_fcproj;
-    Operand dfch, dqkv;                 // gradients, of these shapes
-    floatX *dln1, *dln2, *datty;
+    Operand dfch, dqkv;                 // (B,T,4C) (B,T,3,NH,HS)
+    floatX *dln1, *dln2, *datty;        // (B,T,C)
 };
 
 struct Head {
@@ -4703,7 +4707,7 @@ struct Head {
 struct Pass {
     GPT2* model;
     const ActSpec* act_specs;           // the model's; section 9 has its own, for B = 1
-    int B, T;
+    int B, T;                           // where neither embedding nor attention runs, B*T alone counts
     const MicroStep* micro = nullptr;   // null: nothing is trained, so there is neither dropout nor FP8
     float* scratch = nullptr;           // of a backward
 
@@ -4723,7 +4727,9 @@ struct Pass {
         size_t bytes = 0;
         for (int i = 0; i < NUM_ACTS && tensor; i++) {
             const ActSpec& s = act_specs[i];
-            const bool there = model->acts.data + s.offset == (char*)tensor;
+            const size_t at = (size_t)((char*)tensor - model->acts.data - s.offset);
+            const size_t copy = s.stride * s.elem_bytes;
+            const bool there = copy > 0 && at % copy == 0 && at / copy < (size_t)s.copies;
             if (there) { bytes = std::max(bytes, s.elems * s.elem_bytes); }
         }
         device_fill(tensor, 0xFF, bytes, stream());
@@ -4817,16 +4823,17 @@ struct Pass {
 
     // The cast `a`, into the bytes of an operand. Without bytes (a run's first step) it only records.
     Fp8Cast cast_to(const Operand& to, Fp8Cast a) const {
+        fresh(to.bytes), fresh(to.bytes_t);
         a.out = to.bytes, a.out_t = to.bytes_t, a.tensor = to.tensor, a.stats = to.stats, a.scratch = scratch;
         return a;
     }
+    // Only a branch's gradient has bytes here. All else is cast by the op that computes it, or only recorded.
     void cast(const Operand& y, int C) const {
-        fresh(y.bytes), fresh(y.bytes_t);
         if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.data, .N = N(), .C = C}), stream()); }
     }
     // bytes_t from bytes
     void transpose(const Operand& y, int C) const {
-        if (y.bytes) { fp8_transpose({y.bytes_t, y.bytes, N(), C}, stream()); }
+        if (y.bytes) { fp8_transpose({fresh(y.bytes_t), y.bytes, N(), C}, stream()); }
     }
     Dropout dropout(uint32_t mask) const {
         const GPT2& m = *model;
@@ -4866,7 +4873,7 @@ struct CacheFill {
 struct Forward : Pass {
     const CacheFill* cache;             // null: none is filled
     // linear_add ends a branch. Its product also adds the branch to the residual stream. With dropout, and
-    // when text is written, the branch instead waits in memory of its own until the next norm adds it to
+    // in Decoding, the branch instead waits in memory of its own until the next norm adds it to
     // `before`, the sum so far (null: there is none).
     bool waits;
     floatX* waiting_memory[2];          // (N,C) not used otherwise until the backward
@@ -4896,7 +4903,7 @@ struct Forward : Pass {
         if (waits) { waiting = {nullptr, {x.data}, 1}; }            // for its dropout, in place
     }
 
-    // Adds to x the branches that wait. Then out, and out2 if it is given, = norm(x)
+    // x = before + the branches that wait, if any do. Then out, and out2 if it is given, = norm(x)
     virtual void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {},
                       const Norm& w2 = {}) {
         NormForward n = norms(out, x, w, out2, w2);
@@ -5067,7 +5074,8 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
 // A bias's gradient is the column sums of its linear layer's dout. The verb that computes this dout sums it,
 // too: linear_gelu_backward for fc, attention_backward for qkv, norm_backward for attproj and fcproj.
 struct Backward : Pass {
-    // A layer's matrices are a bucket. It goes to the other ranks when the last of them has its gradient.
+    // A layer's matrices are a bucket. It goes to the other ranks when the last of them has its gradient. The
+    // LM head comes before all layers: there weights_left goes below 0, and no bucket is complete.
     int bucket = 0, weights_left = 0;
     // The embedding is by far the largest bucket. It goes to the other ranks before layer 0's last weight
     // gradient is computed, so that this product hides a part of the transfer.
@@ -5170,7 +5178,8 @@ struct Backward : Pass {
     }
 };
 
-// The pages of the backward mirror the forward's, from the last line to the first.
+// The pages of the backward mirror the forward's, from the last line to the first. Theirs undoes linear_add
+// and linear_gelu, but for the weight's product.
 static void gpt2_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
     e.linear_gelu_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);
@@ -5198,6 +5207,7 @@ static void parallel_layer_backward(Backward& e, int l) {
 // kept their bytes, the backward needs nothing else.
 struct Recompute : Forward {
     explicit Recompute(const Pass& pass) : Forward(pass) {}
+    // a second norm's rows are kept where the first's are
     static bool lacks(const Operand& y) { return !y.kept && !y.bytes; }
     void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2, const Norm& w2) override {
         if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
@@ -5229,8 +5239,8 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     e.transpose(head.dlogits, head.w.OC);
     e.linear_backward(head.dlnf, head.dlogits, head.lnf, head.w);
     e.norm_backward(head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
+    Recompute recompute(e);                     // the same pass
     for (int l = c.L - 1; l >= 0; l--) {
-        Recompute recompute(e);
         model_layer(recompute, l);
         e.begin_layer(l);
         if (c.block == Block::Sequential) { gpt2_layer_backward(e, l); }
@@ -5245,7 +5255,7 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
                       .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
     if (grads_bf16) { grad_accumulate({dwte, head.w.dweight.data, wte_elems}, e.stream()); }
     gpt2_bucket_complete(model, layout.embedding(), micro);
-    e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);
+    e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);        // layer 0's qkv
     gpt2_bucket_complete(model, layout.layer(0), micro);
     gpt2_bucket_complete(model, -1, micro);
 }

@@ -193,7 +193,7 @@ static inline bool is_absent() { return errno == ENOENT || errno == ENOTDIR || e
 static inline void absent_or_die(const char* call, const std::string& path) {
     if (is_absent()) { return; }
     die("cannot %s '%s': %s\nhint: something may be there: check the disk, and the permissions of its "
-        "folders", call, path.c_str(), strerror(errno));
+        "folders", call, shown(path).c_str(), strerror(errno));
 }
 
 // Is anything there?

@@ -29,7 +29,7 @@ if [ -n "$nvcc" ] && [ -n "$(awk '$1 + 0 >= 8' <<<"$caps")" ]; then
     flags+=(--final-fraction 0.1 --val-every 100 --val-batches 10)
 else
     if [[ $caps =~ ^[3567][.][0-9] ]]; then
-        echo "note: this GPU has compute capability" $caps "and 8.0 is needed, so the CPU trains"
+        echo "note: this GPU has compute capability ${caps//$'\n'/ }, and 8.0 is needed, so the CPU trains"
     fi
     trainer=train_gpt2cpu text=8000000 steps=1350
     flags=(--model L6,NH4,C64,T128,V50257 --micro-batch 4 --learning-rate 5e-3 --warmup 50)

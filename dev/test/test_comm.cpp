@@ -791,6 +791,13 @@ static void test_names() {
             printf("%s:%s", a.host.c_str(), a.port.c_str());
         }, k.server);
     }
+    check_lives("-ps with a port", [] {         // torchrun's own is not used then
+        setenv("MASTER_PORT", "65535", 1);
+        CommOptions o;
+        o.server = "n2:7";
+        const CommAddress a = comm_foreign_server(o, {"torchrun", 0, 2, "", ""});
+        printf("%s:%s", a.host.c_str(), a.port.c_str());
+    }, "n2:7");
     const struct { const char *name, *value, *most; } numbers[] = {
         {"MASTER_PORT", "65535", "1 to 65534"}, {"MASTER_PORT", "x", "1 to 65534"},
         {"MASTER_PORT", "0", "1 to 65534"}, {"SLURM_JOB_ID", "12_7", "0 to 4294967295"},

@@ -118,7 +118,7 @@ def test_quickstart_takes_what_works(caps, trainer):
     stand_in("nvcc")
     code, out, err = quickstart("first", GPUS="1", CAPS=caps)
     assert code == 0 and f"make {trainer}  # trains" in out, err
-    assert ("note: this GPU has compute capability 7.5 and 8.0 is needed, so the CPU trains\n" in out) == \
+    assert ("note: this GPU has compute capability 7.5, and 8.0 is needed, so the CPU trains\n" in out) == \
         (caps == "7.5")
 
 

@@ -9,9 +9,9 @@ A rank is a copy of this program with the same arguments. Its environment holds 
 listens and a random job key. The ranks share a page of memory. Rank 0 has the terminal, and the others print
 nothing on stdout. The launcher only waits and passes signals on to rank 0. Rank 0 tells the other ranks
 (comm_any), so that all stop at the same step. A signal to a rank itself stops the job as well, but only what
-the launcher passes on counts as a second Ctrl-C (comm_signals). When a rank fails, the others get kCommGrace
-seconds to end by themselves; then the launcher kills them. If the launcher is killed, the kernel kills the
-ranks.
+the launcher passes on counts as a second Ctrl-C (comm_signals_counted). When a rank fails, the others get
+kCommGrace seconds to end by themselves; then the launcher kills them. If the launcher is killed, the kernel
+kills the ranks.
 */
 #ifndef LLMC_COMM_LAUNCH_H
 #define LLMC_COMM_LAUNCH_H

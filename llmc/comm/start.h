@@ -299,7 +299,8 @@ static inline int64_t comm_env_number(const char* name, int64_t otherwise, int64
     int64_t n = otherwise;
     if (text && (!parse_int(text, &n) || n < least || n > most)) {
         die("%s=%s: it is a whole number from %lld to %lld\nhint: where it is not set, the ranks meet at "
-            "port %d", name, text, (long long)least, (long long)most, kCommPort);
+            "port %d; or give -pi tcp -ps HOST:PORT", name, text, (long long)least, (long long)most,
+            kCommPort);
     }
     return n;
 }
@@ -309,6 +310,7 @@ static inline CommAddress comm_foreign_server(const CommOptions& o, const CommFo
     const uint64_t key = comm_tcp_key();
     std::string host;
     int port = kCommPort;
+    if (strchr(o.server, ':')) { return comm_parse_server(o.server, port, key); }       // with its port
     if (f.name == "srun") {
         const char* list = getenv("SLURM_STEP_NODELIST");
         if (!list) { list = getenv("SLURM_JOB_NODELIST"); }

@@ -93,14 +93,14 @@ static inline bool comm_claim() {
 // How often a signal of this number counts when its handler runs. A rank of a launcher counts only what the
 // launcher has passed on: who signals all processes of a job signals both. The kernel may merge the two
 // signals, so the launcher counts, and the sender does not matter.
-static inline unsigned comm_signals(int number) {
+static inline unsigned comm_signals_counted(int number) {
     CommPage* page = comm_state ? comm_state->job.page : nullptr;
     if (!page) { return 1; }
     return comm_state->job.rank == 0 ? page->uncounted[number].exchange(0) : 0;
 }
 
 // Returns true once in a launcher's job, or in a process: the caller that gets it says that the run stops.
-static inline bool comm_says_stop() {
+static inline bool comm_claim_stop() {
     static std::atomic<int> said(0);
     CommPage* page = comm_state ? comm_state->job.page : nullptr;
     return (page ? page->stopping : said).exchange(1) == 0;

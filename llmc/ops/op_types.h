@@ -103,7 +103,7 @@ struct UpdateState {
     float loss_scale;           // the loss was multiplied by this (FP16), 1 otherwise
     int good_steps;             // finite steps since the scale last changed
     float norm;                 // gradient norm of the last step, before clipping; may be inf or NaN
-    float grad_scale;           // AdamW multiplies gradients by this: clipping / loss scale
+    float grad_scale;           // an update multiplies gradients by this: clipping / loss scale
     int skip;                   // a Skip; other than SKIP_NO: nothing is updated
     int skipped_in_a_row;       // for whatever reason
     float loss_score;           // how many standard deviations the last step's loss and norm lay above their

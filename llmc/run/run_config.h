@@ -165,8 +165,8 @@ static const Flag kFlags[] = {
     {"v",   "val-every",       FLAG_INT,    &settings.val_every,      "20",      0, INT_MAX, nullptr,
         "validate every N steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &settings.val_batches,    "20",      1, INT_MAX, nullptr,
-        "batches per validation, at most the whole set; with -x 0 of the run's -b rows, or of 64 where -e is "
-        "no run's folder"},
+        "batches per validation, at most the whole set; with -x 0 a batch is the run's -b rows, or 64 where "
+        "-e is no run's folder"},
     {"",    "log-every",       FLAG_INT,    &settings.log_every,      "0",       0, INT_MAX, nullptr,
         "a line every N steps, with their means; 0: each step, or on a terminal some 20 in all; main.log and "
         "metrics.jsonl have each step"},
@@ -200,8 +200,7 @@ static const Flag kFlags[] = {
     {"w",   "master-weights",  FLAG_BOOL,   &settings.master,         "1",       0, 1, nullptr,
         "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
     {"r",   "recompute",       FLAG_INT,    &settings.recompute,      "0",       0, 2, nullptr,
-        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms; 1 and 2 also what "
-        "attention's dropout keeps"},
+        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms"},
     {"",    "block",           FLAG_ENUM,   &settings.block,          "sequential", 0, 0, BLOCK_NAMES,
         "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
         FLAG_FIXED},
@@ -406,8 +405,9 @@ static inline std::string from_start(const std::string& pattern, const std::stri
     char here[PATH_MAX];
     struct stat st;
     const bool relative = pattern[0] != '/' && pattern[0] != '~';
-    if (!relative || !start || (stat(start->c_str(), &st) != 0 ? is_absent() : !S_ISDIR(st.st_mode)) ||
-        (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
+    if (!relative || !start) { return pattern; }
+    const bool gone = stat(start->c_str(), &st) != 0 ? is_absent() : !S_ISDIR(st.st_mode);
+    if (gone || (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
     std::string path;
     const bool is_pattern = stat((*start + "/" + pattern).c_str(), &st) != 0;
     for (char c : *start) { path += (is_pattern && strchr("*?[\\", c) ? "\\" : "") + std::string(1, c); }

@@ -10,7 +10,7 @@ SIGINT, SIGTERM, SIGHUP, SIGUSR1 (which schedulers send before the end) and SIGP
 a training run. The loop looks at stop_requested between micro-steps, validation batches and generated tokens.
 It drops an incomplete step without an update, because a grace period may be shorter than a step. It saves a
 checkpoint of the last complete step and neither validates nor samples. A second SIGINT ends the program at
-once. A launcher's rank counts those that its launcher passes on (comm_signals).
+once. A launcher's rank counts those that its launcher passes on (comm_signals_counted).
 */
 #ifndef LLMC_RUN_STOP_H
 #define LLMC_RUN_STOP_H
@@ -24,19 +24,19 @@ once. A launcher's rank counts those that its launcher passes on (comm_signals).
 #include <atomic>       // gives: std::atomic
 
 #include "../check.h"       // gives: progress_clear, atomic_remove_parts
-#include "../comm/comm.h"   // gives: comm_any, comm_progress, comm_signals
+#include "../comm/comm.h"   // gives: comm_any, comm_progress, comm_signals_counted
 
 static volatile sig_atomic_t stop_requested = 0;
 static inline void request_stop(int number) {
     static std::atomic<unsigned> heard(0);      // a process's threads may handle two signals at once
-    const unsigned count = number == SIGPIPE ? 0 : comm_signals(number);
+    const unsigned count = number == SIGPIPE ? 0 : comm_signals_counted(number);
     if (heard.fetch_add(count) + count > 1 && count > 0 && number == SIGINT) {
         atomic_remove_parts();              // a checkpoint may be half written
         _exit(128 + number);                // a shell's exit code for a program ended by a signal
     }
     // In `trainer | tee`, Ctrl-C ends tee as well, so SIGPIPE may come before the first SIGINT and again with
     // each output. A scheduler may send several signals: only a SIGINT ends the program at once.
-    const bool unread = number == SIGPIPE, says = unread ? !stop_requested : comm_says_stop();
+    const bool unread = number == SIGPIPE, says = unread ? !stop_requested : comm_claim_stop();
     stop_requested = 1;
     if (!says) { return; }
     const char* text = unread ? "nobody reads what is printed: stopping after the last complete step\n"
