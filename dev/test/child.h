@@ -23,7 +23,7 @@ what ends a process (errors, --help, kills), and a disk that refuses. Host only.
 #include <sys/wait.h>       // gives: waitpid
 #include <unistd.h>         // gives: fork, dup2
 
-#include <algorithm>        // gives: std::count, std::sort
+#include <algorithm>        // gives: std::sort
 #include <functional>       // gives: std::function
 #include <string>           // gives: std::string
 #include <vector>           // gives: std::vector
