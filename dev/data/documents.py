@@ -23,13 +23,16 @@ KINDS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".parqu
 PACKED = (".gz", ".xz", ".bz2", ".zst")
 PARQUET = b"PAR1"
 JSON_ROWS = re.compile(r'\s*(?:\{[ \t]*|\[\s*\{\s*)"(?:[^"\\\n]|\\.)*"\s*:')      # lines, or one list of them
+JSON_LIST = re.compile(r'\s*\[\s*[{"]')          # in a .json; a text may begin like this
 SEPARATOR = re.compile(r"<\|endoftext\|>(?<=^.{13})(?:\r?\n|\Z)", re.M)
 NO_TEXT = [(codecs.BOM_UTF32_LE, "UTF-32", "--encoding utf-32 converts it"),     # the next begins like this
            (codecs.BOM_UTF16_LE, "UTF-16", "--encoding utf-16 converts it"),
            (codecs.BOM_UTF16_BE, "UTF-16", "--encoding utf-16 converts it"),
            (b"PK\3\4", "a zip archive", "unpack it"), (b"%PDF-", "a PDF", "pdftotext makes text of it"),
+           (PARQUET, "packed parquet", "unpack it"),
            (b"ARROW1", "an Arrow file", "pyarrow makes parquet or JSON lines of it")]
 REPLACE = "--errors replace takes U+FFFD for such bytes and counts them"
+AS_TEXT = "build/tokenize - < FILE takes a file as it is, JSON or not"
 CURE = "--encoding NAME converts, for instance utf-16-le or cp1252; " + REPLACE
 BLOCK = 1 << 20
 
@@ -60,9 +63,20 @@ def reading(path):
         raise Problem(f"cannot read '{path}': {error.strerror or error}", "is the file whole?") from error
 
 
+def exists(path):
+    """os.path.exists also says no where it may not look."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise Problem(f"cannot look at '{path}': {error.strerror}", "who may read its folder?") from error
+    return True
+
+
 def size_of(path):
     """Of a file or a link to one: a pipe or a device might be read for ever."""
-    if os.path.islink(path) and not os.path.exists(path):
+    if os.path.islink(path) and not exists(path):
         raise Problem(f"'{path}' is a link to nothing")
     with reading(path):
         found = os.stat(path)
@@ -122,8 +136,8 @@ class Reader:
 
     def __init__(self, field="text", encoding="utf-8", errors="strict"):
         self.field, self.encoding, self.replaced = field, encoding, 0
-        self.errors = "count" if errors == "replace" else "strict"
-        codecs.register_error("count", self.replace)
+        self.errors = f"count{id(self)}" if errors == "replace" else "strict"
+        codecs.register_error(f"count{id(self)}", self.replace)     # all readers share these names
 
     def replace(self, error):
         self.replaced += error.end - error.start
@@ -230,12 +244,19 @@ class Reader:
                 yield from self.in_bytes(self.parquet_texts(path))
                 return
             if kind == "parquet":
-                raise Problem(f"'{path}' is no parquet file: it does not begin with PAR1", "fetch it again")
+                with unpacked(path) as f:
+                    hint = "unpack it" if f.read(4) == PARQUET else "fetch it again"
+                raise Problem(f"'{path}' is no parquet file: it does not begin with PAR1", hint)
             pieces = self.pieces(path)
             first = next(pieces, "")
             pieces = itertools.chain([first], pieces)
             if kind == "json" or JSON_ROWS.match(first):
-                yield from self.in_bytes(self.row_texts(path, pieces))
+                try:
+                    yield from self.in_bytes(self.row_texts(path, pieces))
+                except Problem as problem:
+                    if kind == "json" or problem.hint in (CURE, REPLACE):
+                        raise
+                    raise Problem(problem.what, "; ".join(filter(None, (problem.hint, AS_TEXT)))) from problem
                 return
             for piece in pieces:
                 yield SEPARATOR.sub("\0", piece).encode()
@@ -260,6 +281,9 @@ class Reader:
         all_of(refused)
 
 
+LOOKER = Reader(errors="replace")
+
+
 def looks_like_texts(path):
     """Of a file in a folder. A .json may also hold settings."""
     if ending(path) != ".json":
@@ -267,6 +291,7 @@ def looks_like_texts(path):
     try:
         with reading(path):
             size_of(path)
-            return bool(JSON_ROWS.match(next(Reader(errors="replace").pieces(path), "")))
+            first = next(LOOKER.pieces(path), "")
+            return bool(JSON_ROWS.match(first) or JSON_LIST.match(first))
     except Problem:
         return True                             # Reader.look says what is wrong with it

@@ -35,7 +35,7 @@ ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
-from documents import Reader, kind_of, looks_like_texts, need_pyarrow, size_of      # noqa: E402
+from documents import Reader, exists, kind_of, looks_like_texts, need_pyarrow, size_of      # noqa: E402
 from fetch import File, Problem, is_url, of_each    # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
 
@@ -124,10 +124,33 @@ def show_table():
 
 # ---- where the files come from ----
 
+def cannot_list(error):
+    raise Problem(f"cannot list '{error.filename}': {error.strerror}") from error
+
+
+def listed(folder):
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries)
+    except OSError as error:
+        return cannot_list(error)
+
+
+def matching(pattern):
+    """glob.glob says nothing of a folder that it cannot list: each is tried."""
+    head = pattern
+    while head != os.path.dirname(head):
+        folder, name = os.path.split(head)
+        if glob.has_magic(name):
+            where = head if name == "**" else folder
+            for path in glob.glob(os.path.join(where, ""), recursive=True) if where else [os.curdir]:
+                listed(path)
+        head = os.path.dirname(head)
+    return glob.glob(pattern, recursive=True)
+
+
 def found_files(origin, pattern):
     """[(name, path)] of a folder, of a pattern, or of the one file; pattern: which of a folder's."""
-    def cannot_list(error):
-        raise Problem(f"cannot list '{error.filename}': {error.strerror}")
     if os.path.isdir(origin):
         found = []
         for folder, folders, names in os.walk(origin, onerror=cannot_list):
@@ -137,7 +160,7 @@ def found_files(origin, pattern):
             found += [(os.path.relpath(path, origin), path) for path in paths
                       if fnmatch.fnmatchcase(os.path.basename(path), os.path.basename(pattern))]
     else:
-        paths = [origin] if os.path.exists(origin) else glob.glob(origin, recursive=True)
+        paths = [origin] if exists(origin) else matching(origin)
         found = [(path, path) for path in paths if not os.path.isdir(path)]
     if not found:
         what = "" if pattern == "*" else f" '{os.path.basename(pattern)}'"
@@ -218,14 +241,15 @@ def alone(folder):
 
 def made_before(out, stem):
     """What --restart removes. dataset.json is the first to go: it must not count shards that are gone."""
-    return [path for pattern in ("dataset.json", glob.escape(stem) + "_*_*.bin")
-            for path in sorted(glob.glob(os.path.join(glob.escape(out), pattern)))]
+    names = listed(out)
+    return [os.path.join(out, name) for pattern in ("dataset.json", glob.escape(stem) + "_*_*.bin")
+            for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 def known_facts(out, recipe, restart):
     """dataset.json: what has been made, and of what; or what it begins with."""
     path, shards = os.path.join(out, "dataset.json"), made_before(out, recipe["stem"])
-    if os.path.exists(path) and not restart:
+    if exists(path) and not restart:
         facts = read_facts(path)
         before = facts.get("recipe", {})
         if changed := [f"{key} {before.get(key)!r} and not {recipe.get(key)!r}"
@@ -446,7 +470,7 @@ def make_choices(dataset, args):
         raise Problem(f"'{source}' is not {name}: its sha256 is {sha256}, not {wanted}",
                       "remove it and run again")
     # Where no checksum is published, the first download's is kept, and later ones must have it.
-    first = read_facts(facts) if os.path.exists(facts) and not args.restart else {}
+    first = read_facts(facts) if exists(facts) and not args.restart else {}
     if first.get("source") == name and first["sha256"] != sha256:
         raise Problem(f"'{source}' is another file than at first: its sha256 is {sha256}, it was "
                       f"{first['sha256']}", "remove it and run again; or --restart takes it as it is")
@@ -486,6 +510,12 @@ def arguments():
     return parser.parse_args()
 
 
+OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": "text"}
+OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
+OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
+UNUSED = {"debian": OF_ROWS, "shards": OF_SHARDS, "choices": OF_SETS, "plays": OF_SETS}     # and defaults
+
+
 def check_arguments(dataset, args):
     """What fits the data set; fills in what was not given."""
     for name in ("shards", "val_tokens"):
@@ -499,6 +529,9 @@ def check_arguments(dataset, args):
     except (LookupError, UnicodeError):
         raise Problem(f"--encoding {args.encoding}: it is no encoding that Python knows",
                       "for instance utf-8, utf-16, utf-16-le, cp1252, gb18030, shift_jis") from None
+    if given := ["--" + name.replace("_", "-") for name, default in UNUSED.get(dataset.kind, {}).items()
+                 if getattr(args, name) != default]:
+        raise Problem(f"{', '.join(given)}: {dataset.name} has no use for this", "leave it out")
     if dataset.kind == "files" and (not args.origin or is_url(args.origin)):
         raise Problem("files are yours: --from says where they are",
                       "get.py files --from my/texts --out data/mine")

@@ -528,7 +528,8 @@ static std::string input_fault(const std::string& file, int64_t size, std::strin
 // Of all files now, before hours of work. Returns the bytes to read, 0 if that is not known.
 static int64_t inputs_check(const std::vector<std::string>& files) {
     int64_t total = 0;
-    std::string refused, hints;
+    std::vector<std::string> refused;
+    std::string hints;
     for (const std::string& file : files) {
         if (file == "-") { continue; }
         struct stat st;
@@ -543,10 +544,13 @@ static int64_t inputs_check(const std::vector<std::string>& files) {
             why = input_fault(file, (int64_t)st.st_size, &hint);
             total += (int64_t)st.st_size;
         }
-        if (!why.empty()) { refused += (refused.empty() ? "" : "; ") + why; }
+        if (!why.empty()) { refused.push_back(shown(why)); }
         if (hints.find(hint) == std::string::npos) { hints += (hints.empty() ? "" : "; ") + hint; }
     }
-    if (!refused.empty()) { die("%s%s%s", refused.c_str(), hints.empty() ? "" : "\nhint: ", hints.c_str()); }
+    std::string said;
+    for (size_t i = 0; i < refused.size() && i < 20; i++) { said += (i ? "\n       " : "") + refused[i]; }
+    if (refused.size() > 20) { said += format("\n       and %zu more", refused.size() - 20); }
+    if (!said.empty()) { die_now((said + (hints.empty() ? "" : "\nhint: ") + hints).c_str()); }
     return std::count(files.begin(), files.end(), "-") ? 0 : total;
 }
 

@@ -253,7 +253,7 @@ def test_files():
             "f.jsonl.bz2": bz2.compress(b'{"text": "seven"}\n\n{"text": null}\n'
                                         b'{"text": " eig\\u0000ht\\n"}\n"9"\n'),
             "g.png": "no text", "h.jsonl": jsonl(["x" * 150000] * 4),    # more than a pipe takes at a time
-            "i.json": '[\n {"text": "10"}, "11"]', "i.json.gz": gzip.compress(jsonl(["12"]).encode()),
+            "i.json": '[\n "10", {"text": "11"}]', "i.json.gz": gzip.compress(jsonl(["12"]).encode()),
             "j.jsonl": lzma.compress(b'{"text": "13"}'), "k.md.gz": "14", "l.jsonl": "\ufeff" + jsonl(["15"]),
             "m.txt": "\ufeff16", "n.txt": "\n" + jsonl(["17"]), "o.txt": '{"18"',
             "settings.json": '{\n "a": 1}',
@@ -343,6 +343,14 @@ def test_shard_is_synced(monkeypatch):
     ("files --from none* --out o", ["none*"]), ("files --from pictures --out o", ["pictures"]),
     ("files --out o", ["--from"]), ("files --from in/e.txt", ["--out"]),
     ("fineweb", ["'fineweb'", "fineweb10B"]), ("hub --out o", ["--repo"]),
+    ("piqa --from in --out o --encoding cp1252", ["--encoding: piqa has no use"]),
+    ("tinyshakespeare --from in --out o --errors replace --bytes", ["--errors, --bytes: tinyshakespeare"]),
+    ("fineweb10B-shards --from in --out o --text-field x", ["--text-field: fineweb10B-shards"]),
+    ("debian-docs --from in --out o --encoding utf-16", ["--encoding: debian-docs"]),
+    ("files --from in/f.txt --out o", ["f.txt' line 1", "build/tokenize - < FILE"]),
+    ("files --from in/g.md --out o", ["g.md' line 1 has no 'text'", "build/tokenize - < FILE"]),
+    ("files --from in/h.parquet.gz --out o", ["h.parquet.gz' is no parquet", "hint: unpack it"]),
+    ("files --from in/h.gz --out o", ["h.gz' is packed parquet", "hint: unpack it"]),
     ("files --from in --out /", ["'/' has no name"]),
     ("files --from in --out in/e.txt/o", ["in/e.txt", "Not a directory"]),
     ("files --from in/u.txt --out o", ["u.txt' is UTF-16", "--encoding utf-16"]),
@@ -356,6 +364,8 @@ def test_refused(words, said):
     cut = gzip.compress(bytes(range(256)) * 100)[:-20]
     for name, text in (("a.jsonl", '{"text": "good"}\n{"text": "bad"\n'), ("b.jsonl", '{"body": "text"}\n'),
                        ("c.jsonl", '{"text": 7}\n'), ("d.txt.gz", cut), ("e.txt", "short"),
+                       ("f.txt", '{"a": one}, as one writes it'), ("g.md", '{"a": 1}\nis how'),
+                       ("h.parquet.gz", gzip.compress(b"PAR1")), ("h.gz", gzip.compress(b"PAR1")),
                        ("u.txt", b"\xff\xfex\0"), ("empty.txt", ""), ("../pictures/f.png", "x")):
         write("in/" + name, text)
     refused(*words.split(), said=said)
@@ -389,11 +399,26 @@ def test_refused_in_one_list():
                                        "byte 1500001 is 0"))
     assert not contents("o")
 
-    def cannot_list():
-        scandir = os.scandir
-        os.scandir = lambda path: scandir("none" if path == "deep/sub" else path)
-    write("deep/sub/a.txt", "x")
-    refused(*files("deep", "o"), prepare=cannot_list, said=("cannot list 'none': No such file",))
+
+@pytest.mark.parametrize("origin, function, path, said", [
+    ("in", "scandir", "in/sub", "cannot list 'in/sub"),
+    ("in/*/*.txt", "scandir", "in/sub", "cannot list 'in/sub"),
+    ("in/**", "scandir", "in/sub", "cannot list 'in/sub"),
+    ("[i]n/*/b.txt", "scandir", ".", "cannot list '.'"),
+    ("in/a/a.txt", "scandir", "o", "cannot list 'o'"),
+    ("in/a/a.txt", "stat", "in/a/a.txt", "cannot look at 'in/a/a.txt'"),
+    ("in/a/a.txt", "stat", "o/dataset.json", "cannot look at 'o/dataset.json'")])
+def test_no_permission(origin, function, path, said):
+    """What may not be looked at is not taken for absent."""
+    def forbid():
+        def refuse(where, *words, known=getattr(os, function), **more):
+            if os.path.normpath(str(where)) == path:
+                raise PermissionError(13, "Permission denied", where)
+            return known(where, *words, **more)
+        setattr(os, function, refuse)
+    for name in ("a/a.txt", "sub/b.txt"):
+        write("in/" + name, "x")
+    refused(*files(origin, "o"), prepare=forbid, said=(said, "Permission denied"))
 
 
 def test_encodings():
@@ -409,14 +434,15 @@ def test_encodings():
         makes(name, f"o_{name}", [*documents, *([b"\xc3\xa9"])], 0, "--encoding", name)
     refused(*files("utf-16-le", "o_utf-16-le"), *in_bytes(0), said=("encoding 'utf-16-le' and not None",))
     for name, data in (("a.txt", b"a\xe9\0\xe3\x81b\n" + b"x" * (1 << 20) + b"\xf0\x9f\x98"),
-                       ("b.jsonl", b'{"text": "\xff\\ud800."}\n')):
+                       ("b.jsonl", b'{"text": "\xff\\ud800."}\n'), ("c.json", '["fine"]')):
         write("bad/" + name, data)
     bad = "\ufffd"
     out = works(*files("bad", "o"), *in_bytes(0), "--errors", "replace")
-    check_set("o", [[f"a{bad * 4}b\n{'x' * (1 << 20)}{bad * 3}".encode(), f"{bad * 2}.".encode()]], 0)
+    text = f"a{bad * 4}b\n{'x' * (1 << 20)}{bad * 3}".encode()
+    check_set("o", [[text, f"{bad * 2}.".encode(), b"fine"]], 0)
     assert "replaced: 9 bytes" in out
     run_program([TOOL, "bad/a.txt", "-o", "x", "--bytes=1", "--val-tokens=0", "--errors=replace"])
-    assert shard("x_train.bin") == byte_tokens([f"a{bad * 4}b\n{'x' * (1 << 20)}{bad * 3}".encode()])
+    assert shard("x_train.bin") == byte_tokens([text])
 
 
 def test_second_thoughts():

@@ -621,6 +621,8 @@ static void test_tool_errors() {
     write_text("junk.bin", "junk");
     CHECK(mkfifo("pipe", 0600) == 0 && mkfifo("out_train.bin", 0600) == 0, "cannot make a pipe");
     CHECK(symlink("1.txt", "link_train.bin") == 0, "cannot make a link");
+    Strings many(22, "none.txt");
+    many.insert(many.end(), {"-o", "err"});
     const struct { const char* what; Strings args, said; const char* input; } rows[] = {
         {"nothing", {}, {"no text"}, ""},
         {"no -o", {"1.txt"}, {"-o"}, ""},
@@ -641,6 +643,9 @@ static void test_tool_errors() {
           "'rows.gz' is no UTF-8 text: byte 1 is 0x8b", "'rows.txt' holds JSON", "'list.txt' holds JSON",
           "'cut.txt' is no UTF-8 text: byte 2 is 0xe3", "'.': it is a folder", "'none.txt': No such file",
           "'pipe': it is a pipe", "hint: ", "--encoding", "--errors replace", "get.py"}, ""},
+        {"one a line", {"none.txt", ".", "-o", "err"},
+         {"error: cannot open 'none.txt': No such file or directory\n       cannot read '.'"}, ""},
+        {"too many to name", many, {"and 2 more\n"}, ""},
         {"deep inside", {"-", "-o", "err"}, {"'-' is no UTF-8 text: byte 2097158 is 0xff"}, two_bad.c_str()},
         {"JSON, replaced", {"rows.txt", "-o", "err", "--errors", "replace"}, {"holds JSON"}, ""},
         {"a pipe to decode", {"--decode", "pipe"}, {"regular file", "pipe"}, ""},
