@@ -15,8 +15,7 @@ name, synced and renamed, so that a kill or a full disk never leaves half a file
 
 A program that includes this header also ends in die() when memory runs out or a file hits ulimit -f.
 */
-#ifndef LLMC_CHECK_H
-#define LLMC_CHECK_H
+#pragma once
 
 #include <assert.h>     // gives: assert
 #include <dirent.h>     // gives: opendir, readdir
@@ -456,5 +455,3 @@ static inline void atomic_file(const std::string& path, const std::string& text)
     atomic_write(&out, text.data(), text.size());
     atomic_commit(&out);
 }
-
-#endif  // LLMC_CHECK_H

@@ -10,8 +10,7 @@ protect against an attacker. Host only.
     checksum_add(&c, part, part_bytes);
     sum = checksum_end(&c);
 */
-#ifndef LLMC_CHECKSUM_H
-#define LLMC_CHECKSUM_H
+#pragma once
 
 #include <stddef.h>     // gives: size_t
 #include <stdint.h>     // gives: uint64_t
@@ -93,5 +92,3 @@ static inline uint64_t checksum(const void* data, size_t bytes) {
 }
 
 static inline std::string checksum_text(uint64_t sum) { return format("%016llx", (unsigned long long)sum); }
-
-#endif  // LLMC_CHECKSUM_H

@@ -5,8 +5,7 @@ Named texts in an order: what a state file, run.json or a table in JSON says, wh
     const std::string* precision = facts_find(facts, "precision");      // nullptr: no such name
     const int64_t step = fact_number(facts, "step", 0, INT_MAX);        // of a state: dies if it is not there
 */
-#ifndef LLMC_FACTS_H
-#define LLMC_FACTS_H
+#pragma once
 
 #include <stdint.h>     // gives: int64_t
 
@@ -35,5 +34,3 @@ static inline int64_t fact_number(const Facts& facts, const std::string& key, in
     }
     return n;
 }
-
-#endif  // LLMC_FACTS_H

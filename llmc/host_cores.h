@@ -4,8 +4,7 @@ How many cores this process may use, and OpenMP's threads. Host only.
     int threads = host_cores();     // of the machine, or fewer: taskset, a scheduler, a container
     share_cores(2);                 // before a program starts: OMP_NUM_THREADS for two that share them
 */
-#ifndef LLMC_HOST_CORES_H
-#define LLMC_HOST_CORES_H
+#pragma once
 
 #include <limits.h>     // gives: INT_MAX
 #include <sched.h>      // gives: sched_getaffinity
@@ -52,5 +51,3 @@ static inline void share_cores(int processes) {
     setenv("LLMC_CORES_SHARED", "1", 1);        // what is set here is not the user's
     setenv("OMP_NUM_THREADS", std::to_string(std::max(1, host_cores() / processes)).c_str(), 1);
 }
-
-#endif  // LLMC_HOST_CORES_H

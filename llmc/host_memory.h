@@ -4,8 +4,7 @@ How much memory this process may still take. Host only.
     size_t bytes = host_memory_free();              // of the machine, or less if a container limits it
     size_t size = proc_bytes("/proc/self/status", "VmSize");
 */
-#ifndef LLMC_HOST_MEMORY_H
-#define LLMC_HOST_MEMORY_H
+#pragma once
 
 #include <stdio.h>      // gives: fopen, fgets
 #include <stdlib.h>     // gives: strtoull
@@ -90,5 +89,3 @@ static inline bool addresses_limited() {
 static inline size_t host_memory_free() {
     return std::min(proc_bytes("/proc/meminfo", "MemAvailable"), cgroup_memory_free());
 }
-
-#endif  // LLMC_HOST_MEMORY_H

@@ -8,8 +8,7 @@ A whole number is 0, or digits that do not begin with 0, with or without a minus
 point, with digits on at least one side, and an exponent: .5 5. 1e-4 2.5E+8. Everything else is refused: a
 plus or blanks in front, 007, hexadecimal, inf, nan, and values too large for 64 bits or a double.
 */
-#ifndef LLMC_NUMBERS_H
-#define LLMC_NUMBERS_H
+#pragma once
 
 #include <errno.h>      // gives: errno
 #include <math.h>       // gives: fabs, floor
@@ -67,5 +66,3 @@ static inline std::string parse_int_hint(const std::string& text) {
     bool exact = parse_double(text, &x) && fabs(x) < 9e15 && x == floor(x);
     return exact ? format("write it in digits only: %.0f", x) : "";
 }
-
-#endif  // LLMC_NUMBERS_H

@@ -13,8 +13,7 @@ Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel ran
     float y = bf16_decode_dithered(d, round_bits16(key, element));       // if the reader knows the key
     uint64_t row = rand_permuted(seed, epoch, n, i);                     // i-th of 0 .. n-1 in a random order
 */
-#ifndef LLMC_RAND_H
-#define LLMC_RAND_H
+#pragma once
 
 #include <math.h>       // gives: log, cos, sqrt, floorf
 #include <stdint.h>     // gives: uint32_t, uint64_t
@@ -212,5 +211,3 @@ static inline float half_to_float(uint16_t h) {         // IEEE binary16
                      : mantissa == 0 ? INFINITY : NAN;
     return h >> 15 ? -size : size;
 }
-
-#endif  // LLMC_RAND_H

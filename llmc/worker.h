@@ -8,8 +8,7 @@ A thread that does one job at a time. Host only.
 
 A Worker is on the heap, where exit() destroys nothing: die() may end the program while the thread works.
 */
-#ifndef LLMC_WORKER_H
-#define LLMC_WORKER_H
+#pragma once
 
 #include <assert.h>             // gives: assert
 
@@ -80,5 +79,3 @@ static inline void worker_free(Worker* w) {
     w->thread.join();
     delete w;
 }
-
-#endif  // LLMC_WORKER_H

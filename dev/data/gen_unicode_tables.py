@@ -28,8 +28,7 @@ Made by dev/data/gen_unicode_tables.py: edit that, not this.
 
     for (const CharRange& r : kLetters) {{ memset(table + r.first, CHAR_LETTER, r.last - r.first + 1); }}
 */
-#ifndef LLMC_DATA_UNICODE_TABLES_H
-#define LLMC_DATA_UNICODE_TABLES_H
+#pragma once
 
 #include <stdint.h>     // gives: uint32_t
 
@@ -76,7 +75,7 @@ def header_text(kinds):
     for kind, table in TABLES.items():
         lines = textwrap.fill(", ".join(ranges[kind]), 110, initial_indent="    ", subsequent_indent="    ")
         text += f"\nstatic const CharRange {table}[] = {{\n{lines.replace('~', ' ')}}};\n"
-    return text + "\n#endif  // LLMC_DATA_UNICODE_TABLES_H\n"
+    return text
 
 
 if __name__ == "__main__":

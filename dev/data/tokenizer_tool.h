@@ -10,8 +10,7 @@ Host only.
     tokenizer_write(&tok, "gpt2_tokenizer.bin");
     tokenizer_read(&tok, "gpt2_tokenizer.bin");
 */
-#ifndef DEV_DATA_TOKENIZER_TOOL_H
-#define DEV_DATA_TOKENIZER_TOOL_H
+#pragma once
 
 #include <stddef.h>     // gives: ptrdiff_t
 #include <stdint.h>     // gives: uint32_t, uint64_t
@@ -300,5 +299,3 @@ static inline void tokenizer_read(Tokenizer* tok, const char* path) {
     }
     tokenizer_build(tok, path);
 }
-
-#endif  // DEV_DATA_TOKENIZER_TOOL_H

@@ -13,8 +13,7 @@ what ends a process (errors, --help, kills), and a disk that refuses. Host only.
     check_lives("-b 1", [] { ... }, "what it prints");
     check_dies("a full disk", [] { refuse_call(WRITE, 2); ... }, {"No space"});      // at the second fwrite
 */
-#ifndef DEV_TEST_CHILD_H
-#define DEV_TEST_CHILD_H
+#pragma once
 
 #include <dirent.h>         // gives: opendir
 #include <stdio.h>          // gives: tmpfile, fgetc
@@ -220,5 +219,3 @@ static inline void check_lives(const std::string& what, const std::function<void
     CHECK(c.code == 0 && c.out == out && c.err.empty(), "%s: ended with %d, '%s', '%s'", what.c_str(), c.code,
           c.out.c_str(), c.err.c_str());
 }
-
-#endif  // DEV_TEST_CHILD_H

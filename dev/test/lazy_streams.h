@@ -19,8 +19,7 @@ all this, other threads than main's may call event_wait only.
 
 A graph's capture keeps work for later, as CUDA's does. What CUDA refuses ends the program: see "graphs".
 */
-#ifndef LLMC_LAZY_STREAMS_H
-#define LLMC_LAZY_STREAMS_H
+#pragma once
 
 #include <stdint.h>     // gives: uint64_t
 #include <stdlib.h>     // gives: getenv, strtoull
@@ -305,5 +304,3 @@ static inline void graph_run(Graph* g, Stream stream, const Work& work, bool cha
     }
     graph_launch(*g->exec, stream);
 }
-
-#endif  // LLMC_LAZY_STREAMS_H

@@ -8,8 +8,7 @@ What takes more than a second says so: where does a suite's time go? Headings co
 shows where a program was when it was stopped. A check passes only if its condition is true, so write bounds
 as CHECK(err <= tol, ...): NaN then fails.
 */
-#ifndef DEV_TEST_H
-#define DEV_TEST_H
+#pragma once
 
 #include <stdio.h>      // gives: printf
 #include <time.h>       // gives: timespec_get
@@ -58,5 +57,3 @@ static inline int test_summary() {
     printf("%d passed, %d failed, %d skipped\n", test_passed, test_failed, test_skipped);
     return test_failed ? 1 : 0;
 }
-
-#endif  // DEV_TEST_H

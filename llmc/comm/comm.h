@@ -17,8 +17,7 @@ watchdog and no sockets, and every function here returns at once.
 llmc/comm/watch.h describes what happens when a rank fails. A main thread that finds its peer gone waits for
 the watchdog, which knows why.
 */
-#ifndef LLMC_COMM_COMM_H
-#define LLMC_COMM_COMM_H
+#pragma once
 
 #include <pthread.h>        // gives: pthread_sigmask
 #include <sys/eventfd.h>    // gives: eventfd
@@ -262,5 +261,3 @@ static inline void comm_end() {
     if (s->job.mpi) { MPI_Finalize(); }
 #endif
 }
-
-#endif  // LLMC_COMM_COMM_H

@@ -13,8 +13,7 @@ the launcher passes on counts as a second Ctrl-C (comm_signals_counted). When a 
 kCommGrace seconds to end by themselves; then the launcher kills them. If the launcher is killed, the kernel
 kills the ranks.
 */
-#ifndef LLMC_COMM_LAUNCH_H
-#define LLMC_COMM_LAUNCH_H
+#pragma once
 
 #include <signal.h>         // gives: sigtimedwait, kill
 #include <stdio.h>          // gives: fprintf, sscanf
@@ -201,5 +200,3 @@ __attribute__((noreturn)) static inline void comm_launch(int world, char** argv)
     }
     _exit(l.code);                              // the launcher has nothing left to print
 }
-
-#endif  // LLMC_COMM_LAUNCH_H

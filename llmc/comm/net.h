@@ -13,8 +13,7 @@ The key tells jobs apart. It is no secret and nothing is encrypted: like NCCL an
 network. A message from the network can at worst end this process. It never names a process to kill or a size
 to allocate unchecked.
 */
-#ifndef LLMC_COMM_NET_H
-#define LLMC_COMM_NET_H
+#pragma once
 
 #include <errno.h>          // gives: errno
 #include <fcntl.h>          // gives: fcntl
@@ -368,5 +367,3 @@ static inline void comm_join(CommJob* job, int limit_s, const std::string& where
     die("rank 0 was not found at %s within %d s: %s\nhint: was it started? %s", where.c_str(), limit_s,
         why.c_str(), kCommApart);
 }
-
-#endif  // LLMC_COMM_NET_H

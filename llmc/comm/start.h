@@ -12,8 +12,7 @@ The other ranks learn where rank 0 listens
 The job's key is random. Only with tcp it is a hash of LLMC_JOB_ID (else the scheduler's job id) and the user
 id. It separates jobs that meet by accident.
 */
-#ifndef LLMC_COMM_START_H
-#define LLMC_COMM_START_H
+#pragma once
 
 #include <ctype.h>          // gives: isalnum
 #include <ifaddrs.h>        // gives: getifaddrs
@@ -363,5 +362,3 @@ static inline void comm_find(CommJob* job, const CommOptions& o, char** argv) {
     if (o.init == CommInit::Fs) { comm_find_fs(job, o, f); }
     else { comm_find_tcp(job, o, comm_foreign_server(o, f), f); }
 }
-
-#endif  // LLMC_COMM_START_H

@@ -12,8 +12,7 @@ stopped, stands still or calls die() ends the whole job, and rank 0 prints the r
 the last rank prints it: in a job of several hosts, it is on another host. Each rank ends itself. A stopped
 rank ends when it continues, unless its launcher has killed it.
 */
-#ifndef LLMC_COMM_WATCH_H
-#define LLMC_COMM_WATCH_H
+#pragma once
 
 #include <algorithm>        // gives: std::max
 #include <atomic>           // gives: std::atomic
@@ -388,5 +387,3 @@ static inline void comm_watch() {
         comm_judge_ranks();
     }
 }
-
-#endif  // LLMC_COMM_WATCH_H

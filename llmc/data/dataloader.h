@@ -26,8 +26,7 @@ samples_per_epoch - p rows of the batch at p.
     dataloader_seek(&loader, position);     // ... and the next batch is the same again
     dataloader_free(&loader);
 */
-#ifndef LLMC_DATA_DATALOADER_H
-#define LLMC_DATA_DATALOADER_H
+#pragma once
 
 #include <assert.h>             // gives: assert
 #include <errno.h>              // gives: errno
@@ -365,5 +364,3 @@ static inline void dataloader_free(DataLoader* loader) {
     delete p;
     *loader = DataLoader();
 }
-
-#endif  // LLMC_DATA_DATALOADER_H

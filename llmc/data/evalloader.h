@@ -28,8 +28,7 @@ and the loss are computed only for positions whose loss counts, a quarter in Hel
     }
     EvalScore score = evalset_score(&set, sums);            // (rows of all batches)
 */
-#ifndef LLMC_DATA_EVALLOADER_H
-#define LLMC_DATA_EVALLOADER_H
+#pragma once
 
 #include <assert.h>     // gives: assert
 #include <math.h>       // gives: exp, isfinite, NAN
@@ -367,5 +366,3 @@ static inline std::string evalset_facts(const EvalSet* set) {
     return format("%zu questions, checksum %s", set->questions.size(),
                   checksum_text(checksum(set->words.data(), 2 * set->words.size())).c_str());
 }
-
-#endif  // LLMC_DATA_EVALLOADER_H

@@ -13,8 +13,7 @@ The GPU (sample_tokens, train_gpt2.cu) takes the same token. So both sides compu
 probability relative to the likeliest token, in steps that round alike. Weights are whole numbers, whose sum
 does not depend on the order.
 */
-#ifndef LLMC_DATA_SAMPLER_H
-#define LLMC_DATA_SAMPLER_H
+#pragma once
 
 #include <math.h>       // gives: fmaf, isnan, INFINITY
 #include <stdint.h>     // gives: uint64_t
@@ -121,5 +120,3 @@ static inline int sample_token(const float* logits /*(V)*/, int V, const Samplin
     }
     return best;
 }
-
-#endif  // LLMC_DATA_SAMPLER_H

@@ -19,8 +19,7 @@ of tiktoken's encode_ordinary. A byte outside any well-formed UTF-8 sequence (no
 surrogates) counts as one character of class other, like U+FFFD. Its id keeps the byte, so every string of
 bytes decodes exactly. No text becomes the end-of-text token: the caller adds it.
 */
-#ifndef LLMC_DATA_TOKENIZER_H
-#define LLMC_DATA_TOKENIZER_H
+#pragma once
 
 #include <stdint.h>     // gives: uint32_t, uint64_t
 #include <stdio.h>      // gives: FILE
@@ -298,5 +297,3 @@ static inline void tokenizer_check(uint32_t id, int V, const char* pattern) {
         "build/tokenize FILE -o NAME --bytes %d", pattern, tokenizer_name(id).c_str(), V,
         tokenizer_name(wanted).c_str(), wanted == TOKENIZER_BYTES);
 }
-
-#endif  // LLMC_DATA_TOKENIZER_H

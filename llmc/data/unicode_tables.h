@@ -4,8 +4,7 @@ Made by dev/data/gen_unicode_tables.py: edit that, not this.
 
     for (const CharRange& r : kLetters) { memset(table + r.first, CHAR_LETTER, r.last - r.first + 1); }
 */
-#ifndef LLMC_DATA_UNICODE_TABLES_H
-#define LLMC_DATA_UNICODE_TABLES_H
+#pragma once
 
 #include <stdint.h>     // gives: uint32_t
 
@@ -179,5 +178,3 @@ static const CharRange kNumbers[] = {
 static const CharRange kSpaces[] = {
     {0x9, 0xD}, {0x20, 0x20}, {0x85, 0x85}, {0xA0, 0xA0}, {0x1680, 0x1680}, {0x2000, 0x200A},
     {0x2028, 0x2029}, {0x202F, 0x202F}, {0x205F, 0x205F}, {0x3000, 0x3000}};
-
-#endif  // LLMC_DATA_UNICODE_TABLES_H

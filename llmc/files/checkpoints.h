@@ -15,8 +15,7 @@ The checkpoints in a run's folder. Host only.
     checkpoint_done(folder, step, states);              // after all of them are on disk
     checkpoint_retain(folder, step, {3, 1000, 500, {}});    // keeps the last three and each thousandth
 */
-#ifndef LLMC_FILES_CHECKPOINTS_H
-#define LLMC_FILES_CHECKPOINTS_H
+#pragma once
 
 #include <algorithm>        // gives: std::sort
 #include <set>              // gives: std::set
@@ -304,5 +303,3 @@ static inline void checkpoint_clean(const std::string& folder) {
         else { checkpoint_remove(folder, step); }
     }
 }
-
-#endif  // LLMC_FILES_CHECKPOINTS_H

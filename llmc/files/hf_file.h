@@ -9,8 +9,7 @@ GPT-2 only. Host only.
 
 `table` gives the tensors of a model, and their names in these files (ParamTable in layout.h).
 */
-#ifndef LLMC_FILES_HF_FILE_H
-#define LLMC_FILES_HF_FILE_H
+#pragma once
 
 #include <limits.h>     // gives: INT_MAX
 #include <math.h>       // gives: NAN
@@ -186,5 +185,3 @@ static inline void hf_read(const char* path, ParamTable table, const Config& exp
     }
     safetensors_close(&file);
 }
-
-#endif  // LLMC_FILES_HF_FILE_H

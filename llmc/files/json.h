@@ -7,8 +7,7 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
     std::string error = json_read(text, &values);       // of {"program": "a", "settings": {"lr": 0.1}}:
     for (auto& v : values) { ... }                      // {"program", "a"}, {"settings.lr", "0.1"}
 */
-#ifndef LLMC_FILES_JSON_H
-#define LLMC_FILES_JSON_H
+#pragma once
 
 #include <ctype.h>      // gives: isdigit, tolower
 #include <math.h>       // gives: isfinite
@@ -170,5 +169,3 @@ static inline std::string json_read(const std::string& text, Facts* values) {
 static inline std::string json_file_read(const std::string& path, Facts* values) {
     return json_read(file_text(path, 1 << 20), values);
 }
-
-#endif  // LLMC_FILES_JSON_H

@@ -19,8 +19,7 @@ The last two words of the header are a checksum of the file; other programs leav
 is 1 in files of earlier programs that kept the residual stream in fp32. The stream's type only rounds the
 same function differently, so such a file is read, with a note.
 */
-#ifndef LLMC_FILES_MODEL_FILE_H
-#define LLMC_FILES_MODEL_FILE_H
+#pragma once
 
 #include <errno.h>      // gives: errno
 #include <stdint.h>     // gives: uint16_t, uint64_t
@@ -238,5 +237,3 @@ static inline void model_commit(ModelWriter* w) {
     atomic_write(&w->out, w->header, sizeof(w->header));
     atomic_commit(&w->out);
 }
-
-#endif  // LLMC_FILES_MODEL_FILE_H

@@ -11,8 +11,7 @@ Resuming: finds the checkpoint of a folder to resume from, and reads its files. 
 
 config_facts and update_facts write facts; facts_config and facts_update read them.
 */
-#ifndef LLMC_FILES_RESUME_H
-#define LLMC_FILES_RESUME_H
+#pragma once
 
 #include <limits.h>     // gives: INT_MAX
 #include <stdint.h>     // gives: int64_t
@@ -220,5 +219,3 @@ static inline std::string checkpoint_read(const Checkpoint& c, const PieceIndex&
     }
     return begin == end ? "" : std::string("the files do not have all of ") + wanted.name;
 }
-
-#endif  // LLMC_FILES_RESUME_H

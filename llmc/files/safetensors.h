@@ -11,8 +11,7 @@ checked against the file's size before memory is allocated for it.
     safetensors_read(&file, wte, values);                   // as floats; values: (wte.count)
     safetensors_close(&file);
 */
-#ifndef LLMC_FILES_SAFETENSORS_H
-#define LLMC_FILES_SAFETENSORS_H
+#pragma once
 
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fseeko
@@ -163,5 +162,3 @@ static inline void safetensors_read(SafeTensors* s, const SafeTensor& t, float* 
         to[i] = is_bf16 ? bf16_to_float(raw[i]) : half_to_float(raw[i]);
     }
 }
-
-#endif  // LLMC_FILES_SAFETENSORS_H

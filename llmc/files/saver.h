@@ -15,8 +15,7 @@ The device copies the pieces while the next step runs forward and backward; the 
 copies (saver_hold). If pinned memory for the whole checkpoint is not available, or no step follows, the
 pieces are saved in groups, and the host waits for each group.
 */
-#ifndef LLMC_FILES_SAVER_H
-#define LLMC_FILES_SAVER_H
+#pragma once
 
 #include <errno.h>      // gives: errno
 #include <stdint.h>     // gives: int64_t
@@ -231,5 +230,3 @@ static inline void saver_free(Saver* saver) {
     event_destroy(saver->copied);
     pinned_free(saver->memory);
 }
-
-#endif  // LLMC_FILES_SAVER_H

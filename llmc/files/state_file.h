@@ -17,8 +17,7 @@ A piece is a range of a tensor's elements. The file does not say which rank wrot
     ...     facts: lines `key=value`; \n stands for a line's end, \\ for a backslash
     ...     the pieces' data, one after the other
 */
-#ifndef LLMC_FILES_STATE_FILE_H
-#define LLMC_FILES_STATE_FILE_H
+#pragma once
 
 #include <fcntl.h>      // gives: open
 #include <stdint.h>     // gives: uint64_t
@@ -258,5 +257,3 @@ static inline std::string state_read(const StateFile* s, size_t piece, void* to)
     }
     return "";
 }
-
-#endif  // LLMC_FILES_STATE_FILE_H

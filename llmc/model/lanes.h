@@ -5,8 +5,7 @@ over a binary tree of lanes, so its bits do not depend on the number of ranks (t
     const int64_t lanes = lanes_default(micro_steps, world, zero);
     const std::string error = lanes_error(lanes, micro_steps, world, zero);         // "": allowed
 */
-#ifndef LLMC_MODEL_LANES_H
-#define LLMC_MODEL_LANES_H
+#pragma once
 
 #include <stdint.h>     // gives: int64_t
 
@@ -44,5 +43,3 @@ static inline std::string lanes_error(int64_t lanes, int64_t micro_steps, int wo
     }
     return "";
 }
-
-#endif  // LLMC_MODEL_LANES_H

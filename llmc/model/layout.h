@@ -10,8 +10,7 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
     const Layout layout = param_layout(specs, L, {.rank = 0, .world = 8, .zero = 1}, false, false);
     const ParamAddress at = param_address(specs, layout, 1, l);     // of layer l's qkvw: bucket and element
 */
-#ifndef LLMC_MODEL_LAYOUT_H
-#define LLMC_MODEL_LAYOUT_H
+#pragma once
 
 #include <assert.h>     // gives: assert
 #include <stddef.h>     // gives: size_t
@@ -230,5 +229,3 @@ static inline ParamAddress param_address(const std::vector<ParamSpec>& specs, co
     const ParamSpec& s = specs[i];
     return {layout.bucket_of(s.kind, s.where, l), s.offset + l * s.stride};
 }
-
-#endif  // LLMC_MODEL_LAYOUT_H

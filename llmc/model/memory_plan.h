@@ -8,8 +8,7 @@ does not. Host only.
     memory_check(plan_of, room, {64, 1024, false, true});   // dies with a hint if 64 rows do not fit
     memory_print(plan_of(64), true);                        // "memory: 312.000 MiB in all", and a table
 */
-#ifndef LLMC_MODEL_MEMORY_PLAN_H
-#define LLMC_MODEL_MEMORY_PLAN_H
+#pragma once
 
 #include <stddef.h>     // gives: size_t
 #include <stdio.h>      // gives: printf
@@ -75,5 +74,3 @@ static inline void memory_print(std::vector<MemoryItem> plan, bool items) {
         printf("%16.3f  %s\n", plan[i].bytes / unit, plan[i].name.c_str());
     }
 }
-
-#endif  // LLMC_MODEL_MEMORY_PLAN_H

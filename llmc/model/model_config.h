@@ -4,8 +4,7 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
     const Config config = descriptor_config("d12");             // 124M; a bad name is one sentence and exit 1
     const std::string error = config_error(config);             // "": this program can train it
 */
-#ifndef LLMC_MODEL_MODEL_CONFIG_H
-#define LLMC_MODEL_MODEL_CONFIG_H
+#pragma once
 
 #include <limits.h>     // gives: INT_MAX
 #include <stdint.h>     // gives: int64_t
@@ -119,5 +118,3 @@ static inline void check_same_model(const Config& c, const Config& has, const ch
         die("'%s' is another model than it was at the start", path);
     }
 }
-
-#endif  // LLMC_MODEL_MODEL_CONFIG_H

@@ -8,8 +8,7 @@ memory that takes. Host only.
         for (const MuonShape& s : muon_shapes(specs, stride, layers)) { ... }           // of one shape each
     }
 */
-#ifndef LLMC_MODEL_MUON_PLAN_H
-#define LLMC_MODEL_MUON_PLAN_H
+#pragma once
 
 #include <stddef.h>     // gives: size_t
 
@@ -69,5 +68,3 @@ static inline MuonShare muon_share(const Layout& layout, const std::vector<Param
     return {each, each * split.world, each * split.world * padded,
             round_up(each * elems * elem_bytes, kAlign), each * chunks * sizeof(double)};
 }
-
-#endif  // LLMC_MODEL_MUON_PLAN_H

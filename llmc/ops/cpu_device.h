@@ -6,8 +6,7 @@ the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 
     #define GPT2_CPU, then #include "cpu_device.h"; compile with g++ -fopenmp.
 */
-#ifndef LLMC_OPS_CPU_DEVICE_H
-#define LLMC_OPS_CPU_DEVICE_H
+#pragma once
 
 #include <limits.h>     // gives: INT_MAX
 #include <malloc.h>     // gives: mallopt
@@ -227,5 +226,3 @@ static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
 #define comm_all_gather(...) (LazyHostTurn(), comm_all_gather(__VA_ARGS__))
 #define comm_broadcast(...) (LazyHostTurn(), comm_broadcast(__VA_ARGS__))
 #endif
-
-#endif  // LLMC_OPS_CPU_DEVICE_H

@@ -18,8 +18,7 @@ Rules that hold for every twin:
 With a stream, each twin does the same and then OP_DONE(a). Tests define that before they include this file,
 to disturb an output (--break) and see that a check notices.
 */
-#ifndef LLMC_OPS_CPU_OPS_H
-#define LLMC_OPS_CPU_OPS_H
+#pragma once
 
 #include <assert.h>     // gives: assert
 #include <math.h>       // gives: exp, log, sqrt, INFINITY
@@ -996,5 +995,3 @@ template <class Real> void sample_tokens_cpu(const SampleTokensOf<Real, Real>& a
     template <class Real> void op##_cpu(const Args##Of<Real, Real>& a, Stream) { op##_cpu(a); OP_DONE(a); }
 GPT2_OPS(X)
 #undef X
-
-#endif  // LLMC_OPS_CPU_OPS_H

@@ -10,8 +10,7 @@ PRECISION_NAME.
 gemm_preferred says which of the library's suggestions a plan takes. No timing takes part, so equal runs take
 equal algorithms.
 */
-#ifndef LLMC_OPS_CUBLASLT_H
-#define LLMC_OPS_CUBLASLT_H
+#pragma once
 
 #include <assert.h>             // gives: assert
 #include <cublasLt.h>           // gives: cublasLtMatmul
@@ -244,5 +243,3 @@ static inline void gemm(const Gemm& g, Stream stream) {
                                g.c ? g.c : g.d, plan->c, g.d, plan->d, &plan->algo, gemm_state.workspace,
                                gemm_state.workspace_bytes, stream));
 }
-
-#endif  // LLMC_OPS_CUBLASLT_H

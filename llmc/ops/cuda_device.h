@@ -9,8 +9,7 @@ C++, so the model and the training loop are written once.
 
 Everything is asynchronous on the stream it is given, unless its name or comment says that it waits.
 */
-#ifndef LLMC_OPS_CUDA_DEVICE_H
-#define LLMC_OPS_CUDA_DEVICE_H
+#pragma once
 
 #include <cublasLt.h>           // gives: cublasStatus_t
 #include <cuda_runtime.h>       // gives: cudaMalloc, streams, events
@@ -234,5 +233,3 @@ static inline double event_ms(Event from, Event to) {       // the device has pa
     cudaCheck(cudaEventElapsedTime(&ms, from, to));
     return ms;
 }
-
-#endif  // LLMC_OPS_CUDA_DEVICE_H

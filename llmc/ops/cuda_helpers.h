@@ -7,8 +7,7 @@ function per instruction of the tensor cores and copy engines. No kernel. The in
     store(out, c, C, to_pack<floatX>(x));               // rounded to nearest
     float total = block_sum(x.at[0], shared);           // the same bits every time
 */
-#ifndef LLMC_OPS_CUDA_HELPERS_H
-#define LLMC_OPS_CUDA_HELPERS_H
+#pragma once
 
 #include <cuda.h>               // gives: CUtensorMap
 #include <cuda_bf16.h>          // gives: __nv_bfloat16: --grad-dtype bf16 exists in every build
@@ -712,5 +711,3 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[8][4], const uint32_t
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
-#endif  // LLMC_OPS_CUDA_HELPERS_H

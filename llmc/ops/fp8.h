@@ -10,8 +10,7 @@ The formats are those of Micikevicius et al., "FP8 formats for deep learning", 2
     e4m3  a sign, 4 bits of exponent and 3 of mantissa: 0, then 2^-9 to 448. S.1111.111 is NaN.
     e5m2  a sign, 5 bits of exponent and 2 of mantissa: 0, then 2^-16 to 57,344. S.11111.01 to .11 are NaN.
 */
-#ifndef LLMC_OPS_FP8_H
-#define LLMC_OPS_FP8_H
+#pragma once
 
 #include <stdint.h>     // gives: uint8_t, uint32_t
 #include <string.h>     // gives: memcpy
@@ -123,5 +122,3 @@ LLMC_HD static inline void fp8_next_scale(Fp8Tensor* t, uint32_t amax) {
 
 // Whether layer l of L is in FP8: all but the first and the last, if there are others.
 static inline bool fp8_layer(int l, int L) { return L <= 2 || (l > 0 && l < L - 1); }
-
-#endif  // LLMC_OPS_FP8_H

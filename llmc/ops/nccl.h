@@ -13,8 +13,7 @@ a host the copy engines then move the data, and no SM is taken from the step's k
 bucket takes 0.36 ms that way, and GEMMs beside it take 3 % longer; with NCCL's own kernels it is 0.37 ms and
 22 % (dev/bench/NOTES.md).
 */
-#ifndef LLMC_OPS_NCCL_H
-#define LLMC_OPS_NCCL_H
+#pragma once
 
 #include <map>              // gives: std::map
 #include <mutex>            // gives: std::mutex
@@ -157,5 +156,3 @@ static inline void device_all_to_all(void*, const void*, size_t, Stream) {}
 static inline void device_all_gather(void*, size_t, Stream) {}
 static inline void device_comm_end() {}
 #endif
-
-#endif  // LLMC_OPS_NCCL_H

@@ -4,8 +4,7 @@ update, chunks of the gradient.
 
     Grad dweight = {data, Accumulate::Yes};     // added to
 */
-#ifndef LLMC_OPS_OP_TYPES_H
-#define LLMC_OPS_OP_TYPES_H
+#pragma once
 
 #include <math.h>       // gives: fminf, fmaxf, fma, sqrt, isfinite
 #include <stddef.h>     // gives: size_t
@@ -235,5 +234,3 @@ struct ChunkRange {
     size_t per_rank;            // chunks of a shard
     size_t at;                  // index of a shard's first chunk among all sums of its rank
 };
-
-#endif  // LLMC_OPS_OP_TYPES_H

@@ -15,8 +15,7 @@ it, is stored or added to, as that says: (+)=. Scratch keeps nothing from one op
 beside the launcher says how much it needs: norm_backward_scratch_bytes(N, C). A pointer may be null only if
 its comment says so.
 */
-#ifndef LLMC_OPS_OPS_H
-#define LLMC_OPS_OPS_H
+#pragma once
 
 #include "op_types.h"   // gives: GradOf, Accumulate, Dropout, NormKind, TokenBuckets, UpdateState, Stream
 #include "fp8.h"        // gives: Fp8Tensor, Fp8Stats
@@ -486,5 +485,3 @@ template <class Args, class F> void op_outputs(const Args& a, F f) {
         f(op_name(a), output, where, (1 * ... * (size_t)dimensions));
     });
 }
-
-#endif  // LLMC_OPS_OPS_H

@@ -11,8 +11,7 @@ still works on the micro-step before.
 positions and is cut into segments of kBucketSegment, so that no thread block of the kernel works much longer
 than the others.
 */
-#ifndef LLMC_OPS_TOKEN_BUCKETS_H
-#define LLMC_OPS_TOKEN_BUCKETS_H
+#pragma once
 
 #include <stdint.h>     // gives: int64_t
 
@@ -66,5 +65,3 @@ static inline void build_token_buckets(TokenBuckets* buckets, int* order /*(n)*/
     }
     *buckets = {order, segments, splits, num_segments, num_splits};
 }
-
-#endif  // LLMC_OPS_TOKEN_BUCKETS_H

@@ -15,8 +15,7 @@ so they cannot disagree. A default is text that is parsed like user text. Host o
 A user writes `-b 8`, `-b=8`, `--micro-batch 8` or `--micro-batch=8`. In `--prompt -b` the value of --prompt
 counts as missing, because -b is a flag; the form with = takes any value (`--prompt=-b`).
 */
-#ifndef LLMC_RUN_FLAGS_H
-#define LLMC_RUN_FLAGS_H
+#pragma once
 
 #include <assert.h>     // gives: assert, for mistakes in the table
 #include <ctype.h>      // gives: tolower
@@ -388,5 +387,3 @@ static inline void flags_parse(const Flag* table, int count, int argc, const cha
         i++;
     }
 }
-
-#endif  // LLMC_RUN_FLAGS_H

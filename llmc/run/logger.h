@@ -20,8 +20,7 @@ The files of a run's folder, except checkpoints. Host only.
 The folder and its files are made after the first step, so a run that fails earlier leaves no trace. Every
 line is flushed, so a kill loses none. The run ends if a write fails, or if another process writes it, too.
 */
-#ifndef LLMC_RUN_LOGGER_H
-#define LLMC_RUN_LOGGER_H
+#pragma once
 
 #include <math.h>       // gives: isnan, INFINITY
 #include <stdint.h>     // gives: int64_t
@@ -258,5 +257,3 @@ static inline void logger_free(Logger* log) {
     if (log->main_log) { logger_forget(log->folder); }
     *log = Logger();
 }
-
-#endif  // LLMC_RUN_LOGGER_H

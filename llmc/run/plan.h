@@ -5,8 +5,7 @@
     const StepTime t = plan_step(*gpu, config, params, {64, 1024, 1, 8});   // 64 rows, one GPU, 8 micro-steps
     const double seconds = 8 * t.micro_s + t.update_s;
 */
-#ifndef LLMC_RUN_PLAN_H
-#define LLMC_RUN_PLAN_H
+#pragma once
 
 #include <ctype.h>      // gives: isalnum
 #include <stdint.h>     // gives: int64_t
@@ -101,5 +100,3 @@ static inline void plan_print_time(const GpuKind& gpu, const Config& c, double p
     if (price > 0) { printf(", $%.2f at $%g for an hour of a GPU", hours * batch.world * price, price); }
     printf("\n");
 }
-
-#endif  // LLMC_RUN_PLAN_H

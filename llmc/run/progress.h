@@ -6,8 +6,7 @@ Two lines at the bottom of a terminal that rewrite themselves. Host only.
     progress_show("step 12/100 " + progress_bar(12, 100, 20), loss);            // replaces the lines
     progress_clear();                                           // erases them, before other output (check.h)
 */
-#ifndef LLMC_RUN_PROGRESS_H
-#define LLMC_RUN_PROGRESS_H
+#pragma once
 
 #include <stdlib.h>     // gives: getenv
 #include <string.h>     // gives: strcmp, strcasestr
@@ -74,5 +73,3 @@ static inline void progress_show(const std::string& first, const std::string& se
     progress_shown = true;
     if (write(STDOUT_FILENO, text.data(), text.size()) < 0) { progress_on = false; }
 }
-
-#endif  // LLMC_RUN_PROGRESS_H

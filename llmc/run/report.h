@@ -11,8 +11,7 @@ Host only.
     report_val(logger, 18000, 3.28);                            // `val loss 3.280000 @18000 (best, ...`
     report_end(report, 3.28, 18000);                            // and the run's last figures
 */
-#ifndef LLMC_RUN_REPORT_H
-#define LLMC_RUN_REPORT_H
+#pragma once
 
 #include <math.h>       // gives: floor, exp
 #include <stdint.h>     // gives: int64_t
@@ -240,5 +239,3 @@ static inline void report_skip(int64_t step, float loss, const UpdateState& u, f
                 by_loss ? loss : u.norm, by_loss ? u.loss_score : u.norm_score, kWindow);
     }
 }
-
-#endif  // LLMC_RUN_REPORT_H

@@ -9,8 +9,7 @@ keeps. Host only.
     if (run.B > 4 && run_task() == Task::Train) { ... }     // nothing changes any more
     if (run_given("prompt")) { ... }                        // by the user, not by default
 */
-#ifndef LLMC_RUN_RUN_CONFIG_H
-#define LLMC_RUN_RUN_CONFIG_H
+#pragma once
 
 #include <limits.h>     // gives: INT_MAX, PATH_MAX
 #include <stdarg.h>     // gives: va_list
@@ -658,5 +657,3 @@ static inline void surprises_print(size_t prompt_tokens, int64_t max_steps) {
              (long long)max_steps, when);
     }
 }
-
-#endif  // LLMC_RUN_RUN_CONFIG_H

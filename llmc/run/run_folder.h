@@ -7,8 +7,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
     run_folder_check(run.output_dir);                   // dies if the run cannot write there
     print_folder(argv[0], stopped);                     // a run's last lines: how to resume it
 */
-#ifndef LLMC_RUN_RUN_FOLDER_H
-#define LLMC_RUN_RUN_FOLDER_H
+#pragma once
 
 #include <ctype.h>      // gives: isalnum
 #include <errno.h>      // gives: errno
@@ -262,5 +261,3 @@ static inline void print_folder(const char* program, bool stopped) {
     say("`%s sample %s` writes (--prompt TEXT: goes on from TEXT)\n", self.c_str(), folder.c_str());
     say("`python3 dev/data/plot_log.py %s` draws it\n", folder.c_str());
 }
-
-#endif  // LLMC_RUN_RUN_FOLDER_H

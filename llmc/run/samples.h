@@ -7,8 +7,7 @@ Texts on the terminal: samples, and a chat. A callback draws the tokens, so no m
     write_samples(task, {8, 4, 0, "Once", false}, draw);    // eight texts, four at a time
     chat(task, "model.bin", true, draw);                    // continues the lines of stdin
 */
-#ifndef LLMC_RUN_SAMPLES_H
-#define LLMC_RUN_SAMPLES_H
+#pragma once
 
 #include <pthread.h>    // gives: pthread_sigmask
 #include <signal.h>     // gives: sigaction, SIGINT
@@ -250,5 +249,3 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
     if (is_terminal) { printf("\n"); }
     if (task.tell_speed) { speed.print(); }
 }
-
-#endif  // LLMC_RUN_SAMPLES_H

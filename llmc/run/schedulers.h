@@ -9,8 +9,7 @@ four shapes. Muon's momentum, too. Host only.
 Step k of a warm-up over W steps gets peak*(k+1)/W: the first step already learns, step W-1 is at the peak.
 From step `total` on the rate is peak*final_fraction; the last trained step, total-1, is just before that.
 */
-#ifndef LLMC_RUN_SCHEDULERS_H
-#define LLMC_RUN_SCHEDULERS_H
+#pragma once
 
 #include <math.h>       // gives: cos, sqrt
 #include <stdint.h>     // gives: int64_t
@@ -51,5 +50,3 @@ static inline double momentum_at(double last, int64_t warmup, int64_t step) {
     const double first = std::min(last, 0.85);
     return step < warmup ? first + (last - first) * (double)step / (double)warmup : last;
 }
-
-#endif  // LLMC_RUN_SCHEDULERS_H

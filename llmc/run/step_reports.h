@@ -9,8 +9,7 @@ always has work.
     while (reports_waiting(reports) > 1) { report_step(&reports, &logger, schedule); }  // prints and logs
     reports_free(&reports);
 */
-#ifndef LLMC_RUN_STEP_REPORTS_H
-#define LLMC_RUN_STEP_REPORTS_H
+#pragma once
 
 #include <stdint.h>     // gives: int64_t
 
@@ -103,5 +102,3 @@ static inline int report_step(Reports* r, Logger* logger, const LrSchedule& sche
     if (comm.rank == 0) { report_skip(step, state.loss, state.update, state.fp8_saturated); }
     return state.update.skipped_in_a_row;
 }
-
-#endif  // LLMC_RUN_STEP_REPORTS_H

@@ -12,8 +12,7 @@ It drops an incomplete step without an update, because a grace period may be sho
 checkpoint of the last complete step and neither validates nor samples. A second SIGINT ends the program at
 once. A launcher's rank counts those that its launcher passes on (comm_signals_counted).
 */
-#ifndef LLMC_RUN_STOP_H
-#define LLMC_RUN_STOP_H
+#pragma once
 
 #include <errno.h>      // gives: errno
 #include <signal.h>     // gives: sigaction, SIGINT
@@ -66,5 +65,3 @@ static inline void catch_signals() {
         if (!kept) { sigaction(number, &action, nullptr); }
     }
 }
-
-#endif  // LLMC_RUN_STOP_H

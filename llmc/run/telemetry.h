@@ -9,8 +9,7 @@ The program loads NVML, the driver's library, at run time, so it builds and runs
 bus id because CUDA_VISIBLE_DEVICES numbers them differently from NVML. Values that a GPU or a driver does not
 report are left out. The declarations follow NVML's API reference.
 */
-#ifndef LLMC_RUN_TELEMETRY_H
-#define LLMC_RUN_TELEMETRY_H
+#pragma once
 
 #include <dlfcn.h>      // gives: dlopen, dlsym
 #include <stdint.h>     // gives: uint64_t
@@ -83,5 +82,3 @@ static inline TelemetrySample telemetry_read(const Telemetry& t) {
     if (knows_limits) { sample.json += ", \"gpu_limits\": " + json_quote(limits); }
     return sample;
 }
-
-#endif  // LLMC_RUN_TELEMETRY_H
