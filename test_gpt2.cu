@@ -1558,9 +1558,9 @@ static void expect_bytes(const Case& k, const char* name, Fp8Format format) {
 
 static void expect_stats(const Case& k, const char* name) {
     const Fp8Stats got = k[name].read<Fp8Stats>()[0], &want = *(const Fp8Stats*)k[name].twin.data();
-    const float amax = fp8_float(got.amax);
+    const float amax = float_of(got.amax);
     const long long saturated = (long long)got.saturated, expected = (long long)want.saturated;
-    CHECK(fabsf(amax / fp8_float(want.amax) - 1.0f) <= 1e-3f && got.elements == want.elements &&
+    CHECK(fabsf(amax / float_of(want.amax) - 1.0f) <= 1e-3f && got.elements == want.elements &&
               llabs(saturated - expected) <= 2, "%s %s: amax %g, %lld saturated, not %lld", k.title.c_str(),
           name, amax, saturated, expected);
 }
@@ -1883,7 +1883,7 @@ static void test_fp8_scales(int count, float amax) {
     std::vector<char> records(ranks * bytes);
     std::vector<Fp8Tensor> tensors(count);
     for (int i = 0; i < count * ranks; i++) {
-        const Fp8Stats stats = {1000, (uint64_t)(i % 4), fp8_bits(i == 5 ? amax : 0.01f * (float)i), 0};
+        const Fp8Stats stats = {1000, (uint64_t)(i % 4), bits_of(i == 5 ? amax : 0.01f * (float)i), 0};
         memcpy(&records[i / count * bytes + stats_at + i % count * sizeof(stats)], &stats, sizeof(stats));
         for (float& x : tensors[i % count].amax) { x = rand_normal(7, 3, i) * rand_normal(7, 3, i); }
     }
@@ -2090,10 +2090,10 @@ static void test_fp8_attention(int B, int T, int NH, int HS) {
         least += size * (1.0 - gap) > 448.0, at_most += size * (1.0 + gap) > 448.0;
     }
     CHECK(wrong == 0, "%s: %lld bytes are wrong", k.title.c_str(), (long long)wrong);
-    CHECK(fabs(fp8_float(stats.amax) - most) <= gap * most && stats.elements == 3 * n &&
+    CHECK(fabs(float_of(stats.amax) - most) <= gap * most && stats.elements == 3 * n &&
               stats.saturated >= least && stats.saturated <= at_most,
           "%s: amax %g, not %g; %lld of %lld saturated, not %lld to %lld", k.title.c_str(),
-          fp8_float(stats.amax), most, (long long)stats.saturated, (long long)stats.elements,
+          float_of(stats.amax), most, (long long)stats.saturated, (long long)stats.elements,
           (long long)least, (long long)at_most);
 }
 

@@ -6,7 +6,7 @@ Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel ran
 3", SC 2011); the test checks it against that paper's known answers.
 
     Rand4 r = philox4x32(c0, c1, c2, c3, k0, k1);                        // r.w[0..3]: 32 random bits each
-    float z = rand_normal(seed, tensor, element);                        // N(0,1), the initial weights
+    rand_normal4(z, seed, tensor, block);                                // four of N(0,1): initial weights
     RoundKey key = {seed, step, micro, tensor};
     uint16_t b = bf16_round_stochastic(x, round_bits16(key, element));   // unbiased: E[b] = x
     uint16_t d = bf16_encode_dithered(x, round_bits16(key, element));    // unbiased with half the variance,
@@ -26,6 +26,17 @@ Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel ran
 #define LLMC_HD
 #define LLMC_UNROLL_16
 #endif
+
+LLMC_HD static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+LLMC_HD static inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
 
 // The purpose is the last counter word, so that no two uses ever share a number.
 enum RandPurpose : uint32_t {
@@ -82,12 +93,6 @@ static inline void rand_normal4(float* z, uint64_t seed, uint32_t tensor, uint64
     }
 }
 
-static inline float rand_normal(uint64_t seed, uint32_t tensor, uint64_t element) {
-    float z[4];
-    rand_normal4(z, seed, tensor, element / 4);
-    return z[element % 4];
-}
-
 // Element i of a random order of 0 .. n-1 (n: 1 to 2^63); each (seed, id) has an order of its own. It needs
 // no table and no sort. A Feistel network permutes the numbers below a power of two >= n, and a result of n
 // or more goes through the network again ("cycle walking"). Each Feistel round is invertible, so the network
@@ -116,6 +121,11 @@ static inline uint64_t rand_permuted(uint64_t seed, uint32_t id, uint64_t n, uin
     return i;
 }
 
+// 16 of the bits, for lane 0 .. 7.
+LLMC_HD static inline uint32_t rand_bits16(const Rand4& r, int lane) {
+    return (r.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
+}
+
 // ---- dropout ----
 struct DropoutKey { uint64_t seed; uint32_t step, place; };     // place: which dropout of the model, < 2^16
 
@@ -123,9 +133,6 @@ struct DropoutKey { uint64_t seed; uint32_t step, place; };     // place: which 
 LLMC_HD static inline Rand4 dropout_block(const DropoutKey& key, uint64_t row, uint32_t block) {
     return philox4x32(block, (uint32_t)row, key.place | (uint32_t)(row >> 32) << 16, RAND_DROPOUT,
                       (uint32_t)key.seed ^ key.step * 0x9E3779B1u, (uint32_t)(key.seed >> 32) + key.step);
-}
-LLMC_HD static inline uint32_t dropout_bits16(const Rand4& block, int lane) {
-    return (block.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
 }
 
 // ---- stochastic rounding to bf16 ----
@@ -140,26 +147,23 @@ LLMC_HD static inline Rand4 round_block(const RoundKey& key, uint64_t element_di
 }
 
 LLMC_HD static inline uint32_t round_bits16(const RoundKey& key, uint64_t element) {
-    Rand4 r = round_block(key, element / 8);
-    uint32_t lane = (uint32_t)(element % 8);
-    return (r.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
+    return rand_bits16(round_block(key, element / 8), (int)(element % 8));
 }
 
 // Rounds up with probability (distance from the lower neighbour) / (gap): bits16 is uniform in [0, 65536).
 // Inf stays inf, and NaN stays NaN: adding to their bits would make other values of them.
 LLMC_HD static inline uint16_t bf16_round_stochastic(float x, uint32_t bits16) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
+    const uint32_t u = bits_of(x);
     if ((u & 0x7F800000u) == 0x7F800000u) { return (uint16_t)((u >> 16) | ((u & 0xFFFFu) ? 0x40u : 0u)); }
     return (uint16_t)((u + bits16) >> 16);
 }
 
-LLMC_HD static inline float bf16_to_float(uint16_t b) {
-    uint32_t u = (uint32_t)b << 16;
-    float x;
-    memcpy(&x, &u, 4);
-    return x;
+// Round to nearest, ties to even: what a plain cast does.
+LLMC_HD static inline uint16_t bf16_round_nearest(float x) {
+    return bf16_round_stochastic(x, 0x7FFFu + (bits_of(x) >> 16 & 1));
 }
+
+LLMC_HD static inline float bf16_to_float(uint16_t b) { return float_of((uint32_t)b << 16); }
 
 // Subtractive dither (Roberts 1962 for images; Schuchman 1964 says which noise works), for readers that know
 // the random draw u. The encoder adds u before it cuts off the low 16 bits, and the decoder subtracts u. This
@@ -174,16 +178,14 @@ LLMC_HD static inline float bf16_to_float(uint16_t b) {
 // decoded value would be P + b^2/2 + 3/2 b + 1/8. But x is P + v, with v = b below P and v = 2b above it. The
 // encoder therefore replaces b by the b' whose mean is v: b' = sqrt(2 + 2v) - 3/2.
 LLMC_HD static inline uint16_t bf16_encode_dithered(float x, uint32_t bits16) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
+    uint32_t u = bits_of(x);
     const uint32_t exponent = u & 0x7F800000u, near = (u + 0x8000u) & 0x7FFFFFu;
     if (near <= 0xFFFFu && exponent > 0x00800000u && exponent != 0x7F800000u) {
         const int b = (int)near - 0x8000;
         const float v = (b < 0 ? b : 2 * b) * (1.0f / 65536.0f);
         u += (uint32_t)((int)floorf((sqrtf(2.0f + 2.0f * v) - 1.5f) * 65536.0f + 0.5f) - b);
-        memcpy(&x, &u, 4);
     }
-    return bf16_round_stochastic(x, bits16);
+    return bf16_round_stochastic(float_of(u), bits16);
 }
 
 // Zero, denormals, inf and NaN are decoded without dither, so padding stays zero.
@@ -191,17 +193,7 @@ LLMC_HD static inline float bf16_decode_dithered(uint16_t q, uint32_t bits16) {
     const uint32_t exponent = q & 0x7F80u;
     uint32_t u = (uint32_t)q << 16;
     if (exponent != 0 && exponent != 0x7F80u) { u += 0x8000u - bits16; }
-    float x;
-    memcpy(&x, &u, 4);
-    return x;
-}
-
-// Round to nearest, ties to even: what a plain cast does.
-LLMC_HD static inline uint16_t bf16_round_nearest(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    if ((u & 0x7F800000u) == 0x7F800000u) { return (uint16_t)((u >> 16) | ((u & 0xFFFFu) ? 0x40u : 0u)); }
-    return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
+    return float_of(u);
 }
 
 static inline float half_to_float(uint16_t h) {         // IEEE binary16

@@ -13,6 +13,8 @@ as CHECK(err <= tol, ...): NaN then fails.
 #include <stdio.h>      // gives: printf
 #include <time.h>       // gives: timespec_get
 
+#include "../../llmc/rand.h"    // gives: rand_normal4
+
 static int test_passed = 0, test_failed = 0, test_skipped = 0;
 
 static inline double test_now() {       // s
@@ -52,6 +54,13 @@ static inline double test_end(double began) {
         printf(__VA_ARGS__);                 \
         printf("\n");                        \
     } while (0)
+
+// The element of rand_normal4's sequence.
+static inline float rand_normal(uint64_t seed, uint32_t tensor, uint64_t element) {
+    float z[4];
+    rand_normal4(z, seed, tensor, element / 4);
+    return z[element % 4];
+}
 
 static inline int test_summary() {
     printf("%d passed, %d failed, %d skipped\n", test_passed, test_failed, test_skipped);

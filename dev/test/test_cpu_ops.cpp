@@ -347,8 +347,8 @@ static void test_fp8_cast(int N, int C) {
         wrong += fabs(got - x) != best || out_t[i % C * N + i / C] != out[i];
     }
     CHECK(wrong == 0, "fp8_cast %d x %d: %zu elements are wrong", N, C, wrong);
-    CHECK(fp8_float(stats.amax) == amax && stats.saturated == saturated && stats.elements == n + 100,
-          "fp8_cast %d x %d: amax %g, not %g; %lld saturated, not %lld", N, C, fp8_float(stats.amax), amax,
+    CHECK(float_of(stats.amax) == amax && stats.saturated == saturated && stats.elements == n + 100,
+          "fp8_cast %d x %d: amax %g, not %g; %lld saturated, not %lld", N, C, float_of(stats.amax), amax,
           (long long)stats.saturated, (long long)saturated);
     std::vector<uint8_t> turned(n);
     const std::string shape = format("fp8_cast, fp8_transpose %d x %d", N, C);
@@ -370,7 +370,7 @@ static void test_fp8_cast(int N, int C) {
     stats = {};
     fp8_cast_cpu<double>({nullptr, nullptr, &stats, &tensor, {}, nullptr, inp, nullptr, Fp8Source::Weight, N,
                           C}, 0);
-    CHECK(fp8_float(stats.amax) == amax && tensor.scale == 256.0f, "amax alone");
+    CHECK(float_of(stats.amax) == amax && tensor.scale == 256.0f, "amax alone");
     fp8_cast_cpu<double>({out.data(), out_t.data(), &stats, &tensor, {}, nullptr, inp, nullptr,
                           Fp8Source::Weight, N, C}, 0);
     CHECK(tensor.scale == fp8_scale(amax, 0) && tensor.inverse * tensor.scale == 1.0f &&
@@ -440,7 +440,7 @@ static void test_fp8_scales() {
     auto step = [&](float amax, uint64_t over, uint32_t other_bits) {
         for (int r = 0; r < ranks; r++) {
             records[r].sum = 1.0;
-            records[r].stats[0] = {1000, r == 1 ? over : 0, fp8_bits(r == 2 ? amax : amax / 2), 0};
+            records[r].stats[0] = {1000, r == 1 ? over : 0, bits_of(r == 2 ? amax : amax / 2), 0};
             records[r].stats[1] = {500, 0, r == 1 ? other_bits : 0, 0};
         }
         fp8_scales_cpu<double>({tensors, &saturated, (char*)records, sizeof(records[0]), sizeof(double),
@@ -451,17 +451,17 @@ static void test_fp8_scales() {
     };
     for (int i = 0; i < 40; i++) {              // of 14 steps the largest is remembered
         const float amax = i == 3 ? 100.0f : i == 20 ? 10.0f : 1.0f;
-        CHECK(step(amax, 3, fp8_bits(2.0f)) == 1.0 && saturated == (double)(0.001f), "step %d", i);
+        CHECK(step(amax, 3, bits_of(2.0f)) == 1.0 && saturated == (double)(0.001f), "step %d", i);
         const float most = i >= 3 && i < 17 ? 100.0f : i >= 20 && i < 34 ? 10.0f : 1.0f;
         CHECK(tensors[0].scale == fp8_scale(most, kFp8Headroom) && tensors[0].amax[0] == amax &&
                   tensors[0].inverse == 1.0f / tensors[0].scale && tensors[1].scale == fp8_scale(2.0f, 1),
               "step %d: scale %g", i, tensors[0].scale);
     }
     const Fp8Tensor before = tensors[1];
-    CHECK(step(8.0f, 4, fp8_bits(INFINITY)) == INFINITY && saturated == INFINITY, "infinite");
+    CHECK(step(8.0f, 4, bits_of(INFINITY)) == INFINITY && saturated == INFINITY, "infinite");
     CHECK(memcmp(&before, &tensors[1], sizeof(before)) == 0 && tensors[0].amax[0] == 8.0f,
           "an infinite amax says nothing; another tensor's does");
-    CHECK(step(8.0f, 0, fp8_bits(NAN)) == INFINITY && saturated == INFINITY, "NaN");
+    CHECK(step(8.0f, 0, bits_of(NAN)) == INFINITY && saturated == INFINITY, "NaN");
     CHECK(step(8.0f, 4, 0) == INFINITY && fabs(saturated - 4.0 / 3000) < 1e-9, "too many saturate");
 }
 

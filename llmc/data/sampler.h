@@ -17,13 +17,12 @@ does not depend on the order.
 
 #include <math.h>       // gives: fmaf, isnan, INFINITY
 #include <stdint.h>     // gives: uint64_t
-#include <string.h>     // gives: memcpy
 
 #include <algorithm>    // gives: std::nth_element, std::make_heap
 #include <functional>   // gives: std::greater
 #include <vector>       // gives: std::vector
 
-#include "../rand.h"    // gives: LLMC_HD
+#include "../rand.h"    // gives: LLMC_HD, float_of
 
 struct Sampling {
     float temperature;      // 0: the likeliest token
@@ -47,10 +46,7 @@ LLMC_HD static inline uint64_t sample_exp(float x) {
     series = fmaf(series, r, 0.5f);
     series = fmaf(series, r, 1.0f);
     series = fmaf(series, r, 1.0f);
-    const uint32_t bits = (uint32_t)((int)n + 127 + 40) << 23;          // 2^(n + 40)
-    float power;
-    memcpy(&power, &bits, 4);
-    return (uint64_t)(series * power);
+    return (uint64_t)(series * float_of((uint32_t)((int)n + 127 + 40) << 23));      // times 2^(n + 40)
 }
 
 // The largest logit is handled apart because inf - inf is NaN. A NaN logit weighs 0.

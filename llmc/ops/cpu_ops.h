@@ -30,7 +30,7 @@ to disturb an output (--break) and see that a check notices.
 #include <vector>       // gives: std::vector
 
 #include "ops.h"        // gives: every op's arguments, Accumulate, Stream
-#include "../rand.h"    // gives: rand_unit, dropout_block
+#include "../rand.h"    // gives: rand_unit, dropout_block, bits_of, float_of
 
 #ifdef USE_OPENBLAS
 #include <cblas.h>      // gives: cblas_sgemm, openblas_set_num_threads, openblas_get_corename
@@ -59,12 +59,7 @@ static inline float exp_cpu(float x) {
     series = series * r + 0.5f;
     series = series * r + 1.0f;
     series = series * r + 1.0f;
-    uint32_t bits;
-    memcpy(&bits, &shifted, 4);
-    bits = (bits << 23) + (127u << 23);                 // 2^n
-    float power;
-    memcpy(&power, &bits, 4);
-    float y = series * power;
+    float y = series * float_of((bits_of(shifted) << 23) + (127u << 23));       // times 2^n
     y = x < -87.0f ? 0.0f : y;
     return x > 88.0f ? (float)INFINITY : y;             // NaN fails both comparisons and comes through
 }
@@ -205,11 +200,11 @@ static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const std::vector<Rea
     uint64_t saturated = 0;
     #pragma omp parallel for reduction(max : amax) reduction(+ : saturated)
     for (size_t i = 0; i < x.size(); i++) {
-        const uint32_t size = fp8_bits((float)x[i]) & 0x7FFFFFFFu;
+        const uint32_t size = bits_of((float)x[i]) & 0x7FFFFFFFu;
         amax = size > amax ? size : amax;
         if (!out) { continue; }
         out[i] = fp8_encode((float)x[i] * scale);
-        saturated += fp8_float(size) * scale > kFp8Max;
+        saturated += float_of(size) * scale > kFp8Max;
     }
     stats->amax = amax;
     stats->elements += x.size();
@@ -522,7 +517,7 @@ template <class Real> void fp8_transpose_cpu(const Fp8TransposeOf<Real, Real>& a
 template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
     const int N = a.N, C = a.C;
     if (a.source == Fp8Source::Weight && a.out) {
-        fp8_set_scale(a.tensor, fp8_scale(fp8_float(a.stats->amax), 0));
+        fp8_set_scale(a.tensor, fp8_scale(float_of(a.stats->amax), 0));
     }
     std::vector<Real> x(a.inp, a.inp + (size_t)N * C);
     #pragma omp parallel for

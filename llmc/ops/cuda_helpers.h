@@ -163,28 +163,23 @@ template <int kApart = 1, int kCount> __device__ __forceinline__ float warp_sums
     return x[0];
 }
 
-// Over a one-dimensional block of whole warps; every thread gets the result. `shared` has an element for each
-// warp.
-template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*/) {
+// Over a one-dimensional block of whole warps, by what combines a warp; every thread gets the result. `shared`
+// has an element for each warp.
+template <class T, class OfWarp>
+__device__ __forceinline__ T block_combine(T x, T* shared /*(32)*/, OfWarp of_warp) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    x = warp_sum(x);
+    x = of_warp(x);
     if (lane == 0) { shared[warp] = x; }
     __syncthreads();
-    x = lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0;
-    x = warp_sum(x);
+    x = of_warp(lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0);
     __syncthreads();            // the next call may write `shared`
     return x;
 }
-
-// The largest of numbers that are 0 or more.
-template <class T> __device__ __forceinline__ T block_max(T x, T* shared /*(32)*/) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    x = warp_max(x);
-    if (lane == 0) { shared[warp] = x; }
-    __syncthreads();
-    x = warp_max(lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0);
-    __syncthreads();            // the next call may write `shared`
-    return x;
+template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*/) {
+    return block_combine(x, shared, [](T y) { return warp_sum(y); });
+}
+template <class T> __device__ __forceinline__ T block_max(T x, T* shared /*(32)*/) {      // of x >= 0
+    return block_combine(x, shared, [](T y) { return warp_max(y); });
 }
 
 // ---- maths ----
@@ -236,10 +231,7 @@ struct Draws { uint32_t at[kWidth]; };
 __device__ __forceinline__ Draws round_draws(const RoundKey& key, size_t first) {
     const Rand4 random = round_block(key, first / 8);
     Draws draws;
-    for (int k = 0; k < kWidth; k++) {
-        const int lane = (int)(first % 8) + k;
-        draws.at[k] = (random.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
-    }
+    for (int k = 0; k < kWidth; k++) { draws.at[k] = rand_bits16(random, (int)(first % 8) + k); }
     return draws;
 }
 

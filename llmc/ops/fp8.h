@@ -13,9 +13,8 @@ The formats are those of Micikevicius et al., "FP8 formats for deep learning", 2
 #pragma once
 
 #include <stdint.h>     // gives: uint8_t, uint32_t
-#include <string.h>     // gives: memcpy
 
-#include "../rand.h"    // gives: LLMC_HD
+#include "../rand.h"    // gives: LLMC_HD, bits_of, float_of
 
 enum class Fp8Format { E4m3, E5m2 };
 constexpr float kFp8Max = 448.0f;       // of e4m3
@@ -23,17 +22,6 @@ constexpr float kFp8Dlogits = 0x1p15f;  // what dloss * loss_scale, the most tha
 constexpr int kFp8Window = 14;          // steps whose largest elements decide about the next step's scale
 constexpr int kFp8Headroom = 1;         // a tensor may grow by 2^this against them before it saturates
 constexpr float kFp8MaxSaturated = 1e-3f;       // of a tensor's elements: more of them skip the update
-
-LLMC_HD static inline float fp8_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-LLMC_HD static inline uint32_t fp8_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
 
 // What byte 1 stands for, the bits of mantissa, the largest number and its byte.
 struct Fp8Grid { float step; int mantissa; float largest; uint8_t max; };
@@ -45,38 +33,38 @@ static inline Fp8Grid fp8_grid(Fp8Format format) {
 // To nearest, ties to even. What is larger than the largest number becomes that: it saturates. NaN stays NaN.
 static inline uint8_t fp8_encode(float x, Fp8Format format = Fp8Format::E4m3) {
     const Fp8Grid grid = fp8_grid(format);
-    const uint32_t bits = fp8_bits(x), magnitude = bits & 0x7FFFFFFFu;
+    const uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFFu;
     const uint8_t sign = (uint8_t)(bits >> 31 << 7);
     if (magnitude > 0x7F800000u) { return 0x7F; }
-    if (magnitude >= fp8_bits(grid.largest)) { return sign | grid.max; }
+    if (magnitude >= bits_of(grid.largest)) { return sign | grid.max; }
     const float normal = grid.step * (float)(1 << grid.mantissa);       // the smallest
-    if (magnitude < fp8_bits(normal)) {         // below: next to 2^23 steps a float has only whole steps
+    if (magnitude < bits_of(normal)) {         // below: next to 2^23 steps a float has only whole steps
         const float base = grid.step * 0x1p23f;
-        return (uint8_t)(sign | (fp8_bits(fp8_float(magnitude) + base) - fp8_bits(base)));
+        return (uint8_t)(sign | (bits_of(float_of(magnitude) + base) - bits_of(base)));
     }
     const int shift = 23 - grid.mantissa;
     const uint32_t rounded = magnitude + (1u << (shift - 1)) - 1 + (magnitude >> shift & 1);
-    return (uint8_t)(sign | (((rounded - fp8_bits(normal)) >> shift) + (1u << grid.mantissa)));
+    return (uint8_t)(sign | (((rounded - bits_of(normal)) >> shift) + (1u << grid.mantissa)));
 }
 
 static inline float fp8_decode(uint8_t byte, Fp8Format format = Fp8Format::E4m3) {
     const Fp8Grid grid = fp8_grid(format);
     const uint32_t magnitude = byte & 0x7Fu, sign = (uint32_t)byte >> 7 << 31;
     const float normal = grid.step * (float)(1 << grid.mantissa);
-    const float size = magnitude > grid.max ? fp8_float(0x7FC00000u)
+    const float size = magnitude > grid.max ? float_of(0x7FC00000u)
                      : magnitude >> grid.mantissa == 0 ? (float)magnitude * grid.step
-                     : fp8_float(fp8_bits(normal) + ((magnitude - (1u << grid.mantissa)) <<
+                     : float_of(bits_of(normal) + ((magnitude - (1u << grid.mantissa)) <<
                                                      (23 - grid.mantissa)));
-    return fp8_float(fp8_bits(size) | sign);
+    return float_of(bits_of(size) | sign);
 }
 
 // The largest power of two, from 2^-60 to 2^60, that keeps amax * scale * 2^headroom <= 448; 1 for amax 0.
 LLMC_HD static inline float fp8_scale(float amax, int headroom) {
-    const uint32_t bits = fp8_bits(amax);
+    const uint32_t bits = bits_of(amax);
     if (bits == 0) { return 1.0f; }
     const int exponent = (int)(bits >> 23) - 127, fits = (bits & 0x7FFFFFu) <= 0x600000u;  // 448 = 1.75 * 2^8
     const int power = 7 + fits - exponent - headroom;
-    return fp8_float((uint32_t)(127 + (power < -60 ? -60 : power > 60 ? 60 : power)) << 23);
+    return float_of((uint32_t)(127 + (power < -60 ? -60 : power > 60 ? 60 : power)) << 23);
 }
 
 // One tensor that is cast, of one layer. Scales change between steps only, so a step's bits do not depend on
@@ -113,7 +101,7 @@ LLMC_HD static inline bool fp8_is_finite(uint32_t amax) { return amax < 0x7F8000
 LLMC_HD static inline void fp8_next_scale(Fp8Tensor* t, uint32_t amax) {
     if (fp8_is_finite(amax)) {
         for (int i = kFp8Window - 1; i > 0; i--) { t->amax[i] = t->amax[i - 1]; }
-        t->amax[0] = fp8_float(amax);
+        t->amax[0] = float_of(amax);
     }
     float most = 0.0f;
     for (int i = 0; i < kFp8Window; i++) { most = t->amax[i] > most ? t->amax[i] : most; }

@@ -50,7 +50,7 @@ static inline Dropout dropout_of(double p, const DropoutKey& key, uint64_t first
     return {dropped, (float)(65536.0 / (65536 - dropped)), key, first_row};
 }
 LLMC_HD static inline float dropout_factor(const Dropout& d, const Rand4& random, int lane) {
-    return dropout_bits16(random, lane) < d.dropped ? 0.0f : d.scale;
+    return rand_bits16(random, lane) < d.dropped ? 0.0f : d.scale;
 }
 
 // Where one gradient tensor goes. S is fp32 in the trainer and double where tests run the twins. The CUDA
