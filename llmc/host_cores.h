@@ -8,11 +8,11 @@ How many cores this process may use, and OpenMP's threads. Host only.
 
 #include <limits.h>     // gives: INT_MAX
 #include <sched.h>      // gives: sched_getaffinity
-#include <stdio.h>      // gives: fopen, fscanf
 #include <stdlib.h>     // gives: getenv, setenv
 #include <unistd.h>     // gives: sysconf
 
 #include <algorithm>    // gives: std::min, std::max
+#include <fstream>      // gives: std::ifstream
 #include <string>       // gives: std::string
 
 #include "host_memory.h"    // gives: cgroup_walk, number_in
@@ -25,10 +25,8 @@ static inline int cgroup_cores(const std::string& root = "/sys/fs/cgroup",
     int cores = INT_MAX;
     cgroup_walk(root, self, "cpu", [&](const std::string& at, bool two) {
         long long quota = -1, period = -1;      // microseconds of all cores, in so many of the clock
-        if (two) {                              // "200000 100000", or "max 100000"
-            FILE* f = fopen((at + "cpu.max").c_str(), "r");
-            if (f && fscanf(f, "%lld %lld", &quota, &period) != 2) { quota = -1; }
-            if (f) { fclose(f); }
+        if (two) {
+            std::ifstream(at + "cpu.max") >> quota >> period;       // "200000 100000", or "max 100000"
         } else {
             quota = number_in(at + "cpu.cfs_quota_us");
             period = number_in(at + "cpu.cfs_period_us");

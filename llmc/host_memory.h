@@ -6,35 +6,28 @@ How much memory this process may still take. Host only.
 */
 #pragma once
 
-#include <stdio.h>      // gives: fopen, fgets
 #include <stdlib.h>     // gives: strtoull
-#include <string.h>     // gives: strncmp
 #include <sys/resource.h> // gives: getrlimit
 
 #include <algorithm>    // gives: std::min
+#include <fstream>      // gives: std::ifstream
 #include <string>       // gives: std::string
 
 // The number in a file's line `field: number kB`, in bytes (with unit 1: `field number`). 0: no such line.
 static inline size_t proc_bytes(const char* path, const char* field, size_t unit = 1024) {
-    FILE* f = fopen(path, "r");
-    char line[256];
-    size_t number = 0, length = strlen(field);
-    while (f && fgets(line, sizeof(line), f)) {
-        if (strncmp(line, field, length) == 0 && line[length] == (unit == 1 ? ' ' : ':')) {
-            number = strtoull(line + length + 1, nullptr, 10);
-        }
+    const std::string start = std::string(field) + (unit == 1 ? ' ' : ':');
+    std::ifstream file(path);
+    size_t number = 0;
+    for (std::string line; std::getline(file, line);) {
+        if (line.compare(0, start.size(), start) == 0) { number = strtoull(&line[start.size()], nullptr, 10); }
     }
-    if (f) { fclose(f); }
     return number * unit;
 }
 
 // The number that a file holds; -1: there is no such file, or it holds a word (memory.max: "max").
 static inline long long number_in(const std::string& path) {
-    FILE* f = fopen(path.c_str(), "r");
     long long number = -1;
-    if (f && fscanf(f, "%lld", &number) != 1) { number = -1; }
-    if (f) { fclose(f); }
-    return number;
+    return std::ifstream(path) >> number ? number : -1;
 }
 
 // Calls look(folder, is_version_2) for this process's control group and for all groups that contain it.
@@ -43,10 +36,8 @@ static inline long long number_in(const std::string& path) {
 template <class Look>
 static inline void cgroup_walk(const std::string& root, const char* self, const std::string& controller,
                                const Look& look) {
-    FILE* f = fopen(self, "r");
-    char line[4096];
-    while (f && fgets(line, sizeof(line), f)) {
-        const std::string text(line, strcspn(line, "\n"));
+    std::ifstream file(self);
+    for (std::string text; std::getline(file, text);) {
         const size_t first = text.find(':'), second = text.find(':', first + 1);
         if (second == std::string::npos) { continue; }
         std::string group = text.substr(second + 1);
@@ -60,7 +51,6 @@ static inline void cgroup_walk(const std::string& root, const char* self, const 
             if (group.empty() || group == "/") { break; }
         }
     }
-    if (f) { fclose(f); }
 }
 
 // Containers and schedulers limit memory by control groups and kill processes that take more. The kernel

@@ -13,9 +13,9 @@ plus or blanks in front, 007, hexadecimal, inf, nan, and values too large for 64
 #include <errno.h>      // gives: errno
 #include <math.h>       // gives: fabs, floor
 #include <stdint.h>     // gives: int64_t
-#include <stdlib.h>     // gives: strtoll, strtod
-#include <string.h>     // gives: strspn
+#include <stdlib.h>     // gives: strtod
 
+#include <charconv>     // gives: std::from_chars
 #include <string>       // gives: std::string
 
 #include "check.h"      // gives: format
@@ -33,13 +33,10 @@ static inline std::string bytes_text(size_t bytes) {
 
 // Parses a whole number. False if the text is none, or it needs more than 64 bits.
 static inline bool parse_int(const std::string& text, int64_t* value) {
-    const char* digits = text.c_str() + (text[0] == '-');
-    const size_t count = strspn(digits, "0123456789");
-    const bool zero_first = digits[0] == '0' && text.size() > 1;
-    if (count == 0 || digits + count != text.c_str() + text.size() || zero_first) { return false; }
-    errno = 0;
-    *value = strtoll(text.c_str(), nullptr, 10);
-    return errno == 0;
+    const char* end = text.data() + text.size();
+    const bool zero_first = text[text[0] == '-'] == '0' && text.size() > 1;
+    const auto read = std::from_chars(text.data(), end, *value);
+    return read.ec == std::errc() && read.ptr == end && !zero_first;
 }
 
 // strtod decides, but it takes more: blanks, a plus, zeros in front, hexadecimal numbers, inf and nan.

@@ -205,9 +205,11 @@ static void test_check() {
         CHECK_IS(folder_names(in_folder("a/b")).size(), 3);
         check_lives("what a kill left need not be found",
                     [&] { refuse_call(LIST, 1, EIO); atomic_file(path, "new"); });
-        // reading this file fails with EIO
-        check_dies("main.log", [] { holds_run("/proc/self/mem"); }, {"cannot read '/proc/self/mem'"});
-        check_dies("hash", [] { executable_hash("/proc/self/mem"); }, {"cannot read '/proc/self/mem'"});
+        check_dies("main.log", [&] { holds_run(loop + "/x"); }, {"cannot look at '" + loop, "hint:"});
+        check_dies("read", [&] {                            // fails with EIO
+            char byte, mem[] = "/proc/self/mem";
+            fread_check(&byte, 1, 1, fopen_check(mem, "rb"), mem);
+        }, {"cannot read '/proc/self/mem'"});
         CHECK_TEXT(from_start("x.bin", &loop), loop + "/x.bin");
         const std::string none = in_folder("none");
         CHECK_TEXT(from_start("x.bin", &none), "x.bin");
@@ -953,16 +955,14 @@ static void test_rand() {
         }
         CHECK(wrong == 0, "%d elements are out of range or come twice", wrong);
     }
-    auto bits = [](float x) { uint32_t u; memcpy(&u, &x, 4); return u; };
-    auto value = [](uint32_t u) { float x; memcpy(&x, &u, 4); return x; };
     TEST("rounding: to nearest, and by every draw") {
-        CHECK(bf16_to_float(bf16_round_nearest(value(0x3F808000))) == 1.0f, "a tie does not go down");
-        CHECK(bf16_to_float(bf16_round_nearest(value(0x3F818000))) == 1.015625f, "a tie does not go up");
-        CHECK(bf16_to_float(bf16_round_nearest(value(0x3F808001))) == 1.0078125f, "not the nearest");
+        CHECK(bf16_to_float(bf16_round_nearest(float_of(0x3F808000))) == 1.0f, "a tie does not go down");
+        CHECK(bf16_to_float(bf16_round_nearest(float_of(0x3F818000))) == 1.015625f, "a tie does not go up");
+        CHECK(bf16_to_float(bf16_round_nearest(float_of(0x3F808001))) == 1.0078125f, "not the nearest");
         for (uint32_t u : {0u, 0x80000000u, 0x3F800001u, 0xBF808000u, 0x7F7F1234u, 0x3F80FFFFu}) {
             uint32_t up = 0, down = 0;
             for (uint32_t draw = 0; draw < 65536; draw++) {
-                const uint32_t kept = bf16_round_stochastic(value(u), draw);
+                const uint32_t kept = bf16_round_stochastic(float_of(u), draw);
                 up += kept == (u >> 16) + 1;
                 down += kept == u >> 16;
             }
@@ -970,8 +970,8 @@ static void test_rand() {
         }
         for (uint32_t draw : {0u, 0x8000u, 0xFFFFu}) {
             for (uint32_t u : {0x7F800001u, 0x7FC00000u, 0x7FFFFFFFu, 0xFF800001u, 0xFFFFFFFFu}) {
-                CHECK(isnan(bf16_to_float(bf16_round_stochastic(value(u), draw))), "NaN %08x is lost", u);
-                CHECK(isnan(bf16_to_float(bf16_round_nearest(value(u)))), "NaN %08x is lost", u);
+                CHECK(isnan(bf16_to_float(bf16_round_stochastic(float_of(u), draw))), "NaN %08x is lost", u);
+                CHECK(isnan(bf16_to_float(bf16_round_nearest(float_of(u)))), "NaN %08x is lost", u);
             }
             CHECK(bf16_to_float(bf16_round_stochastic(INFINITY, draw)) == INFINITY, "inf is lost");
             CHECK(bf16_to_float(bf16_round_stochastic(-INFINITY, draw)) == -INFINITY, "-inf is lost");
@@ -1007,7 +1007,7 @@ static void test_rand() {
         for (float sign : {1.0f, -1.0f}) {
             for (int step = -40; step <= 40; step++) {      // two gaps to either side of a power of two
                 const int power = (step + 40) % 5 * 10 - 20;
-                const float x = ldexpf(sign * value(0x3F800000u + (uint32_t)(step * 4001)), power);
+                const float x = ldexpf(sign * float_of(0x3F800000u + (uint32_t)(step * 4001)), power);
                 const double gap = ldexp(step < 0 ? 1.0 / 256 : 1.0 / 128, power);
                 double mean = 0.0, variance = 0.0, worst = 0.0;
                 for (uint32_t draw = 0; draw < 65536; draw++) {
@@ -1027,7 +1027,7 @@ static void test_rand() {
     TEST("dither: zero, denormals, inf and NaN") {
         for (uint32_t draw : {0u, 1u, 0x8000u, 0xFFFFu}) {
             for (float x : {0.0f, -0.0f, INFINITY, -INFINITY}) {
-                CHECK(bits(dithered(x, draw)) == bits(x), "%g is another", (double)x);
+                CHECK(bits_of(dithered(x, draw)) == bits_of(x), "%g is another", (double)x);
             }
             CHECK(isnan(dithered(NAN, draw)), "NaN is lost");
             CHECK(near(dithered(1e-39f, draw), 1e-39, 1e-40), "a denormal is another");

@@ -29,7 +29,7 @@ the watchdog, which knows why.
 #include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, die_report, format
-#include "../facts.h"       // gives: Facts
+#include "../facts.h"       // gives: Facts, facts_text, facts_parse
 #include "net.h"            // gives: comm_read, comm_write
 #include "start.h"          // gives: CommOptions, comm_find
 #include "watch.h"          // gives: comm_progress, comm_patience, comm_health, comm_abort, CommWait
@@ -158,29 +158,25 @@ static inline std::string comm_shorten(const std::string& value, const std::stri
 static inline void comm_check_same(const Facts& facts) {
     if (!comm_state) { return; }
     CommWait waiting;
-    std::string text;                           // name \0 value \0 ...
-    for (const auto& f : facts) { text += f.first + '\0' + f.second + '\0'; }
+    std::string text = facts_text(facts);
     uint64_t size = text.size();
     comm_broadcast(&size, sizeof(size));
     if (size > 1 << 24) { die("rank 0 is another program: its facts take %.3g bytes", (double)size); }
     text.resize(size);
     comm_broadcast(&text[0], size);
-    size_t at = 0;
-    auto next = [&] {
-        const std::string word = text.c_str() + std::min(at, text.size());
-        at += word.size() + 1;
-        return word;
-    };
-    for (const auto& f : facts) {
-        const std::string name = next(), value = next();
-        if (name != f.first) {
-            die("it is another program than rank 0: it has '%s' where rank 0 has '%s'", f.first.c_str(),
-                name.c_str());
+    Facts of_rank_0;
+    facts_parse(text, &of_rank_0);
+    of_rank_0.resize(facts.size());
+    for (size_t i = 0; i < facts.size(); i++) {
+        const auto &[name, value] = of_rank_0[i];
+        if (name != facts[i].first) {
+            die("it is another program than rank 0: it has '%s' where rank 0 has '%s'",
+                facts[i].first.c_str(), name.c_str());
         }
-        if (value == f.second) { continue; }
+        if (value == facts[i].second) { continue; }
         die("the ranks differ in %s: it is '%s' on rank 0 and '%s' on rank %d\nhint: start all of them with "
-            "the same flags, files and program; %s", name.c_str(), comm_shorten(value, f.second).c_str(),
-            comm_shorten(f.second, value).c_str(), comm.rank, kCommApart);
+            "the same flags, files and program; %s", name.c_str(), comm_shorten(value, facts[i].second).c_str(),
+            comm_shorten(facts[i].second, value).c_str(), comm.rank, kCommApart);
     }
     comm_any(false);                            // waits until all ranks have compared
 }

@@ -24,10 +24,10 @@ to allocate unchecked.
 #include <stdint.h>         // gives: uint64_t
 #include <string.h>         // gives: memcmp, strerror
 #include <sys/socket.h>     // gives: recv, send
-#include <time.h>           // gives: clock_gettime
 #include <unistd.h>         // gives: close
 
 #include <algorithm>        // gives: std::min
+#include <chrono>           // gives: std::chrono::steady_clock
 #include <functional>       // gives: std::function
 #include <string>           // gives: std::string
 #include <vector>           // gives: std::vector
@@ -38,9 +38,7 @@ to allocate unchecked.
 static const int kCommMaxWorld = 4096;
 
 static inline double comm_now() {               // seconds; the machine's suspended time does not count
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // ---- whole messages ----

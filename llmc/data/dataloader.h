@@ -260,8 +260,7 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     allow_most_files();
     for (const std::string& path : data_glob(pattern)) {
         DataShard shard = {path, 0, 0, 0, 0, 0, -1};
-        const std::string error = data_shard_open(&shard);
-        if (!error.empty()) { die("%s", error.c_str()); }
+        die_if(data_shard_open(&shard));
         data_same_tokenizer(loader, shard);
         if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
         p->shards.push_back(shard);
@@ -289,7 +288,7 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     data_request(loader);
     // An error in the first batch is reported here, before the run begins.
     worker_wait(p->worker);
-    if (!p->error.empty()) { die("%s", p->error.c_str()); }
+    die_if(p->error);
 }
 
 static inline void dataloader_next(DataLoader* loader) {
@@ -299,7 +298,7 @@ static inline void dataloader_next(DataLoader* loader) {
         data_request(loader);
         worker_wait(p->worker);
     }
-    if (!p->error.empty()) { die("%s", p->error.c_str()); }
+    die_if(p->error);
     loader->inputs = p->inputs[p->slot].data();
     loader->targets = p->targets[p->slot].data();
     loader->position += (int64_t)loader->share.world * p->B;

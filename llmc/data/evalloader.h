@@ -270,8 +270,7 @@ static inline void evalset_init(EvalSet* set, const char* path, int V, int B, in
     assert(V > 0 && B > 0 && T > 0);
     *set = EvalSet();
     set->path = path;
-    const std::string error = evalset_questions(set, V);
-    if (!error.empty()) { die("%s", error.c_str()); }
+    die_if(evalset_questions(set, V));
     evalset_plan(set, B, T);
 }
 

@@ -29,7 +29,7 @@ A piece is a range of a tensor's elements. The file does not say which rank wrot
 
 #include "../check.h"       // gives: AtomicFile, die, format, read_at
 #include "../checksum.h"    // gives: Checksum
-#include "../facts.h"       // gives: Facts
+#include "../facts.h"       // gives: Facts, facts_text, facts_parse
 
 struct StateHeader {
     char magic[8];
@@ -56,15 +56,11 @@ static inline size_t state_type_bytes(const char* type) {
 
 static inline StateRow state_row(const std::string& name, const char* type, uint64_t rows, uint64_t cols,
                                  uint64_t begin, uint64_t count) {
-    StateRow row = {};
+    StateRow row = {"", "", rows, cols, begin, count, 0, 0};
     assert(name.size() < sizeof(row.name) && state_type_bytes(type) > 0);
     assert(count > 0 && begin + count <= rows * cols);
     memcpy(row.name, name.c_str(), name.size());
     memcpy(row.type, type, strlen(type));
-    row.rows = rows;
-    row.cols = cols;
-    row.begin = begin;
-    row.count = count;
     return row;
 }
 
@@ -81,17 +77,6 @@ struct StateWriter {
     std::string facts;
     size_t next;                        // the row that state_write writes next
 };
-
-static inline std::string facts_text(const Facts& facts) {
-    std::string text;
-    for (const auto& fact : facts) {
-        assert(fact.first.find_first_of("=\n\\") == std::string::npos);
-        text += fact.first + "=";
-        for (char c : fact.second) { text += c == '\n' ? "\\n" : c == '\\' ? "\\\\" : std::string(1, c); }
-        text += "\n";
-    }
-    return text;
-}
 
 static inline void state_write_start(StateWriter* w) {
     atomic_write(&w->out, &w->header, sizeof(w->header));
@@ -155,23 +140,6 @@ static inline std::string state_pread(int fd, void* to, uint64_t bytes, uint64_t
     const ssize_t got = read_at(fd, to, bytes, (int64_t)offset);
     if (got < 0) { return format("cannot be read: %s", strerror(errno)); }
     return (uint64_t)got < bytes ? "is truncated" : "";
-}
-
-static inline bool facts_parse(const std::string& text, Facts* facts) {
-    for (size_t at = 0, end; at < text.size(); at = end + 1) {
-        const size_t equals = text.find('=', at);
-        end = text.find('\n', at);
-        if (end == std::string::npos || equals > end) { return false; }
-        std::string value;
-        for (size_t i = equals + 1; i < end; i++) {
-            if (text[i] != '\\') { value += text[i]; continue; }
-            const char escaped = text[++i];     // the line's end at the latest
-            if (escaped != 'n' && escaped != '\\') { return false; }
-            value += escaped == 'n' ? '\n' : '\\';
-        }
-        facts->push_back({text.substr(at, equals - at), value});
-    }
-    return true;
 }
 
 // Checks that the table's numbers fit each other and the file's size.

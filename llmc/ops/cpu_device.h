@@ -14,7 +14,6 @@ the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 #include <stdlib.h>     // gives: aligned_alloc, free
 #include <string.h>     // gives: memcpy, memset
 #include <sys/resource.h> // gives: getrlimit
-#include <time.h>       // gives: clock_gettime
 #include <unistd.h>     // gives: execv, _exit
 #ifdef _OPENMP
 #include <omp.h>        // gives: omp_get_max_threads
@@ -25,8 +24,8 @@ the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 
 #include "../check.h"   // gives: die, format
 #include "../host_cores.h"  // gives: share_cores
-#include "../host_memory.h" // gives: host_memory_free, proc_bytes
-#include "../comm/comm.h" // gives: comm_all_to_all, comm_all_gather
+#include "../host_memory.h" // gives: host_memory_free, proc_bytes, addresses_limited
+#include "../comm/comm.h" // gives: comm_all_to_all, comm_all_gather, comm_now
 
 #ifdef TESTING
 template <class Args> static void break_outputs(const Args& args, int stream);     // test_gpt2.cu: --break
@@ -56,11 +55,7 @@ static inline void stream_sync(Stream) {}
 static inline void device_sync() {}
 static inline Event event_create() { return Event{new double(0.0)}; }
 static inline void event_destroy(Event event) { delete event.seconds; }
-static inline void event_record(Event event, Stream) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    *event.seconds = (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+static inline void event_record(Event event, Stream) { *event.seconds = comm_now(); }
 static inline void event_wait(Event) {}
 static inline double event_ms(Event from, Event to) { return (*to.seconds - *from.seconds) * 1e3; }
 static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream) {
@@ -87,10 +82,7 @@ static inline void capture_refuses(const char*) {}
 static inline void device_prepare(char** argv) {
     // With limited addresses (ulimit -v) a thread of OpenBLAS may wait for its buffer for ever, and exit()
     // would wait for that thread.
-    struct rlimit addresses;
-    if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY) {
-        die_hook = [] { _exit(EXIT_FAILURE); };
-    }
+    if (addresses_limited()) { die_hook = [] { _exit(EXIT_FAILURE); }; }
     if (getenv("GPT2_CPU_PREPARED")) { return; }
     setenv("GPT2_CPU_PREPARED", "1", 1);
     setenv("OMP_WAIT_POLICY", "passive", 0);
@@ -109,7 +101,7 @@ static inline void device_prepare(char** argv) {
 // will take. Their part is kept back, because OpenBLAS without a buffer does not fail but asks for ever.
 static inline void limit_memory(DeviceInfo* info, int threads) {
     struct rlimit addresses, stack;
-    if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur == RLIM_INFINITY) { return; }
+    if (!addresses_limited() || getrlimit(RLIMIT_AS, &addresses) != 0) { return; }
     const bool bounded = getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur != RLIM_INFINITY;
     const size_t stack_bytes = bounded ? stack.rlim_cur : 2 << 20;      // glibc's own default
 #ifdef USE_OPENBLAS

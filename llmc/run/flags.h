@@ -165,9 +165,8 @@ static inline std::string flags_nearest(const std::vector<std::string>& known, c
 
 // ---- values ----
 
-__attribute__((noreturn))
-static inline void flags_value_error(const Flag* f, const std::string& wants, const char* text,
-                                     const std::string& hint) {
+[[noreturn]] static inline void flags_value_error(const Flag* f, const std::string& wants, const char* text,
+                                                  const std::string& hint) {
     die("%s wants %s, not '%s'\nhint: %s", flags_title(f).c_str(), wants.c_str(), flags_show(text).c_str(),
         hint.c_str());
 }

@@ -198,10 +198,7 @@ static inline void logger_line(Logger* log, const std::string& text, const std::
 
 // printf writes "nan" or "-nan", depending on a meaningless sign bit. This always writes "nan".
 static inline std::string logger_number(const char* fmt, double x) {
-    if (isnan(x)) { return "nan"; }
-    char text[400];                                     // the largest double has 309 digits before its point
-    snprintf(text, sizeof text, fmt, x);
-    return text;
+    return isnan(x) ? "nan" : format(fmt, x);
 }
 
 // more: further fields for metrics.jsonl, each `, "name": value`.

@@ -23,8 +23,8 @@ keeps. Host only.
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
-#include "../check.h"               // gives: die, format, file_size
-#include "../checksum.h"            // gives: Checksum, checksum_text
+#include "../check.h"               // gives: die, format, file_text
+#include "../checksum.h"            // gives: checksum, checksum_text
 #include "../facts.h"               // gives: Facts, facts_find, fact_number
 #include "../numbers.h"             // gives: parse_int, kLargestCount
 #include "../comm/comm.h"           // gives: comm, warn, CommOptions
@@ -360,16 +360,9 @@ static inline Facts flag_facts() {
 }
 
 // Hash of this program's file: flags, data and program determine a run's result.
-static inline std::string executable_hash(const char* path = "/proc/self/exe") {
-    FILE* f = fopen_check(path, "rb");
-    std::vector<char> part(1 << 20);
-    Checksum sum;
-    for (size_t got; (got = fread(part.data(), 1, part.size(), f)) > 0;) {
-        checksum_add(&sum, part.data(), got);
-    }
-    if (ferror(f)) { die("cannot read '%s': %s", path, strerror(errno)); }
-    fclose(f);
-    return checksum_text(checksum_end(&sum));
+static inline std::string executable_hash() {
+    const std::string program = file_text("/proc/self/exe");
+    return checksum_text(checksum(program.data(), program.size()));
 }
 
 // ---- settings that a run keeps ----

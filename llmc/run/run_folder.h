@@ -12,8 +12,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 #include <ctype.h>      // gives: isalnum
 #include <errno.h>      // gives: errno
 #include <limits.h>     // gives: PATH_MAX
-#include <stdio.h>      // gives: fgets
-#include <string.h>     // gives: strstr
+#include <string.h>     // gives: strchr, strlen, strerror
 #include <sys/stat.h>   // gives: stat
 #include <unistd.h>     // gives: access
 
@@ -22,7 +21,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
-#include "../check.h"               // gives: die, shown, file_size
+#include "../check.h"               // gives: die, shown, file_size, file_text
 #include "../facts.h"               // gives: Facts, facts_find
 #include "../numbers.h"             // gives: parse_int
 #include "../comm/comm.h"           // gives: comm, comm_broadcast, comm_foreign, warn
@@ -180,14 +179,7 @@ static inline Checkpoint find_resumed(std::set<int64_t>* bad, const Build& build
 
 // Does main.log have the line of a step? The leftovers of a failed start are no run.
 static inline bool holds_run(const std::string& main_log) {
-    if (file_size(main_log.c_str()) < 0) { return false; }
-    FILE* f = fopen_check(main_log.c_str(), "r");
-    char line[1024];
-    bool found = false;
-    while (!found && fgets(line, sizeof(line), f)) { found = strstr(line, " trl:") != nullptr; }
-    if (ferror(f)) { die("cannot read '%s': %s", main_log.c_str(), strerror(errno)); }
-    fclose(f);
-    return found;
+    return file_size(main_log.c_str()) >= 0 && file_text(main_log).find(" trl:") != std::string::npos;
 }
 
 // Dies before anything is computed if -o cannot be used. The folder's files are made after the first step.
