@@ -12,13 +12,6 @@ protect against an attacker. Host only.
 */
 #pragma once
 
-#include <stddef.h>     // gives: size_t
-#include <stdint.h>     // gives: uint64_t
-#include <string.h>     // gives: memcpy
-
-#include <algorithm>    // gives: std::min
-#include <string>       // gives: std::string
-
 #include "check.h"      // gives: format
 
 constexpr uint64_t kXx1 = 0x9E3779B185EBCA87, kXx2 = 0xC2B2AE3D27D4EB4F, kXx3 = 0x165667B19E3779F9,

@@ -7,11 +7,7 @@ Named texts in an order: what a state file, run.json or a table in JSON says, wh
 */
 #pragma once
 
-#include <stdint.h>     // gives: int64_t
-
-#include <string>       // gives: std::string
 #include <utility>      // gives: std::pair
-#include <vector>       // gives: std::vector
 
 #include "check.h"      // gives: die
 #include "numbers.h"    // gives: parse_int

@@ -16,10 +16,11 @@ How much memory this process may still take. Host only.
 // The number in a file's line `field: number kB`, in bytes (with unit 1: `field number`). 0: no such line.
 static inline size_t proc_bytes(const char* path, const char* field, size_t unit = 1024) {
     const std::string start = std::string(field) + (unit == 1 ? ' ' : ':');
+    const size_t n = start.size();
     std::ifstream file(path);
     size_t number = 0;
     for (std::string line; std::getline(file, line);) {
-        if (line.compare(0, start.size(), start) == 0) { number = strtoull(&line[start.size()], nullptr, 10); }
+        if (line.compare(0, n, start) == 0) { number = strtoull(&line[n], nullptr, 10); }
     }
     return number * unit;
 }

@@ -10,13 +10,9 @@ plus or blanks in front, 007, hexadecimal, inf, nan, and values too large for 64
 */
 #pragma once
 
-#include <errno.h>      // gives: errno
 #include <math.h>       // gives: fabs, floor
-#include <stdint.h>     // gives: int64_t
-#include <stdlib.h>     // gives: strtod
 
 #include <charconv>     // gives: std::from_chars
-#include <string>       // gives: std::string
 
 #include "check.h"      // gives: format
 #include "rand.h"       // gives: LLMC_HD

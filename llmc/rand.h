@@ -122,7 +122,7 @@ static inline uint64_t rand_permuted(uint64_t seed, uint32_t id, uint64_t n, uin
 }
 
 // 16 of the bits, for lane 0 .. 7.
-LLMC_HD static inline uint32_t rand_bits16(const Rand4& r, int lane) {
+template <class Int> LLMC_HD static inline uint32_t rand_bits16(const Rand4& r, Int lane) {
     return (r.w[lane / 2] >> (16 * (lane % 2))) & 0xFFFFu;
 }
 
@@ -147,7 +147,7 @@ LLMC_HD static inline Rand4 round_block(const RoundKey& key, uint64_t element_di
 }
 
 LLMC_HD static inline uint32_t round_bits16(const RoundKey& key, uint64_t element) {
-    return rand_bits16(round_block(key, element / 8), (int)(element % 8));
+    return rand_bits16(round_block(key, element / 8), (uint32_t)(element % 8));
 }
 
 // Rounds up with probability (distance from the lower neighbour) / (gap): bits16 is uniform in [0, 65536).
@@ -193,7 +193,9 @@ LLMC_HD static inline float bf16_decode_dithered(uint16_t q, uint32_t bits16) {
     const uint32_t exponent = q & 0x7F80u;
     uint32_t u = (uint32_t)q << 16;
     if (exponent != 0 && exponent != 0x7F80u) { u += 0x8000u - bits16; }
-    return float_of(u);
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
 }
 
 static inline float half_to_float(uint16_t h) {         // IEEE binary16

@@ -6,7 +6,7 @@
 A kernel launch names its stream (the fourth argument of <<<...>>>): work on the default stream would wait for
 everything else, or run before what it needs. Lines have at most 110 columns and no tabs (Makefile recipes
 need theirs), no blanks at their end, and no path of somebody's machine. A header of llmc/ includes only what
-llmc/README.md lists beside or below its own room.
+llmc/README.md lists beside or below its own room, and not what check.h gives to all that include it.
 
 README.md and docs/ have at most 110 columns outside tables and lines with a link, README.md 200 lines, and
 their relative links lead to a file, or to a heading of one.
@@ -36,6 +36,8 @@ README_LINES = 200
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|farm|mnt|Users)/")
 
 ROOMS = ("run", "files", "model", "ops", "comm", "data", "")        # of llmc/, as in its README.md
+BASICS = re.compile(r"^#include <(?:(?:errno|stddef|stdint|stdio|stdlib|string)\.h|algorithm|string|vector)>",
+                    re.M)                           # of check.h
 
 
 def room_of(header):
@@ -106,6 +108,9 @@ def check(path, text):
         room = room_of(os.path.normpath(os.path.join(os.path.dirname(path), include[1])))
         if room is not None and room < room_of(path):
             yield text.count("\n", 0, include.start()) + 1, f"{include[1]} is in a room above this header's"
+    if room_of(path) is not None and re.search(r'^#include "(\.\./)?check\.h"', text, re.M):
+        for include in BASICS.finditer(text):
+            yield text.count("\n", 0, include.start()) + 1, "check.h includes this for all"
     if path.endswith(".py") and Checker:
         yield from look_at_names(text)
     if path == "README.md" or path.startswith("docs/"):

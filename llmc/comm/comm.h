@@ -22,11 +22,8 @@ the watchdog, which knows why.
 #include <pthread.h>        // gives: pthread_sigmask
 #include <sys/eventfd.h>    // gives: eventfd
 
-#include <algorithm>        // gives: std::min, std::copy_n
 #include <fstream>          // gives: std::ifstream
-#include <string>           // gives: std::string
 #include <thread>           // gives: std::thread
-#include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, die_report, format
 #include "../facts.h"       // gives: Facts, facts_text, facts_parse
@@ -169,14 +166,15 @@ static inline void comm_check_same(const Facts& facts) {
     of_rank_0.resize(facts.size());
     for (size_t i = 0; i < facts.size(); i++) {
         const auto &[name, value] = of_rank_0[i];
-        if (name != facts[i].first) {
-            die("it is another program than rank 0: it has '%s' where rank 0 has '%s'",
-                facts[i].first.c_str(), name.c_str());
+        const auto& mine = facts[i];
+        if (name != mine.first) {
+            die("it is another program than rank 0: it has '%s' where rank 0 has '%s'", mine.first.c_str(),
+                name.c_str());
         }
-        if (value == facts[i].second) { continue; }
+        if (value == mine.second) { continue; }
         die("the ranks differ in %s: it is '%s' on rank 0 and '%s' on rank %d\nhint: start all of them with "
-            "the same flags, files and program; %s", name.c_str(), comm_shorten(value, facts[i].second).c_str(),
-            comm_shorten(facts[i].second, value).c_str(), comm.rank, kCommApart);
+            "the same flags, files and program; %s", name.c_str(), comm_shorten(value, mine.second).c_str(),
+            comm_shorten(mine.second, value).c_str(), comm.rank, kCommApart);
     }
     comm_any(false);                            // waits until all ranks have compared
 }

@@ -16,17 +16,12 @@ kills the ranks.
 #pragma once
 
 #include <signal.h>         // gives: sigtimedwait, kill
-#include <stdio.h>          // gives: fprintf, sscanf
-#include <stdlib.h>         // gives: setenv, getenv
 #include <sys/mman.h>       // gives: memfd_create, mmap
 #include <sys/prctl.h>      // gives: prctl, PR_SET_PDEATHSIG
 #include <sys/random.h>     // gives: getrandom
 #include <sys/wait.h>       // gives: waitpid
 
-#include <algorithm>        // gives: std::min
 #include <atomic>           // gives: std::atomic
-#include <string>           // gives: std::string
-#include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, format
 #include "../host_cores.h"  // gives: share_cores

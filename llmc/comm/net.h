@@ -15,22 +15,16 @@ to allocate unchecked.
 */
 #pragma once
 
-#include <errno.h>          // gives: errno
 #include <fcntl.h>          // gives: fcntl
 #include <netdb.h>          // gives: getaddrinfo
 #include <netinet/in.h>     // gives: IPPROTO_TCP
 #include <netinet/tcp.h>    // gives: TCP_NODELAY
 #include <poll.h>           // gives: poll
-#include <stdint.h>         // gives: uint64_t
-#include <string.h>         // gives: memcmp, strerror
 #include <sys/socket.h>     // gives: recv, send
 #include <unistd.h>         // gives: close
 
-#include <algorithm>        // gives: std::min
 #include <chrono>           // gives: std::chrono::steady_clock
 #include <functional>       // gives: std::function
-#include <string>           // gives: std::string
-#include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, format
 #include "../numbers.h"     // gives: parse_int

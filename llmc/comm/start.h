@@ -23,8 +23,6 @@ id. It separates jobs that meet by accident.
 #endif
 
 #include <sstream>          // gives: std::istringstream
-#include <string>           // gives: std::string
-#include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die, format, mkdir_check
 #include "../checksum.h"    // gives: checksum

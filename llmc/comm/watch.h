@@ -14,13 +14,10 @@ rank ends when it continues, unless its launcher has killed it.
 */
 #pragma once
 
-#include <algorithm>        // gives: std::max
 #include <atomic>           // gives: std::atomic
 #include <mutex>            // gives: std::mutex
-#include <string>           // gives: std::string
 #include <thread>           // gives: std::thread
 #include <tuple>            // gives: std::make_tuple
-#include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: die_report, format
 #include "launch.h"          // gives: CommPage, comm_child

@@ -29,18 +29,11 @@ samples_per_epoch - p rows of the batch at p.
 #pragma once
 
 #include <assert.h>             // gives: assert
-#include <errno.h>              // gives: errno
 #include <fcntl.h>              // gives: open
 #include <glob.h>               // gives: glob
 #include <limits.h>             // gives: INT32_MAX
-#include <stdint.h>             // gives: int64_t
-#include <string.h>             // gives: strerror
 #include <sys/stat.h>           // gives: fstat
 #include <unistd.h>             // gives: close
-
-#include <algorithm>            // gives: std::sort, std::upper_bound
-#include <string>               // gives: std::string
-#include <vector>               // gives: std::vector
 
 #include "../check.h"           // gives: die, format, read_at, allow_most_files
 #include "../checksum.h"        // gives: Checksum, checksum_text

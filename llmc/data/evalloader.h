@@ -32,12 +32,6 @@ and the loss are computed only for positions whose loss counts, a quarter in Hel
 
 #include <assert.h>     // gives: assert
 #include <math.h>       // gives: exp, isfinite, NAN
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: printf
-
-#include <algorithm>    // gives: std::fill, std::min, std::stable_sort
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"   // gives: die, format, fopen_check, file_size
 #include "../checksum.h" // gives: checksum, checksum_text

@@ -21,16 +21,10 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 */
 #pragma once
 
-#include <stdint.h>     // gives: uint32_t, uint64_t
-#include <stdio.h>      // gives: FILE
-#include <string.h>     // gives: memset
 #include <unistd.h>     // gives: access, readlink
 
-#include <algorithm>    // gives: std::min
-#include <string>       // gives: std::string
 #include <string_view>  // gives: std::string_view
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
-#include <vector>       // gives: std::vector
 
 #include "../check.h"           // gives: die, file_text, utf8_decode
 #include "unicode_tables.h"     // gives: CharClass, its ranges

@@ -17,10 +17,7 @@ The checkpoints in a run's folder. Host only.
 */
 #pragma once
 
-#include <algorithm>        // gives: std::sort
 #include <set>              // gives: std::set
-#include <string>           // gives: std::string
-#include <vector>           // gives: std::vector
 
 #include "../check.h"       // gives: atomic_file, die, folder_names
 #include "../checksum.h"    // gives: checksum, checksum_text

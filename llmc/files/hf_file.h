@@ -13,13 +13,9 @@ GPT-2 only. Host only.
 
 #include <limits.h>     // gives: INT_MAX
 #include <math.h>       // gives: NAN
-#include <string.h>     // gives: memcmp, strcmp
 
-#include <algorithm>    // gives: std::min, std::copy
 #include <functional>   // gives: std::function
 #include <map>          // gives: std::map
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, format, shown
 #include "../facts.h"               // gives: facts_find

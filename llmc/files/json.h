@@ -11,13 +11,8 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 
 #include <ctype.h>      // gives: isdigit, tolower
 #include <math.h>       // gives: isfinite
-#include <stdint.h>     // gives: int64_t
-#include <string.h>     // gives: strchr
 
-#include <algorithm>    // gives: std::min
 #include <set>          // gives: std::set
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"   // gives: format, file_text, utf8_decode
 #include "../facts.h"   // gives: Facts

@@ -21,15 +21,7 @@ same function differently, so such a file is read, with a note.
 */
 #pragma once
 
-#include <errno.h>      // gives: errno
-#include <stdint.h>     // gives: uint16_t, uint64_t
-#include <stdio.h>      // gives: FILE, fread
-#include <string.h>     // gives: memcpy, memset, strcmp, strerror
-
-#include <algorithm>    // gives: std::min
 #include <functional>   // gives: std::function
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: AtomicFile, die, format, fopen_check
 #include "../checksum.h"            // gives: Checksum

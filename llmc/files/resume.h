@@ -14,18 +14,11 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 #pragma once
 
 #include <limits.h>     // gives: INT_MAX
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: fprintf, sscanf
-#include <stdlib.h>     // gives: strtod
-#include <string.h>     // gives: memcpy, strcmp
 
-#include <algorithm>    // gives: std::find, std::max, std::min, std::sort
 #include <map>          // gives: std::multimap
 #include <set>          // gives: std::set
-#include <string>       // gives: std::string
 #include <type_traits>  // gives: std::remove_reference_t, std::is_same
 #include <utility>      // gives: std::pair
-#include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, format, shown
 #include "../facts.h"               // gives: Facts, facts_find

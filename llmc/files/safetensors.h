@@ -13,14 +13,8 @@ checked against the file's size before memory is allocated for it.
 */
 #pragma once
 
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: FILE, fseeko
-
-#include <algorithm>    // gives: std::max, std::sort
 #include <map>          // gives: std::map
-#include <string>       // gives: std::string
 #include <utility>      // gives: std::pair
-#include <vector>       // gives: std::vector
 
 #include "../check.h"   // gives: format, fopen_check, fread_check, file_size
 #include "../numbers.h" // gives: parse_int

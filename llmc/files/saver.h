@@ -17,15 +17,7 @@ pieces are saved in groups, and the host waits for each group.
 */
 #pragma once
 
-#include <errno.h>      // gives: errno
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: printf
-#include <string.h>     // gives: strerror
-
-#include <algorithm>    // gives: std::max
 #include <functional>   // gives: std::function
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, shown, progress_clear
 #include "../comm/comm.h"           // gives: comm, comm_any, comm_now, warn, DiskWait

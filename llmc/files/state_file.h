@@ -20,12 +20,7 @@ A piece is a range of a tensor's elements. The file does not say which rank wrot
 #pragma once
 
 #include <fcntl.h>      // gives: open
-#include <stdint.h>     // gives: uint64_t
-#include <string.h>     // gives: memcpy, strnlen
 #include <unistd.h>     // gives: close
-
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"       // gives: AtomicFile, die, format, read_at
 #include "../checksum.h"    // gives: Checksum

@@ -7,10 +7,6 @@ over a binary tree of lanes, so its bits do not depend on the number of ranks (t
 */
 #pragma once
 
-#include <stdint.h>     // gives: int64_t
-
-#include <string>       // gives: std::string
-
 #include "../check.h"           // gives: format
 #include "../numbers.h"         // gives: is_power_of_two
 #include "../ops/op_types.h"    // gives: kMaxLevels

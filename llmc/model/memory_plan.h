@@ -10,13 +10,6 @@ does not. Host only.
 */
 #pragma once
 
-#include <stddef.h>     // gives: size_t
-#include <stdio.h>      // gives: printf
-
-#include <algorithm>    // gives: std::stable_sort
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
-
 #include "../check.h"       // gives: die, format
 #include "../numbers.h"     // gives: bytes_text
 

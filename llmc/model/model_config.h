@@ -7,11 +7,6 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
 #pragma once
 
 #include <limits.h>     // gives: INT_MAX
-#include <stdint.h>     // gives: int64_t
-#include <string.h>     // gives: strlen, strcmp, strncmp, strchr
-
-#include <algorithm>    // gives: std::find, std::find_if
-#include <string>       // gives: std::string
 
 #include "../check.h"           // gives: die, format
 #include "../numbers.h"         // gives: parse_int, round_up

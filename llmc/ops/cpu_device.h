@@ -10,17 +10,11 @@ the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 
 #include <limits.h>     // gives: INT_MAX
 #include <malloc.h>     // gives: mallopt
-#include <stdio.h>      // gives: FILE, fgets
-#include <stdlib.h>     // gives: aligned_alloc, free
-#include <string.h>     // gives: memcpy, memset
 #include <sys/resource.h> // gives: getrlimit
 #include <unistd.h>     // gives: execv, _exit
 #ifdef _OPENMP
 #include <omp.h>        // gives: omp_get_max_threads
 #endif
-
-#include <algorithm>    // gives: std::min
-#include <string>       // gives: std::string
 
 #include "../check.h"   // gives: die, format
 #include "../host_cores.h"  // gives: share_cores

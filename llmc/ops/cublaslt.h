@@ -14,11 +14,8 @@ equal algorithms.
 
 #include <assert.h>             // gives: assert
 #include <cublasLt.h>           // gives: cublasLtMatmul
-#include <stdint.h>             // gives: int64_t
 
-#include <algorithm>            // gives: std::min
 #include <array>                // gives: std::array
-#include <vector>               // gives: std::vector
 
 #include "../check.h"           // gives: die
 #include "cuda_device.h"        // gives: cublasCheck, Stream, device_is_hopper

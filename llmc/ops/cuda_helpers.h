@@ -163,23 +163,23 @@ template <int kApart = 1, int kCount> __device__ __forceinline__ float warp_sums
     return x[0];
 }
 
-// Over a one-dimensional block of whole warps, by what combines a warp; every thread gets the result. `shared`
-// has an element for each warp.
-template <class T, class OfWarp>
-__device__ __forceinline__ T block_combine(T x, T* shared /*(32)*/, OfWarp of_warp) {
+// Over a one-dimensional block of whole warps: the sum, or the largest of numbers that are 0 or more. Every
+// thread gets the result. `shared` has an element for each warp.
+template <bool kMax, class T> __device__ __forceinline__ T block_combine(T x, T* shared /*(32)*/) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    x = of_warp(x);
+    x = kMax ? warp_max(x) : warp_sum(x);
     if (lane == 0) { shared[warp] = x; }
     __syncthreads();
-    x = of_warp(lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0);
+    x = lane < (int)blockDim.x / kWarp ? shared[lane] : (T)0;
+    x = kMax ? warp_max(x) : warp_sum(x);
     __syncthreads();            // the next call may write `shared`
     return x;
 }
-template <class T> __device__ __forceinline__ T block_sum(T x, T* shared /*(32)*/) {
-    return block_combine(x, shared, [](T y) { return warp_sum(y); });
+template <class T> __device__ __forceinline__ T block_sum(T x, T* shared) {
+    return block_combine<false>(x, shared);
 }
-template <class T> __device__ __forceinline__ T block_max(T x, T* shared /*(32)*/) {      // of x >= 0
-    return block_combine(x, shared, [](T y) { return warp_max(y); });
+template <class T> __device__ __forceinline__ T block_max(T x, T* shared) {
+    return block_combine<true>(x, shared);
 }
 
 // ---- maths ----

@@ -13,11 +13,6 @@ than the others.
 */
 #pragma once
 
-#include <stdint.h>     // gives: int64_t
-
-#include <algorithm>    // gives: std::stable_sort
-#include <vector>       // gives: std::vector
-
 #include "../check.h"   // gives: die
 #include "op_types.h"   // gives: TokenBuckets, int4
 

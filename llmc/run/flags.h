@@ -22,14 +22,6 @@ counts as missing, because -b is a flag; the form with = takes any value (`--pro
 #include <float.h>      // gives: FLT_MAX
 #include <limits.h>     // gives: INT_MIN, INT_MAX
 #include <math.h>       // gives: isfinite
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: printf
-#include <stdlib.h>     // gives: strtod
-#include <string.h>     // gives: memcpy, strcmp, strchr
-
-#include <algorithm>    // gives: std::min
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"       // gives: die, format
 #include "../files/json.h"  // gives: json_quote

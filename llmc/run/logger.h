@@ -23,11 +23,6 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 #pragma once
 
 #include <math.h>       // gives: isnan, INFINITY
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: FILE, fprintf
-#include <stdlib.h>     // gives: atof, atoi, atoll
-
-#include <string>       // gives: std::string
 
 #include "../data/evalloader.h" // gives: EvalScore
 #include "../facts.h"   // gives: Facts

@@ -8,13 +8,7 @@ Two lines at the bottom of a terminal that rewrite themselves. Host only.
 */
 #pragma once
 
-#include <stdlib.h>     // gives: getenv
-#include <string.h>     // gives: strcmp, strcasestr
 #include <unistd.h>     // gives: isatty, write
-
-#include <algorithm>    // gives: std::min, std::count_if, std::minmax_element
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"   // gives: progress_shown, progress_clear, terminal_columns
 #include "../comm/net.h"    // gives: comm_now

@@ -14,11 +14,6 @@ Host only.
 #pragma once
 
 #include <math.h>       // gives: floor, exp
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: printf
-
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"           // gives: format, progress_clear, terminal_columns
 #include "../model/layout.h"    // gives: ParamSpec

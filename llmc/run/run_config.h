@@ -13,15 +13,8 @@ keeps. Host only.
 
 #include <limits.h>     // gives: INT_MAX, PATH_MAX
 #include <stdarg.h>     // gives: va_list
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: vprintf
-#include <string.h>     // gives: strcmp
 #include <sys/stat.h>   // gives: stat
 #include <unistd.h>     // gives: getcwd
-
-#include <algorithm>    // gives: std::max
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, format, file_text
 #include "../checksum.h"            // gives: checksum, checksum_text

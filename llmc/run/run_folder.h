@@ -10,16 +10,11 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 #pragma once
 
 #include <ctype.h>      // gives: isalnum
-#include <errno.h>      // gives: errno
 #include <limits.h>     // gives: PATH_MAX
-#include <string.h>     // gives: strchr, strlen, strerror
 #include <sys/stat.h>   // gives: stat
 #include <unistd.h>     // gives: access
 
-#include <algorithm>    // gives: std::sort, std::count
 #include <set>          // gives: std::set
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"               // gives: die, shown, file_size, file_text
 #include "../facts.h"               // gives: Facts, facts_find

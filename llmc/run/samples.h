@@ -11,17 +11,10 @@ Texts on the terminal: samples, and a chat. A callback draws the tokens, so no m
 
 #include <pthread.h>    // gives: pthread_sigmask
 #include <signal.h>     // gives: sigaction, SIGINT
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: printf, getline
-#include <stdlib.h>     // gives: free
-#include <string.h>     // gives: strlen
 #include <sys/select.h> // gives: pselect
 #include <unistd.h>     // gives: isatty
 
-#include <algorithm>    // gives: std::min
 #include <functional>   // gives: std::function
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
 
 #include "../check.h"           // gives: die, format, shown, file_size
 #include "../comm/comm.h"       // gives: comm_now, warn

@@ -14,10 +14,7 @@ once. A launcher's rank counts those that its launcher passes on (comm_signals_c
 */
 #pragma once
 
-#include <errno.h>      // gives: errno
 #include <signal.h>     // gives: sigaction, SIGINT
-#include <stdint.h>     // gives: int64_t
-#include <string.h>     // gives: strlen
 #include <unistd.h>     // gives: write, _exit
 
 #include <atomic>       // gives: std::atomic

@@ -12,9 +12,6 @@ report are left out. The declarations follow NVML's API reference.
 #pragma once
 
 #include <dlfcn.h>      // gives: dlopen, dlsym
-#include <stdint.h>     // gives: uint64_t
-
-#include <string>       // gives: std::string
 
 #include "../check.h"   // gives: format
 #include "../files/json.h" // gives: json_number, json_quote
