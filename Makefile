@@ -206,16 +206,19 @@ plot: ## draw runs: RUN=dir, or RUNS="a b" [PNG=both.png]
 # docs/testing.md. What is missing is installed first, the compiler too; a make of its own then builds. A make
 # that a test starts must not see the MAKEFLAGS of `make -j test`: it would warn that it shares no jobs.
 PYTEST = $$(.venv/bin/python -c 'import xdist' 2>/dev/null && echo .venv/bin/python || echo python3) -m pytest
+# the cores, or fewer: a container may have a quota, "200000 100000" for two
+CORES = $$(cat /sys/fs/cgroup/cpu.max 2>/dev/null | \
+    awk -v n=$$(nproc) '$$1 + 0 && n * $$2 > $$1 {n = int(($$1 + $$2 - 1) / $$2)} END {print n}')
 define build_and_test
 @scripts/setup.sh tests
-@$(MAKE) -s -j$$(nproc) $(1) || { echo "0 passed, 1 failed, 0 skipped"; exit 1; }
+@$(MAKE) -s -j$(CORES) $(1) || { echo "0 passed, 1 failed, 0 skipped"; exit 1; }
 @MAKEFLAGS= $(PYTEST) -q --no-header -n auto $(2)
 endef
 test: ## what a push has to pass: six minutes on two cores
 	$(call build_and_test,built-test,dev/test)
 test-quick: ## beside the editor: the CPU model, unit tests of what changed
 	@$(PYTEST) --version >/dev/null 2>&1 || scripts/setup.sh tests
-	@$(MAKE) -s -j$$(nproc) test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
+	@$(MAKE) -s -j$(CORES) test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
 	    $(CHANGED_TESTS:%=build/asan/test_%)
 	@$(PYTEST) -q --no-header -n 2 --slow -m "not gpu" dev/test/test_golden.py \
 	    $(foreach t,test_gpt2-model $(CHANGED_TESTS:%=asan-%),'dev/test/test_programs.py::test_program[$(t)]')

@@ -56,8 +56,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """`-n auto`: some tests wait half of their time."""
-    cores, here = len(os.sched_getaffinity(0)), len(gpus.list_gpus())
+    """`-n auto`: some tests wait half of their time. A container may have a quota for fewer cores."""
+    cores, here, quota = len(os.sched_getaffinity(0)), len(gpus.list_gpus()), "/sys/fs/cgroup/cpu.max"
+    most, *period = trainer.read(quota).decode().split() if os.path.exists(quota) else ["max"]
+    cores = cores if most == "max" else min(cores, -(-int(most) // int(period[0])))
     return min(cores, gpus.PROGRAMS_A_GPU * here) if here else cores + 1
 
 
