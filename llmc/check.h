@@ -342,14 +342,10 @@ static inline void atomic_watch_signals() {
 // Is `name` PATH.PID.N.part? base: PATH's file name with a dot. PATH.bin.7.0.part belongs to PATH.bin, and
 // PATH.part may be the user's own file.
 static inline bool part_is_of(const std::string& name, const std::string& base) {
-    if (name.compare(0, base.size(), base) != 0) { return false; }
-    size_t at = base.size();
-    for (int number = 0; number < 2; number++) {
-        const size_t end = name.find_first_not_of("0123456789", at);
-        if (end == at || end == std::string::npos || name[end] != '.') { return false; }
-        at = end + 1;
-    }
-    return name.compare(at, std::string::npos, "part") == 0;
+    unsigned pid, number;
+    return name.compare(0, base.size(), base) == 0 &&
+           sscanf(&name[base.size()], "%u.%u.", &pid, &number) == 2 &&
+           name == base + format("%u.%u.part", pid, number);
 }
 
 // The next entry of a folder; null: that was the last one.

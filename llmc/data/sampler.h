@@ -15,11 +15,10 @@ does not depend on the order.
 */
 #pragma once
 
-#include <math.h>       // gives: fmaf, isnan, INFINITY
+#include <math.h>       // gives: fmaf, isnan
 #include <stdint.h>     // gives: uint64_t
 
 #include <algorithm>    // gives: std::nth_element, std::make_heap
-#include <functional>   // gives: std::greater
 #include <vector>       // gives: std::vector
 
 #include "../rand.h"    // gives: LLMC_HD, float_of
@@ -72,39 +71,28 @@ static inline int sample_token(const float* logits /*(V)*/, int V, const Samplin
     }
     if (best < 0 || s.temperature == 0.0f || s.top_k == 1) { return best; }
 
-    // the k-th largest logit is the threshold; only the first at_threshold ids equal to it may be drawn
-    float threshold = -INFINITY;
-    int at_threshold = V;
-    if (s.top_k > 0 && s.top_k < V) {
-        std::vector<float> sorted(logits, logits + V);
-        for (float& x : sorted) { x = isnan(x) ? -INFINITY : x; }
-        std::nth_element(sorted.begin(), sorted.begin() + (s.top_k - 1), sorted.end(), std::greater<float>());
-        threshold = sorted[s.top_k - 1];
-        at_threshold = s.top_k;
-        for (int i = 0; i < V; i++) { at_threshold -= logits[i] > threshold; }
+    std::vector<int> ids;                               // that may be drawn
+    for (int i = 0; i < V; i++) { if (!isnan(logits[i])) { ids.push_back(i); } }
+    auto behind = [&](int a, int b) { return logits[a] != logits[b] ? logits[a] < logits[b] : a > b; };
+    if (s.top_k > 0 && s.top_k < (int)ids.size()) {
+        const auto end = ids.begin() + s.top_k;
+        std::nth_element(ids.begin(), end, ids.end(), [&](int a, int b) { return behind(b, a); });
+        ids.erase(end, ids.end());
     }
     std::vector<uint64_t> weights(V, 0);
     uint64_t total = 0;
-    for (int i = 0; i < V; i++) {
-        if (logits[i] > threshold || (logits[i] == threshold && at_threshold-- > 0)) {
-            weights[i] = sample_weight(logits[i], logits[best], s.temperature);
-        }
-        total += weights[i];
-    }
+    for (int i : ids) { total += weights[i] = sample_weight(logits[i], logits[best], s.temperature); }
 
     if (s.top_p < 1.0f) {
-        std::vector<int> heap;                          // the highest rank on top
-        for (int i = 0; i < V; i++) { if (weights[i] > 0) { heap.push_back(i); } }
-        auto behind = [&](int a, int b) { return logits[a] != logits[b] ? logits[a] < logits[b] : a > b; };
-        std::make_heap(heap.begin(), heap.end(), behind);
+        std::make_heap(ids.begin(), ids.end(), behind); // the highest rank on top
         const uint64_t wanted = sample_kept(total, s.top_p);
         uint64_t kept = 0;
         while (kept < wanted) {
-            std::pop_heap(heap.begin(), heap.end(), behind);
-            kept += weights[heap.back()];
-            heap.pop_back();
+            std::pop_heap(ids.begin(), ids.end(), behind);
+            kept += weights[ids.back()];
+            ids.pop_back();
         }
-        for (int i : heap) { weights[i] = 0; }
+        for (int i : ids) { weights[i] = 0; }
         total = kept;
     }
 
