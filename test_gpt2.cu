@@ -1587,9 +1587,9 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
         a.mean = layer ? at.s("mean", Out(N)) : nullptr, a.rstd = at.s("rstd", Out(N));
         a.inp = is.starts ? nullptr : at.x("inp", In(n, 1.0, 0.5));
         if (is.branches > 0) {
-            auto* residual = at.x("residual", Out(n));
-            if (is_added) { a.inp = residual; }
-            else { a.residual = residual; }
+            auto* sum = at.x("sum", Out(n));
+            if (is_added) { a.inp = sum; }
+            else { a.sum = sum; }
         }
         for (int i = 0; i < is.branches && !is_added; i++) {
             a.branch[i] = at.x(kNormNames[i][6], In(n, 1.0, 0.1));     // a mean of zero has no digits
@@ -1600,7 +1600,7 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
     };
     compute(k, [&](auto at) { forward(at, false); });
     if (is.branches > 0) {                          // what is normalised is the sum as rounded
-        k.take("residual");
+        k.take("sum");
         for (int i = 0; i < is.norms && fp8; i++) { *(Fp8Stats*)k[kStats[i]].twin.data() = {}; }
         forward(Twin{&k}, true);
     }

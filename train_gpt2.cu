@@ -46,6 +46,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
 #include "llmc/numbers.h"            // gives: ceil_div, round_up, is_power_of_two
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config
+#include "llmc/model/lanes.h"        // gives: lane_buffer, lane_merges, lane_buffers, lane_part
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, Places, param_address
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
@@ -280,6 +281,7 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #include "llmc/ops/device.h"         // gives: device_malloc, stream_create; CUDA: cudaCheck, OpScope
 #ifndef GPT2_CPU
 #include "llmc/ops/cuda_helpers.h"   // gives: x128, load, store, block_sum, mma_16x8, wgmma_shared
+#include "llmc/ops/cuda_launch.h"    // gives: check_width, allow_shared_memory, tensor_map
 #include "llmc/ops/cublaslt.h"       // gives: Gemm, gemm
 #include "llmc/ops/nccl.h"           // gives: device_comm_init, device_all_to_all, device_all_gather
 
@@ -314,70 +316,6 @@ static bool sm90_kernels_run() {
         return attributes.maxThreadsPerBlock == 128;
     }();
     return use_sm90_kernels && built;
-}
-
-// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
-template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t bytes) {
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-}
-
-// Rows of n elements must be whole vectors.
-template <class Args> static void check_width(const Args& a, size_t n) {
-    if (n % kWidth == 0) { return; }
-    die("%s: rows of %zu elements; their number must be a multiple of %d", op_name(a), n, kWidth);
-}
-
-// The most bytes of shared memory that a block may ask for: 227 KiB on Hopper, 163 on an A100, 99 on most
-// others.
-static size_t shared_memory_limit() {
-    static const int limit = [] {
-        int bytes = 0;
-        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index));
-        return bytes;
-    }();
-    return std::min((size_t)limit, hooks.shared_memory);
-}
-
-// Describes a tensor to the copy engine (TMA), the innermost dimension first; there `box` 16-bit elements, 64
-// or 32, are a row of shared memory, in the swizzle of as many bytes. Outside of the tensor are zeros.
-struct MapDim { size_t size, bytes; int box; };         // bytes from one index to the next
-template <int kRank> static CUtensorMap encode_map(const void* tensor, const MapDim (&d)[kRank]) {
-    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
-    static const EncodeTiled encode = [] {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                                   &found));
-        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
-        return (EncodeTiled)entry;
-    }();
-    cuuint64_t sizes[kRank], strides[kRank];
-    cuuint32_t box[kRank], steps[kRank];
-    for (int i = 0; i < kRank; i++) {
-        sizes[i] = d[i].size, box[i] = d[i].box, steps[i] = 1;
-        if (i > 0) { strides[i - 1] = d[i].bytes; }
-    }
-    CUtensorMap map;
-    const CUresult result =
-        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank,
-               (void*)tensor, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               d[0].box == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) {
-        die("tensor map of %zu x %zu x %zu x %zu at %p refused (CUDA error %d)", d[0].size, d[1].size,
-            d[2].size, d[3].size, tensor, (int)result);
-    }
-    return map;
-}
-
-// A (B,T,slots,width) tensor in boxes of box_rows rows of box_slots slots, by coordinates {0, t, slot, b}.
-// Slots are heads, 3*NH of qkv, NH of dout; or blocks of columns of a matrix (1,rows,columns), 64 wide, or 32
-// for 64 FP8 bytes. (FP32 builds never call it.)
-[[maybe_unused]] static CUtensorMap tensor_map(const void* tensor, int B, int T, int slots, int box_rows = 64,
-                                               int box_slots = 1, int width = 64) {
-    const size_t slot = width * sizeof(floatX), row = slots * slot;
-    return encode_map<4>(tensor, {{(size_t)width, 2, width}, {(size_t)T, row, box_rows},
-                                  {(size_t)slots, slot, box_slots}, {(size_t)B, row * T, 1}});
 }
 
 // == 6.1 encoder ==
@@ -495,7 +433,7 @@ static void encoder_backward(const EncoderBackward& a, Stream stream) {
 
 // == 6.2 norms of the residual stream ==
 // For each row of (N,C), with means over its C elements:
-// Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `residual`; f is 0 or 1/(1-p) where
+// Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `sum`; f is 0 or 1/(1-p) where
 //           a branch has dropout, else 1. Without branches x = inp.
 //           mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)     RMSNorm: mean = 0
 //           y[i] = (x - mean)*rstd*weight[i] + bias[i]                 or the bytes of these (fp8)
@@ -552,7 +490,6 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
     const bool rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
     const floatX* inp = a.inp;
-    floatX* residual = a.residual;
 
     // 1. Load: all loads are on their way before the first is needed. What is missing is zeros.
     uint4 x[kRows][kVectors], branch[2][kRows][kVectors];
@@ -586,7 +523,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
             for (int k = 0; k < kWidth; k++) { sum.at[k] += added.at[k]; }
         }
         const x128 rounded = to_pack<floatX>(sum);
-        store(residual + (size_t)(first + r) * C, c, residual && first + r < a.N ? C : 0, rounded);
+        store(a.sum + (size_t)(first + r) * C, c, a.sum && first + r < a.N ? C : 0, rounded);
         memcpy(&x[r][v], &rounded, sizeof(rounded));
     }
 
@@ -930,7 +867,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
 }
 
-// residual may be inp or a branch: each element is read before it is written, by the same thread.
+// a.sum may be inp or a branch: each element is read before it is written, by the same thread.
 static void norm_forward(const NormForward& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.C);
@@ -4177,28 +4114,6 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     return bytes;
 }
 
-// ---- lanes ----
-// A lane is a group of a step's micro-steps; the exchange in section 8 draws how lanes are summed. A rank
-// sums its lanes like a binary counter, over a stack of buffers. Lane i is summed in buffer lane_buffer(i),
-// the top of the stack. Then the topmost buffer is added to the one below it, lane_merges(i) times: once for
-// each pair that lane i completes. After the last lane, all buffers are added into buffer 0.
-static int lane_buffer(int lane) { return __builtin_popcount((unsigned)lane); }
-static int lane_merges(int lane, int lanes) {
-    return lane == lanes - 1 ? lane_buffer(lane) : __builtin_ctz(~(unsigned)lane);
-}
-static int lane_buffers(int lanes) {        // number of buffers: 1 + floor(log2(lanes))
-    int count = 1;
-    for (; lanes > 1; lanes /= 2) { count++; }
-    return count;
-}
-// How many of the next `lanes` lanes, from `lane` on, form a whole subtree. Their sum can go directly into
-// lane_buffer(lane): the log2 merges inside the subtree are then done.
-static int lane_part(int lane, int lanes) {
-    int part = 1;
-    while (2 * part <= lanes && lane % (2 * part) == 0) { part *= 2; }
-    return part;
-}
-
 // ---- memory ----
 static MuonShare gpt2_muon_share(const GPT2* model) {
     return muon_share(model->layout, model->param_specs, model->options.split, bytes_floatX,
@@ -4908,7 +4823,7 @@ struct Forward : Pass {
                       const Norm& w2 = {}) {
         NormForward n = norms(out, x, w, out2, w2);
         if (waiting.count > 0) {
-            n.residual = x.data, n.inp = waiting.before;
+            n.sum = x.data, n.inp = waiting.before;
             for (int k = 0; k < waiting.count; k++) {
                 n.branch[k] = waiting.branch[k];
                 if (drops()) { n.dropout[k] = dropout(x.added[k].mask); }
@@ -5283,7 +5198,7 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
 // has micro-step j * world + r at time j. Those of one time are one subtree, or a few subtrees if the number
 // of ranks is no power of two. Two layers' gradients are in memory at a time.
 
-// After a lane: adds the pairs that it completes (section 7, "lanes"), in n elements from `offset` bytes on.
+// After a lane: adds the pairs that it completes (lanes.h), in n elements from `offset` bytes on.
 // With several lanes on a rank, gradients are fp32.
 static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);

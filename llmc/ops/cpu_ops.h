@@ -217,9 +217,9 @@ static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const std::vector<Rea
     stats->saturated += saturated;
 }
 
-// residual = inp + both branches after their dropouts, rounded once; then y[i] = norm(residual as stored).
-// Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. residual may
-// be the buffer of inp or of a branch: each element is read before it is written. y[i].fp8: its bytes.
+// sum = inp + both branches after their dropouts, rounded once; then y[i] = norm(sum as stored).
+// Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. sum may be
+// the buffer of inp or of a branch: each element is read before it is written. y[i].fp8: its bytes.
 template <class Real> void norm_forward_cpu(const NormForwardOf<Real, Real>& a) {
     const int N = a.N, C = a.C;
     std::vector<Real> unrounded[2];
@@ -230,14 +230,14 @@ template <class Real> void norm_forward_cpu(const NormForwardOf<Real, Real>& a) 
         #pragma omp for
         for (int n = 0; n < N; n++) {
             const size_t row = (size_t)n * C;
-            if (a.residual) {
+            if (a.sum) {
                 for (int c = 0; c < C; c++) { sum[c] = a.inp ? a.inp[row + c] : 0.0; }
                 for (int i = 0; i < 2; i++) {
                     if (a.branch[i]) { add_branch(sum.data(), a.branch[i] + row, a.dropout[i], n, C); }
                 }
-                for (int c = 0; c < C; c++) { a.residual[row + c] = (Real)sum[c]; }
+                for (int c = 0; c < C; c++) { a.sum[row + c] = (Real)sum[c]; }
             }
-            const Real* x = (a.residual ? a.residual : a.inp) + row;
+            const Real* x = (a.sum ? a.sum : a.inp) + row;
             Real mean;
             norm_statistics(&mean, a.rstd + n, x, a.kind, C);
             if (a.kind == NormKind::Layer) { a.mean[n] = mean; }

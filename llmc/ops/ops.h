@@ -51,8 +51,8 @@ template <class X, class S> struct NormOutput {
 template <class X, class S> struct NormForwardOf {
     NormOutput<X, S> y[2];
     S *mean, *rstd;                     // (N); mean: not used by an RMSNorm
-    X* residual;                        // (N,C) the sum; may be inp or a branch. Null where there are no
-                                        // branches: inp is normalised
+    X* sum;                             // (N,C) may be inp or a branch. Null where there are no branches: inp
+                                        // is normalised
     const X* inp;                       // (N,C), or null where nothing comes before the branches
     const X* branch[2];                 // (N,C); null: fewer branches
     Dropout dropout[2];                 // of each branch
@@ -62,7 +62,7 @@ template <class X, class S> struct NormForwardOf {
         gives("y0", y[0].out, N, C); gives("y1", y[1].out, N, C); gives("fp8_y0", y[0].fp8, N, C);
         gives("fp8_y1", y[1].fp8, N, C); gives("fp8_amax0", y[0].stats ? &y[0].stats->amax : nullptr, 1);
         gives("mean", kind == NormKind::Layer ? mean : nullptr, N); gives("rstd", rstd, N);
-        gives("residual", residual, N, C);
+        gives("sum", sum, N, C);
     }
 };
 template <class X, class S> struct NormGrad {
