@@ -54,18 +54,18 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
 #include "llmc/data/dataloader.h"    // gives: DataLoader
 #include "llmc/data/evalloader.h"    // gives: EvalSet
-#include "llmc/data/tokenizer.h"     // gives: Tokenizer
 #include "llmc/data/sampler.h"       // gives: Sampling, sample_weight, sample_target
 #include "llmc/run/schedulers.h"     // gives: LrSchedule, lr_at, momentum_at
-#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, run_max_steps
+#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, rank_micro_steps
+#include "llmc/run/run_data.h"       // gives: RunData, data_open, data_check_same, data_print, data_free
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
 #include "llmc/run/plan.h"           // gives: gpu_kind, gpu_names, plan_print_time
 #include "llmc/run/step_reports.h"   // gives: Reports, reports_begin, reports_end, report_step
-#include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_end
+#include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_eval
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
-#include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
+#include "llmc/run/samples.h"        // gives: write_samples, chat, TextDraw
 #include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
 #include "llmc/files/checkpoints.h"  // gives: checkpoint_before, checkpoint_retain, Retention
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read
@@ -4453,8 +4453,6 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro
 static void gpt2_await_params(GPT2* model, int bucket);
 static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double muon_lr = 0.0);
 
-static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
-
 static void next_batch(DataLoader* loader, int64_t step) {
     DiskWait disk(step);
     dataloader_next(loader);
@@ -5811,20 +5809,15 @@ constexpr Build kBuild = {PRECISION_NAME, true};
 struct Training {
     GPT2 model = {};
     Decoder decoder = {};
-    DataLoader train_loader = {}, val_loader = {};      // empty where the task does not need them
-    EvalSet questions = {};
-    Tokenizer tokenizer = {};   // without tokens: samples are printed as token ids
-    const Tokenizer* text() const { return tokenizer.bytes.empty() ? nullptr : &tokenizer; }
+    RunData data;
     Logger logger;
     Saver saver = {};
     bool saves = false;         // -o was given
     DeviceInfo device;
     std::string program;        // hash of the program, taken at the start: later its file may be gone
     std::string start;          // the working directory: relative names of files belong to it
-    int64_t max_steps = 0;      // of the run; -x, or those of an epoch
     int64_t step = 0;           // steps done
-    int64_t position = 0;       // of the next step's data, as train_loader counts
-    std::string data_sample;    // of a saved run's training data: shows later whether they are the same
+    int64_t position = 0;       // of the next step's data, as data.train counts
     int rewinds = 0;            // times that --on-bad-loss rewind went back
 };
 
@@ -5925,66 +5918,10 @@ static void take_device(Training* t, const Config& config, Options* options) {
     if (options->fp8) { die_if(fp8_error()); }
 }
 
-// Opens the training, validation and evaluation data that the task needs.
-static void open_data(Training* t, const Config& config) {
-    const bool trains = run_task() == Task::Train, validates = run_validates();
-    auto open = [&](DataLoader* loader, const char* pattern, bool shuffle, DataShare share) {
-        dataloader_init(loader, pattern, run.B, run.T, shuffle, (uint64_t)run.seed, config.V, share);
-        tokenizer_check(loader->tokenizer, config.V, pattern);
-    };
-    if (trains) {
-        const bool has_data = run_given("train-data") || file_size(run.train_data) >= 0;
-        const bool may_mean_text = run_given("prompt") && !run_given("max-steps");
-        if (!has_data && may_mean_text) {
-            die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
-                "hint: -x 0 writes a text after the prompt; -i names training data", run.train_data);
-        }
-        DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
-        if (run.overfit) { share = {}; }        // all ranks have the job's first batch
-        open(&t->train_loader, run.train_data, run.shuffle && !run.overfit, share);
-        if (run.output_dir[0] != '\0') { t->data_sample = dataloader_sample(&t->train_loader); }
-        const int64_t epoch = t->train_loader.samples_per_epoch * run.T / run.total_batch;
-        t->max_steps = run_max_steps() < 0 ? std::max((int64_t)1, epoch) : run_max_steps();
-    }
-    if (validates) { open(&t->val_loader, run.val_data, false, {comm.rank, comm.world}); }
-    const char* shared = trains && validates ? dataloader_shared_file(&t->train_loader, &t->val_loader)
-                                             : nullptr;
-    if (shared) {
-        die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
-            shared);
-    }
-    if (run.evaluate) {
-        evalset_init(&t->questions, run.eval_data, config.V, run.B, run.T);
-        tokenizer_check(t->questions.tokenizer, config.V, run.eval_data);
-    }
-}
-
-// Opens the tokenizer, if texts are written. Returns how many tokens the prompt has.
-static size_t open_text(Training* t, const Config& config) {
-    if (!run_writes_text()) { return 0; }
-    text_init(&t->tokenizer, config.V);
-    if (run.chat && !t->text()) {
-        die("chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
-    }
-    return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
-}
-
 // Facts that are saved with a run. If they differ when it is resumed, its bits may.
 static Facts origin_facts(const Training& t) {
     return {{"program", t.program}, {"device", t.device.name},
-            {"training data", dataloader_facts(&t.train_loader)}, {"training data sample", t.data_sample}};
-}
-
-// Ranks that differ in program, data or flags would train nonsense, or wait for each other for ever.
-static void check_same_job(const Training& t) {
-    if (comm.world == 1) { return; }
-    Facts facts = {
-        {"the program", t.program}, {"training data", dataloader_facts(&t.train_loader)},
-        {"a sample of the training data", t.data_sample},
-        {"validation data", dataloader_facts(&t.val_loader)},
-        {"evaluation data", evalset_facts(&t.questions)}};
-    for (const auto& fact : flag_facts()) { facts.push_back(fact); }
-    comm_check_same(facts);
+            {"training data", dataloader_facts(&t.data.train)}, {"training data sample", t.data.sample}};
 }
 
 static void print_model(const GPT2& model) {
@@ -6031,7 +5968,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
                 {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
                 {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
     if (t->saves) {
-        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->max_steps;
+        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->data.max_steps;
         const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
         gpt2_saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
                         {run.keep, run.major_every, every, t->saver.retention.bad});
@@ -6057,25 +5994,16 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
         say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)t->step);
         const int then = (int)fact_number(resumed.facts, "ranks", 1, INT_MAX);
         if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
-        if (t->step >= t->max_steps) {
+        if (t->step >= t->data.max_steps) {
             say("-x %lld: the run has come so far already; a larger -x makes it longer\n",
-                (long long)t->max_steps);
+                (long long)t->data.max_steps);
         }
     }
     if (run.own_launch) {
         say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
     }
     catch_signals();
-    const int64_t rows = t->train_loader.samples_per_epoch;
-    const char* each = comm.world > 1 ? "on each rank " : "";
-    say("data: %lld training tokens (%lld rows of %d)\n"
-        "batch: %lld tokens a step; %s%d rows at once, micro-steps a step: %d\n"
-        "schedule: %lld steps, %.3g epochs; lr %g, %s, warm-up %lld steps\n",
-        (long long)t->train_loader.tokens, (long long)rows, run.T, (long long)run.total_batch, each, run.B,
-        rank_micro_steps(), (long long)t->max_steps,
-        (double)t->max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
-        flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
-    fflush(stdout);                         // the first step may take long
+    data_print(t->data);
 }
 
 // --plan GPU: prints what the run would take there, and trains nothing. The CPU build plans for the CUDA
@@ -6214,14 +6142,7 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     if (!gpt2_evaluate(&sums, model, set)) { return true; }
     const EvalScore score = evalset_score(set, sums);
     DiskWait disk(step);
-    const std::string loss = logger_number("%.6f", score.loss);
-    if (score.asked) {
-        printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
-               logger_number("%.6f", score.acc).c_str(), loss.c_str());
-    } else {
-        printf("eval loss %s | word_ppl %s\n", loss.c_str(), logger_number("%.2f", score.word_ppl).c_str());
-    }
-    fflush(stdout);
+    report_eval(score);
     logger_eval(logger, step, score);
     if (isfinite(score.loss)) { return true; }
     warn("losses of the evaluation are not finite: the weights hold NaN or far too large numbers");
@@ -6240,15 +6161,10 @@ static TextDraw text_draw(Training* t) {
     };
 }
 
-static TextTask text_task(const Training& t) {
-    return {t.text(), prompt_tokens(t.text(), run.prompt, t.model.config.V, t.model.T), run.sample_tokens,
-            run.tells_speed};
-}
-
 // Writes samples, as many at once as memory allows. Rank 0 writes; the others wait at the next exchange.
 static void generate(Training* t) {
     if (comm.rank != 0 || stopping) { return; }
-    write_samples(text_task(*t),
+    write_samples(t->data.text_task(),
                   {run.num_samples, t->decoder.rows, t->step, run.prompt, run_task() == Task::Train},
                   text_draw(t));
 }
@@ -6331,12 +6247,12 @@ static bool due(int every, int64_t step) { return every > 0 && step % every == 0
 static void train(Training* t) {
     GPT2* model = &t->model;
     const LrSchedule schedule = {run.schedule,  run.lr,             run.warmup,
-                                 t->max_steps, run.final_fraction, run.cooldown};
+                                 t->data.max_steps, run.final_fraction, run.cooldown};
     LrSchedule muon_schedule = schedule;
     muon_schedule.peak = run.muon_lr;
     Reports reports = {};
     reports_init(&reports, model->config, (double)report_parameters(model->param_specs), model->T, t->device,
-                 kLowPrecision, t->max_steps);
+                 kLowPrecision, t->data.max_steps);
     // Reports all steps but the newest `behind`. True: the run went back.
     auto report_rewinds = [&](int behind) {
         bool hopeless = false;
@@ -6354,8 +6270,8 @@ static void train(Training* t) {
         return true;
     };
 
-    dataloader_seek(&t->train_loader, t->position);
-    while (t->step < t->max_steps && !stop_agreed(t->step)) {
+    dataloader_seek(&t->data.train, t->position);
+    while (t->step < t->data.max_steps && !stop_agreed(t->step)) {
         const int64_t step = t->step;
         const bool val_due = due(run.val_every, step);
         const bool eval_due = run.evaluate && due(run.eval_every > 0 ? run.eval_every : run.val_every, step);
@@ -6365,27 +6281,27 @@ static void train(Training* t) {
         if ((val_due || eval_due || sample_due || save_due) && report_rewinds(0)) { continue; }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // the steps up to here
-        if (val_due) { validate(model, &t->val_loader, &t->logger, step); }
-        if (eval_due) { evaluate(model, &t->questions, &t->logger, step); }
+        if (val_due) { validate(model, &t->data.val, &t->logger, step); }
+        if (eval_due) { evaluate(model, &t->data.questions, &t->logger, step); }
         if (sample_due) { generate(t); }
 
         reports_begin(&reports, step, model->stream);
         const double lr = lr_at(schedule, step), muon_lr = lr_at(muon_schedule, step);
-        if (!train_step(model, &t->train_loader, t->saver, lr, muon_lr)) { break; }
+        if (!train_step(model, &t->data.train, t->saver, lr, muon_lr)) { break; }
         t->step++;
-        t->position = t->train_loader.position;
+        t->position = t->data.train.position;
         reports_end(&reports, step, model->state, model->stream);
         // the last step is awaited inside the loop, because it, too, may send the run back
-        report_rewinds(kDeviceIsAsync && t->step < t->max_steps ? 1 : 0);
+        report_rewinds(kDeviceIsAsync && t->step < t->data.max_steps ? 1 : 0);
     }
     report_rewinds(0);                          // if a signal ended the loop, a step is pending
     report_line(&reports.report);               // the last steps, fewer than --log-every
-    if (t->step < t->max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
+    if (t->step < t->data.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     check_ranks(model, t->step);                // a model on which the ranks disagree is not saved
     save(t);                                    // first: the rest takes time
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
-    if (run.val_every > 0) { validate(model, &t->val_loader, &t->logger, t->step); }
-    if (run.evaluate) { evaluate(model, &t->questions, &t->logger, t->step); }
+    if (run.val_every > 0) { validate(model, &t->data.val, &t->logger, t->step); }
+    if (run.evaluate) { evaluate(model, &t->data.questions, &t->logger, t->step); }
     if (run.sample_every > 0) { generate(t); }
     if (run.verbose >= 0) { report_end(reports.report, t->logger.best_val, t->logger.best_step); }
     reports_free(&reports);
@@ -6395,19 +6311,19 @@ static void train(Training* t) {
 #ifndef TESTING
 // -x 0 without --prompt. False: the loss is not finite.
 static bool validate_alone(Training* t) {
-    const DataLoader& loader = t->val_loader;
+    const DataLoader& loader = t->data.val;
     const int64_t rows = std::min(val_rows(), loader.samples_per_epoch);
     say("evaluating %s on %s: %lld of %lld rows of %d tokens\n", shown(run.model).c_str(),
         shown(run.val_data).c_str(), (long long)rows, (long long)loader.samples_per_epoch, run.T);
     fflush(stdout);
-    return validate(&t->model, &t->val_loader, &t->logger, 0);
+    return validate(&t->model, &t->data.val, &t->logger, 0);
 }
 
 // -x 0 with --prompt, or chat.
 static void write_alone(Training* t) {
     if (!run.chat) { generate(t); return; }
     // without -g a text goes on to the end of a sentence
-    if (comm.rank == 0) { chat(text_task(*t), run.model, !run_given("sample-tokens"), text_draw(t)); }
+    if (comm.rank == 0) { chat(t->data.text_task(), run.model, !run_given("sample-tokens"), text_draw(t)); }
 }
 
 int main(int argc, char** argv) {
@@ -6436,32 +6352,29 @@ int main(int argc, char** argv) {
     if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
     t.program = executable_hash();
     take_device(&t, config, &options);
-    open_data(&t, config);
-    const size_t prompted = open_text(&t, config);
-    check_same_job(t);
+    data_open(&t.data, config.V);
+    data_check_same(t.data, t.program);
     if (run.resumed) { resumed_check(resumed.facts, origin_facts(t), run.output_dir); }
 
     say("device: %s, precision %s\n", t.device.name.c_str(), PRECISION_NAME);
     if (task == Task::Train && run.verbose >= 0) { flags_print(kFlags, kNumFlags, run.verbose > 0); }
     load_model(&t, config, options, &resumed);
-    if (run.verbose >= 0) { evalset_print(&t.questions); }
-    surprises_print(prompted, t.max_steps); // settings that hardly do what was meant
+    if (run.verbose >= 0) { evalset_print(&t.data.questions); }
+    surprises_print(t.data.prompted(), t.data.max_steps);   // settings that hardly do what was meant
 
     bool fine = true;
     if (task == Task::Train) {
         begin_run(&t, resumed);
         train(&t);
         saver_free(&t.saver);
-        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.max_steps); }
+        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.data.max_steps); }
     } else {
         if (run_validates()) { fine = validate_alone(&t); }
-        if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
+        if (run.evaluate) { fine = evaluate(&t.model, &t.data.questions, &t.logger, 0) && fine; }
         if (task == Task::Write) { write_alone(&t); }
     }
 
-    dataloader_free(&t.train_loader);
-    dataloader_free(&t.val_loader);
-    tokenizer_free(&t.tokenizer);
+    data_free(&t.data);
     logger_free(&t.logger);
     comm_any(false);                        // all ranks wait here, and not in NCCL, for rank 0's last sample
     decoder_free(&t.decoder);

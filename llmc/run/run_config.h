@@ -330,6 +330,11 @@ static inline Task run_task() {
     return run.chat || run_given("prompt") ? Task::Write : Task::Evaluate;
 }
 
+// Micro-steps of this rank in a step.
+static inline int rank_micro_steps() {
+    return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world));
+}
+
 // Does the run generate text, during training or instead of it?
 static inline bool run_writes_text() {
     return run_task() == Task::Train ? run.sample_every > 0 : run_task() == Task::Write;
