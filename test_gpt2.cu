@@ -621,7 +621,7 @@ static bool fp8_runs() {
 }
 
 static std::vector<Fp8Tensor> fp8_state(GPT2* model) {
-    return from_device(model, model->fp8.tensors, fp8_saved(model->config));
+    return from_device(model, model->fp8.tensors, 2 * model->fp8.linears);
 }
 
 // bound: on the mean error of the gradients against those without FP8; each may have 1.5 times that. Three

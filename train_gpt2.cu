@@ -245,18 +245,31 @@ static std::vector<ParamSpec> param_table(const Config& c) {
     return specs;
 }
 
-// What decides which activations there are, and which are kept.
-struct ActNeeds { int recompute = 0; bool trains = true, dropout = false, fp8 = false, fp8_head = false; };
+// What a run may choose; fixed after gpt2_allocate.
+struct Options : ModelSettings {
+    bool trains = true;         // else forward only: gradients and optimizer have no memory
+    bool grads_bf16 = false;    // gradients of tensors with two dimensions in bf16, rounded with dither
+    bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
+    bool muon = false;          // for the layers' matrices; AdamW for the others
+    int muon_steps = 5;         // of Newton-Schulz
+    size_t muon_bytes = (size_t)576 << 20;      // that Muon may add to a step's memory: see muon_share
+    float loss_scale = kFirstLossScale;         // FP16: the first one
+    uint64_t seed = 0;
+    int text_rows = 0;          // texts that can be written at once; 0: none
+    Sampling sampling = {};     // how their tokens are drawn
+    Split split = {};           // this rank's part of the job
+    int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
+    bool graphs = true;         // on one GPU a micro-step is a CUDA graph
+};
 
-// Fills specs and returns the bytes of all activations.
-static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const ActNeeds& needs) {
+// Fills specs, for a pass over (B,T), and returns where the activations end if they begin at `offset`.
+static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Options& o, size_t offset = 0) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
-    const size_t second = c.block != Block::ParallelTied, trains = needs.trains, dropout = needs.dropout;
-    const size_t fp8 = needs.fp8, fp8_head = needs.fp8_head;
+    const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
+    const size_t fp8 = o.fp8, fp8_head = o.fp8_head;
     const int ALWAYS = trains ? c.L : 1;
-    auto SAVED = [=](int level) { return needs.recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
-    size_t offset = 0;
+    auto SAVED = [=](int level) { return o.recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
     int i = 0;
 #define IN(other) act_in(ACT_##other)
 #define X(name_, type_, where_, kept_, elems_)                                                               \
@@ -3966,33 +3979,6 @@ static void sample_tokens(const SampleTokens& a, Stream stream) {
 #endif  // GPT2_CPU
 
 // == 7 model ==
-struct Options {                // what a run may choose; fixed after gpt2_allocate
-    bool trains = true;         // else forward only: gradients and optimizer have no memory
-    int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
-    bool master;                // fp32 master copies of 16-bit parameters
-    bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
-    double dropout;             // probability, in training: of the embedding's and the branches' outputs
-    Kernels kernels;            // which kernels an op with several may use
-    bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
-    bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
-    float weight_decay;         // AdamW's, on the tensors with two dimensions
-    double beta1 = 0.9, beta2 = 0.95, eps = 1e-8;               // AdamW's
-    float grad_clip = 1.0f;     // largest norm of the gradient; 0: no clipping
-    bool muon = false;          // for the layers' matrices; AdamW for the others
-    int muon_steps = 5;         // of Newton-Schulz
-    size_t muon_bytes = (size_t)576 << 20;      // that Muon may add to a step's memory: see muon_share
-    int64_t muon_warmup = 0;    // steps in which the momentum rises
-    double muon_momentum = 0.95, muon_decay = 0.0;
-    float loss_scale = kFirstLossScale;         // FP16: the first one
-    float skip_loss, skip_norm; // UpdatePolicy's max_loss_score and max_norm_score; 0: no update is skipped
-    uint64_t seed;
-    int text_rows = 0;          // texts that can be written at once; 0: none
-    Sampling sampling = {};     // how their tokens are drawn
-    Split split;                // this rank's part of the job
-    int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
-    bool graphs = true;         // on one GPU a micro-step is a CUDA graph
-};
-
 // One batch: on the device, or in a staging slot of pinned memory, with the same layout.
 struct Inputs {
     int *tokens, *targets;      // (B,T)
@@ -4054,12 +4040,10 @@ struct Exchange {
 // behind those of all layers, because only the first are saved: the weights' scales follow from the weights.
 // The logits' gradient has a fixed scale, whose inverse the classifier sets in each micro-step.
 struct Fp8 {
-    Fp8Tensor* tensors;         // (fp8_tensors)
+    int linears;                // the layers' linear layers, then the LM head
+    Fp8Tensor* tensors;         // (3*linears), of which (2*linears) are saved
     uint8_t* weights;           // room for each matrix in e4m3 and its transpose
 };
-static int fp8_linears(const Config& c) { return 4 * c.L + 1; }         // the layers', then the LM head
-static int fp8_tensors(const Config& c) { return 3 * fp8_linears(c); }
-static int fp8_saved(const Config& c) { return 2 * fp8_linears(c); }
 
 struct GPT2 {
     Config config;
@@ -4074,6 +4058,7 @@ struct GPT2 {
     Feed feed;
     Exchange exchange;
     Fp8 fp8;
+    MuonShare muon;
     DeviceState* state;
     Stream stream;
     Graph micro_graphs[2][2];   // of micro-steps: those that add to gradients; those with a split token
@@ -4115,11 +4100,6 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
 }
 
 // ---- memory ----
-static MuonShare gpt2_muon_share(const GPT2* model) {
-    return muon_share(model->layout, model->param_specs, model->options.split, bytes_floatX,
-                      model->options.muon_bytes);
-}
-
 enum class Memory { Plain, Zeroed, Shared };    // Shared: zeroed, and exchanged with other ranks
 
 // Every array that a model has on the device: visit(name, pointer to it, bytes, Memory). The memory plan, the
@@ -4157,12 +4137,12 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
           (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
-    visit("FP8 scales", &model->fp8.tensors, o.fp8 * fp8_tensors(c) * sizeof(Fp8Tensor), Memory::Zeroed);
+    visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor), Memory::Zeroed);
     visit("FP8 weights", &model->fp8.weights,
           o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems +
                        o.fp8_head * model->param_specs[PARAM_wte].padded), Memory::Plain);
     if (!o.muon) { return; }
-    const MuonShare share = gpt2_muon_share(model);
+    const MuonShare& share = model->muon;
     visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, Memory::Shared);
     visit("Muon's products", &model->opt.muon_products, 4 * share.product + share.sums, Memory::Plain);
 }
@@ -4179,16 +4159,16 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
     model->layout = param_layout(model->param_specs, config.L, options.split, options.grads_bf16,
                                  options.muon);
     Activations& acts = model->acts;
-    const size_t passes = act_specs(acts.specs, config, B, T,
-                                    {.recompute = options.recompute, .trains = options.trains,
-                                     .dropout = options.dropout > 0.0, .fp8 = options.fp8,
-                                     .fp8_head = options.fp8_head});
+    const size_t passes = act_specs(acts.specs, config, B, T, options);
     acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
     acts.text_bytes = acts.bytes - passes;
+    model->muon = muon_share(model->layout, model->param_specs, options.split, bytes_floatX,
+                             options.muon_bytes);
+    model->fp8.linears = 4 * config.L + 1;
     Exchange& e = model->exchange;
     e.losses_at = model->layout.shard_elems / kChunk * sizeof(double);
     e.stats_at = round_up(e.losses_at + options.lanes * sizeof(float), sizeof(Fp8Stats));
-    e.record_bytes = round_up(e.stats_at + options.fp8 * fp8_tensors(config) * sizeof(Fp8Stats), kAlign);
+    e.record_bytes = round_up(e.stats_at + options.fp8 * 3 * model->fp8.linears * sizeof(Fp8Stats), kAlign);
 }
 
 // Every byte that the run will take on the device, by name. Each tensor of the activations has a line.
@@ -4662,7 +4642,7 @@ struct Pass {
         const bool is_fp8 = is_head ? o.fp8_head : linear >= 0 && o.fp8 && fp8_layer(linear / 4, c.L);
         if (!micro || !is_fp8) { return y; }
         y.tensor = model->fp8.tensors +
-                   (role == kWeight ? fp8_saved(c) + linear : 2 * linear + (role == kDout));
+                   (role == kWeight ? 2 * model->fp8.linears + linear : 2 * linear + (role == kDout));
         y.stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) +
                   (y.tensor - model->fp8.tensors);
         if (model->step > 0) { y.bytes = bytes, y.bytes_t = bytes_t; }
@@ -5359,9 +5339,9 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
 
 // Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the bucket of
 // the first of these layers.
-static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updates, int layers) {
+static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
-    auto product = [&](int i) { return model->opt.muon_products + i * share.product; };
+    auto product = [&](int i) { return model->opt.muon_products + i * model->muon.product; };
     for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
                             .gram = (muonX*)product(2), .poly = (muonX*)product(3),
@@ -5376,7 +5356,7 @@ static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updat
 static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
-    const MuonShare share = gpt2_muon_share(model);
+    const MuonShare& share = model->muon;
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
     muonX* updates = (muonX*)model->opt.muon_updates;
     for (int first = 0; first < model->config.L; first += share.together) {
@@ -5396,7 +5376,7 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
             });
         }
         const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
-        if (count > 0) { gpt2_orthogonalise(model, share, updates + mine * b.padded, count); }
+        if (count > 0) { gpt2_orthogonalise(model, updates + mine * b.padded, count); }
         gpt2_exchange_now(model, [&](Stream stream) {
             device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
         });
@@ -5436,14 +5416,15 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
         fp8_scales({.tensors = model->fp8.tensors, .saturated = &model->state->fp8_saturated,
                     .records = exchange.records, .record_bytes = exchange.record_bytes,
                     .stats_at = exchange.stats_at, .ranks = split.world, .rank = split.rank,
-                    .count = fp8_tensors(model->config)}, model->stream);
+                    .count = 3 * model->fp8.linears}, model->stream);
     }
     update_decision({.state = &model->state->update, .loss = &model->state->loss,
                      .records = exchange.records, .record_bytes = exchange.record_bytes,
                      .lanes_at = exchange.losses_at, .ranks = split.world, .lanes = o.lanes,
                      .interleaved = split.zero == 2, .ranges = model->opt.ranges,
-                     .num_ranges = (int)model->layout.buckets.size(), .max_norm = o.grad_clip,
-                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
+                     .num_ranges = (int)model->layout.buckets.size(), .max_norm = (float)o.grad_clip,
+                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale, (float)o.skip_loss,
+                                (float)o.skip_norm}},
                     model->stream);
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
@@ -5455,7 +5436,7 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
                       .m = model->opt.m + b.state, .v = model->opt.v + b.v,
                       .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update,
                       .n = b.held, .rows = rows,
-                      .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
+                      .weight_decay = b.kind == Kind::Matrix ? (float)o.weight_decay : 0.0f, .lr = lr,
                       .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
                      model->stream);
@@ -5729,7 +5710,7 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
         }
     }
     if (model->options.fp8) {
-        const size_t tensors = fp8_saved(model->config), floats = tensors * kFp8TensorFloats;
+        const size_t tensors = 2 * model->fp8.linears, floats = tensors * kFp8TensorFloats;
         pieces.push_back({.row = state_row("fp8", "f32", tensors, kFp8TensorFloats, 0, floats),
                           .device = model->fp8.tensors, .in_state = first});
     }
@@ -5832,26 +5813,14 @@ static Config settle(const Facts* resumed = nullptr, const Build& build = kBuild
 }
 
 static Options run_options() {
-    Options o = {};
+    Options o = {run};
     o.trains = run_task() == Task::Train;
-    o.master = run.master != 0;
     o.grads_bf16 = run.grad_dtype == GradDtype::Bf16;
-    o.dropout = run.dropout;
-    o.tf32 = run.tf32 != 0;
-    o.kernels = run.kernels;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers: in the first step alone
-    o.weight_decay = (float)run.weight_decay;
-    o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
-    o.grad_clip = (float)run.grad_clip;
+    if (o.fp8) { o.recompute = 2; }             // in FP8's layers: in the first step alone
     o.muon = run.optimizer == OptimizerKind::Muon;
-    o.muon_momentum = run.muon_momentum;
-    o.muon_warmup = run.muon_warmup;
-    o.muon_decay = run.muon_decay;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
-    o.skip_loss = (float)run.skip_loss;
-    o.skip_norm = (float)run.skip_norm;
     o.seed = (uint64_t)run.seed;
     o.text_rows = !run_writes_text() ? 0 : run.chat ? 1 : std::min(run.num_samples, kDecodeRows);
     o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};

@@ -44,7 +44,21 @@ enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
 enum class OnBadLoss { Stop, Rewind };
 
-struct RunConfig {
+// What the model itself goes by: its Options (train_gpt2.cu) hold these, too.
+struct ModelSettings {
+    double dropout = 0.0;           // probability, in training: of the embedding's and the branches' outputs
+    double weight_decay = 0.0, beta1 = 0.9, beta2 = 0.95, eps = 1e-8;   // AdamW's; decay: of matrices
+    double muon_momentum = 0.95, muon_decay = 0.0;
+    int64_t muon_warmup = 0;        // steps in which the momentum rises
+    double grad_clip = 1.0;         // largest norm of the gradient; 0: no clipping
+    double skip_loss = 0.0, skip_norm = 0.0;    // UpdatePolicy's max_loss_score, max_norm_score; 0: none
+    int recompute = 0;              // 0: save all activations; 1: recompute GELU in backward; 2: norms, too
+    int master = 0;                 // fp32 master copies of 16-bit parameters
+    int tf32 = 0;                   // FP32 builds: tensor cores for GEMMs and attention
+    Kernels kernels = Kernels::Auto;
+};
+
+struct RunConfig : ModelSettings {
     // data, model and sizes
     const char *train_data, *val_data, *eval_data, *model, *output_dir, *prompt;
     int B, T;
@@ -52,22 +66,17 @@ struct RunConfig {
     const char* max_steps;          // the user's text; run_max_steps() is the number
     Block block;
     NormKind norm;
-    double dropout;
 
     // training
-    double lr, final_fraction, cooldown, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
+    double lr, final_fraction, cooldown, muon_lr;
     int64_t warmup, seed;
     int schedule, overfit, shuffle; // schedule: LrKind
     OptimizerKind optimizer;
-    int64_t muon_warmup;
-    double muon_lr, muon_momentum, muon_decay;
     OnBadLoss on_bad_loss;
 
     // computation
-    int recompute, tf32, master;
     GradDtype grad_dtype;
     MatmulDtype matmul_dtype;
-    Kernels kernels;
     CommOptions comm;
     const char* plan;
     double price;
