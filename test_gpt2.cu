@@ -993,7 +993,8 @@ static void test_writing(const char* name, const Config& c) {
     for (int i = 0, position = T; i < count; i++, position++) {
         if (position == T) { position = decoder_begin(&d, texts, 0, 5u << 24); }
         decoder_step(&d, 0);
-        const auto raw = from_device(&model, d.logits, (size_t)o.text_rows * c.V);
+        const Acts acts = act_views(model.acts.data, d.step_specs, 0);
+        const auto raw = from_device(&model, acts.logits, (size_t)o.text_rows * c.V);
         const Vector all(raw.begin(), raw.end());
         for (int row = 0; row < o.text_rows; row++) {
             const double coin = rand_unit(o.seed, RAND_SAMPLE, (uint32_t)row, (5u << 24) + texts[row].size());
@@ -1012,8 +1013,11 @@ static void test_writing(const char* name, const Config& c) {
         if ((int)context.size() > T) { context.erase(context.begin(), context.end() - T / 2); }
         const int n = (int)context.size();
         gpt2_feed(&model, context.data(), nullptr, 1, n, ClassifierMode::LossOnly);
-        gpt2_forward(&model, 1, n);
-        gpt2_logits(&model, gpt2_acts(&model, 0).lnf + (n - 1) * c.C, 1);
+        Forward all({&model, 1, n}), last({&model, 1, 1});
+        gpt2_forward(all);
+        Head head = last.head_of();
+        head.lnf.data += (n - 1) * c.C;
+        last.linear(head.logits, head.lnf, head.w);
         const Vector whole = host_logits(&model, 1);
         const double error = relative_error(logits[i], whole);
         if (!(error <= worst)) { worst = error; }

@@ -1848,6 +1848,13 @@ constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 // log2(e), because inf - inf would turn the whole row into NaN.
 constexpr float kLowest = -FLT_MAX / 4;
 
+__device__ __forceinline__ void mask_padding(x128* x, int c, int V) {   // columns V and up get no probability
+    if (c + kWidth <= V) { return; }
+    for (int k = 0; k < kWidth; k++) {
+        if (c + k >= V) { x->data[k] = (floatX)-INFINITY; }
+    }
+}
+
 // The largest element. NaN is ignored here; the sum of exp() keeps it.
 template <class T> __device__ __forceinline__ float pack_max(const Pack<T>& x) {
     T top = x.data[0];
@@ -1856,13 +1863,6 @@ template <class T> __device__ __forceinline__ float pack_max(const Pack<T>& x) {
         else { top = __hmax(top, x.data[k]); }
     }
     return (float)top;
-}
-
-__device__ __forceinline__ void mask_padding(x128* x, int c, int V) {   // columns V and up get no probability
-    if (c + kWidth <= V) { return; }
-    for (int k = 0; k < kWidth; k++) {
-        if (c + k >= V) { x->data[k] = (floatX)-INFINITY; }
-    }
 }
 
 __device__ __forceinline__ float exp_sum(const x128& x, float top) {    // sum of exp(x - top)
@@ -4032,6 +4032,7 @@ struct Exchange {
     uint32_t next_inbox;        // counts up: buckets take inboxes 0 and 1 in turn; the embedding has inbox 2
     int bucket_in_flight;       // the bucket that is being exchanged; -1: none
     char* records;              // (world,record_bytes) what the ranks tell each other about a step
+    char* record;               // this rank's
     size_t record_bytes, losses_at;     // a record: sums of squares of the rank's chunks, its lanes' losses,
     size_t stats_at;                    // with FP8 what its casts have seen
 };
@@ -4222,7 +4223,8 @@ static void feed_init(Feed* feed, int B, int T) {
     }
 }
 
-static void exchange_init(Exchange* exchange, const Layout& layout) {
+static void exchange_init(Exchange* exchange, const Layout& layout, int rank) {
+    exchange->record = exchange->records + rank * exchange->record_bytes;
     exchange->stream = stream_create_urgent();
     exchange->handover = event_create();
     exchange->bucket_in_flight = -1;
@@ -4268,7 +4270,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
         if (kind != Memory::Plain) { device_zero(*at, bytes, model->stream); }
     });
     feed_init(&model->feed, B, T);
-    exchange_init(&model->exchange, model->layout);
+    exchange_init(&model->exchange, model->layout, options.split.rank);
     optimizer_init(model);
     gemm_init(model->acts.workspace, gemm_workspace_bytes(), options.tf32);
     select_kernels(options.kernels == Kernels::Portable, options.tf32);
@@ -4422,7 +4424,10 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, i
 }
 
 // == 8 a step ==
-// train_step and gpt2_micro_step, then the functions that they call, roughly in the order of the calls:
+// train_step, then the functions that it calls, roughly in the order of the calls:
+static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int i,
+                                 int count);
+static MicroStep micro_step_of(const GPT2* model, int i, int count);
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
 static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
@@ -4433,28 +4438,19 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro
 static void gpt2_await_params(GPT2* model, int bucket);
 static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double muon_lr = 0.0);
 
-static void next_batch(DataLoader* loader, int64_t step) {
-    DiskWait disk(step);
-    dataloader_next(loader);
-}
-
-// This rank's record of a step: see Exchange::records.
-static char* gpt2_record(const GPT2* model) {
-    return model->exchange.records + model->options.split.rank * model->exchange.record_bytes;
-}
-
-// This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank; at stage 2 the
-// ranks take turns. Lanes are groups of micro-steps, explained where the exchange begins.
-static MicroStep micro_step_of(const GPT2* model, int i, int count) {
-    const Split& split = model->options.split;
-    const int per_lane = count / model->options.lanes;
-    return {.number = (uint32_t)(split.zero == 2 ? i * split.world + split.rank : split.rank * count + i),
-            .count = count,
-            .lane = i / per_lane,
-            .begins_lane = i % per_lane == 0,
-            .ends_lane = i % per_lane == per_lane - 1,
-            .casts_weights = i == 0,
-            .exchanges = split.world > 1 && (split.zero == 2 || i == count - 1)};
+// False: a signal came before the last micro-step. There is no update then, and the run ends.
+static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
+    const int count = rank_micro_steps();
+    MicroStep micro;
+    for (int i = 0; i < count; i++) {
+        if (stop_agreed(model->step)) { return false; }
+        if (run.overfit) { dataloader_seek(loader, 0); }
+        data_next(loader, model->step);
+        micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count);
+    }
+    saver_hold(saver);                          // weights change only after a checkpoint has its copies
+    gpt2_update(model, micro, lr, muon_lr);
+    return true;
 }
 
 // Adds a micro-step's part to the mean loss over the total batch, and to the gradients; a lane's first
@@ -4464,7 +4460,7 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
     const MicroStep micro = micro_step_of(model, i, count);
     const Accumulate add = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
     const float weight = (float)(1.0 / ((double)B * T * count * model->options.split.world));
-    float* losses = (float*)(gpt2_record(model) + model->exchange.losses_at);     // (lanes)
+    float* losses = (float*)(model->exchange.record + model->exchange.losses_at);     // (lanes)
     gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     auto work = [&] {
         gpt2_loss(model, B, T, weight, losses + micro.lane, add, &micro);
@@ -4484,19 +4480,18 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
     return micro;
 }
 
-// False: a signal came before the last micro-step. There is no update then, and the run ends.
-static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
-    const int count = rank_micro_steps();
-    MicroStep micro;
-    for (int i = 0; i < count; i++) {
-        if (stop_agreed(model->step)) { return false; }
-        if (run.overfit) { dataloader_seek(loader, 0); }
-        next_batch(loader, model->step);
-        micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count);
-    }
-    saver_hold(saver);                          // weights change only after a checkpoint has its copies
-    gpt2_update(model, micro, lr, muon_lr);
-    return true;
+// This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank; at stage 2 the
+// ranks take turns. Lanes are groups of micro-steps, explained where the exchange begins.
+static MicroStep micro_step_of(const GPT2* model, int i, int count) {
+    const Split& split = model->options.split;
+    const int per_lane = count / model->options.lanes;
+    return {.number = (uint32_t)(split.zero == 2 ? i * split.world + split.rank : split.rank * count + i),
+            .count = count,
+            .lane = i / per_lane,
+            .begins_lane = i % per_lane == 0,
+            .ends_lane = i % per_lane == per_lane - 1,
+            .casts_weights = i == 0,
+            .exchanges = split.world > 1 && (split.zero == 2 || i == count - 1)};
 }
 
 // ---- feed ----
@@ -4595,14 +4590,23 @@ struct Head {
     floatX* dlnf;
 };
 
+// Keys and values of texts that are written. A forward over one text copies those of its first `count`
+// positions here, for `texts` texts that begin alike.
+struct Cache {
+    floatX *keys, *values;              // (L,all texts,T,C), at the first of `texts`
+    size_t layer_stride;                // elements from layer to layer
+    int texts, count;
+};
+
 // A forward or backward pass over (B,T). It names what the verbs below work on: layer_of and head_of make
 // operands, weights and gradients of the tables' tensors.
 struct Pass {
     GPT2* model;
-    const ActSpec* act_specs;           // the model's; section 9 has its own, for B = 1
     int B, T;                           // where neither embedding nor attention runs, B*T alone counts
     const MicroStep* micro = nullptr;   // null: nothing is trained, so there is neither dropout nor FP8
     float* scratch = nullptr;           // of a backward
+    const ActSpec* act_specs = model->acts.specs;       // section 9 has its own
+    const Cache* cache = nullptr;       // section 9's
 
     int N() const { return B * T; }
     Stream stream() const { return model->stream; }
@@ -4643,7 +4647,7 @@ struct Pass {
         if (!micro || !is_fp8) { return y; }
         y.tensor = model->fp8.tensors +
                    (role == kWeight ? 2 * model->fp8.linears + linear : 2 * linear + (role == kDout));
-        y.stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) +
+        y.stats = (Fp8Stats*)(model->exchange.record + model->exchange.stats_at) +
                   (y.tensor - model->fp8.tensors);
         if (model->step > 0) { y.bytes = bytes, y.bytes_t = bytes_t; }
         return y;
@@ -4702,6 +4706,10 @@ struct Pass {
         y.ln1.kept = kept(ACT_ln1, l), y.ln2.kept = kept(ACT_ln2, l), y.act.kept = kept(ACT_act, l);
         y.qkv = a.qkv, y.fch = a.fch;
         y.att = {a.att_lse, nullptr, nullptr};
+        if (cache) {
+            const size_t at = l * cache->layer_stride;
+            y.att.keys = cache->keys + at, y.att.values = cache->values + at;
+        }
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
         if (exists(PARAM_ln2w)) { y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd); }
         y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv);
@@ -4751,20 +4759,10 @@ struct Pass {
 };
 
 // ---- the forward's verbs ----
-// For section 9: a forward over one text also copies keys and values of its first `count` positions into the
-// decoder's cache, for `texts` texts that begin alike.
-struct CacheFill {
-    const ActSpec* act_specs;
-    floatX *keys, *values;              // (L,all texts,T,C), at the first text to fill
-    size_t layer_stride;                // elements from layer to layer
-    int texts, count;
-};
-
 // An engine: the verbs that a page such as gpt2_layer calls. The page says what a layer computes. The verb
 // decides what is fused, what is multiplied in FP8, and where a sum is taken. Two other engines follow the
 // same pages with verbs of their own: Recompute, and Decoding in section 9, which writes text.
 struct Forward : Pass {
-    const CacheFill* cache;             // null: none is filled
     // linear_add ends a branch. Its product also adds the branch to the residual stream. With dropout, and
     // in Decoding, the branch instead waits in memory of its own until the next norm adds it to
     // `before`, the sum so far (null: there is none).
@@ -4772,19 +4770,9 @@ struct Forward : Pass {
     floatX* waiting_memory[2];          // (N,C) not used otherwise until the backward
     struct { const floatX* before; const floatX* branch[2]; int count; } waiting = {};
 
-    explicit Forward(const Pass& pass, const CacheFill* cache = nullptr)
-        : Pass(pass), cache(cache), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
+    explicit Forward(const Pass& pass)
+        : Pass(pass), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
 
-    virtual Layer layer(int l) const {
-        Layer y = layer_of(l);
-        if (cache) {
-            const size_t at = l * cache->layer_stride;
-            y.att.keys = cache->keys + at, y.att.values = cache->values + at;
-        }
-        return y;
-    }
-
-    virtual Head head() const { return head_of(); }
     // Parameters of a bucket may still be on their way from other ranks.
     virtual void await(int bucket) { gpt2_await_params(model, bucket); }
 
@@ -4872,7 +4860,7 @@ struct Forward : Pass {
 // ---- pages ----
 // GPT-2 (Radford et al. 2019): x + attention(norm(x)), then x + mlp(norm(x))
 static void gpt2_layer(Forward& e, int l) {
-    const Layer a = e.layer(l);
+    const Layer a = e.layer_of(l);
     e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
     e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,3,NH,HS)
     e.attention(a.atty.data, a.qkv, a.att);                 // (B,T,C)
@@ -4884,7 +4872,7 @@ static void gpt2_layer(Forward& e, int l) {
 
 // Parallel blocks (GPT-J, Wang and Komatsuzaki 2021): x + attention(norm(x)) + mlp(norm2(x)); tied: one norm
 static void parallel_layer(Forward& e, int l) {
-    const Layer a = e.layer(l);
+    const Layer a = e.layer_of(l);
     const bool tied = e.config().block == Block::ParallelTied;
     if (tied) { e.norm(a.ln1, a.x, a.w_ln1); }
     else { e.norm(a.ln1, a.x, a.w_ln1, a.ln2, a.w_ln2); }
@@ -4902,45 +4890,33 @@ static void model_layer(Forward& e, int l) {
 
 // ---- forward ----
 // All activations up to lnf, from the inputs on the device.
-static void forward_pass(Forward& e) {
+static void gpt2_forward(Forward& e) {
     const Layout& layout = e.model->layout;
     for (int bucket : {layout.embedding(), layout.biases(), layout.norms()}) { e.await(bucket); }
-    e.embed(e.layer(0).x);
+    e.embed(e.after_layer(-1));
     for (int l = 0; l < e.config().L; l++) {
         e.await(layout.layer(l));
         model_layer(e, l);
     }
-    const Head head = e.head();
+    const Head head = e.head_of();
     e.norm(head.lnf, head.x, head.w_lnf);
 }
 
-// micro: a pass that trains, with dropout; null: one that does not.
-static void gpt2_forward(GPT2* model, int B, int T, const MicroStep* micro = nullptr,
-                         const CacheFill* cache = nullptr) {
-    Forward e({model, cache ? cache->act_specs : model->acts.specs, B, T, micro}, cache);
-    forward_pass(e);
-}
-
 // ---- loss ----
-// Logits (rows,Vp) of rows of lnf, (rows,C), which need not be a whole batch.
-static void gpt2_logits(GPT2* model, floatX* lnf, int rows, const MicroStep* micro = nullptr) {
-    Forward e({model, model->acts.specs, 1, rows, micro});
-    Head head = e.head();
-    head.lnf.data = lnf;
-    e.linear(head.logits, head.lnf, head.w);
-}
-
 // An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
 // 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
 // shapes occur, each of whole tiles.
 static void gpt2_counted_losses(GPT2* model, int N, int count) {
     const Config& c = model->config;
     const int rows = std::min(N, round_up(count, 256));
-    const Acts a = gpt2_acts(model, 0);
-    gather_rows({.out = a.counted, .inp = a.lnf, .rows = model->feed.inputs.counted, .N = rows, .C = c.C},
-                model->stream);
-    gpt2_logits(model, a.counted, rows);
-    classifier({.logits = a.logits, .losses = a.losses, .targets = model->feed.inputs.targets, .dloss = 0.0f,
+    Forward e({model, 1, rows});
+    Head head = e.head_of();
+    floatX* counted = e.acts(0).counted;
+    gather_rows({.out = counted, .inp = head.lnf.data, .rows = model->feed.inputs.counted, .N = rows,
+                 .C = c.C}, model->stream);
+    head.lnf.data = counted;
+    e.linear(head.logits, head.lnf, head.w);
+    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets, .dloss = 0.0f,
                 .loss_scale = nullptr, .N = count, .V = c.V, .Vp = c.Vp, .mode = ClassifierMode::LossOnly},
                model->stream);
 }
@@ -4951,9 +4927,10 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
                       const MicroStep* micro) {
     const Config& c = model->config;
     const int N = B * T;
-    const Head head = Pass{model, model->acts.specs, B, T, micro}.head_of();
-    gpt2_forward(model, B, T, micro);
-    gpt2_logits(model, head.lnf.data, N, micro);
+    Forward e({model, B, T, micro});
+    gpt2_forward(e);
+    const Head head = e.head_of();
+    e.linear(head.logits, head.lnf, head.w);
     const Operand& dlogits = head.dlogits;
     classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
                 .dloss = weight, .loss_scale = &model->state->update.loss_scale, .N = N, .V = c.V,
@@ -5119,7 +5096,7 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     const Config& c = model->config;
     const Layout& layout = model->layout;
     const bool grads_bf16 = model->options.grads_bf16;
-    Backward e({model, model->acts.specs, B, T, &micro, model->acts.scratch});
+    Backward e({model, B, T, &micro, model->acts.scratch});
     Head head = e.head_of();
     // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
     // parts are summed in fp32, at the start of scratch; other ops use the rest.
@@ -5200,19 +5177,6 @@ static char* exchange_inbox(const GPT2* model, int bucket) {
     return model->exchange.inboxes + model->exchange.buckets[bucket].inbox * bytes;
 }
 
-// Sums the ranks' pieces of a bucket at stages 0 and 1: piece r is rank r's sum of its lanes, stored by that
-// rank's last micro-step.
-static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
-    const Bucket& b = model->layout.buckets[bucket];
-    const size_t bytes = b.shard * b.grad_bytes, first = b.first + b.mine;
-    const RoundKey key = {model->options.seed, model->step, (uint32_t)last.count - 1, kRoundGrads};
-    lane_sum({.out = {(float*)(model->grads.data + b.grads + model->options.split.rank * bytes),
-                      Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, last, bucket).key, first},
-              .pieces = {exchange_inbox(model, bucket), b.grads_bf16, key, first},
-              .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
-              .n = b.shard}, model->stream);
-}
-
 // Stage 2: adds the ranks' micro-steps of one time to the sums of lanes in grads.shards, subtree by subtree.
 static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro) {
     const Bucket& b = model->layout.buckets[bucket];
@@ -5235,6 +5199,19 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro
         a.out = {shards(bottom), Accumulate::No};
         lane_sum(a, model->stream);
     }
+}
+
+// Sums the ranks' pieces of a bucket at stages 0 and 1: piece r is rank r's sum of its lanes, stored by that
+// rank's last micro-step.
+static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
+    const Bucket& b = model->layout.buckets[bucket];
+    const size_t bytes = b.shard * b.grad_bytes, first = b.first + b.mine;
+    const RoundKey key = {model->options.seed, model->step, (uint32_t)last.count - 1, kRoundGrads};
+    lane_sum({.out = {(float*)(model->grads.data + b.grads + model->options.split.rank * bytes),
+                      Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, last, bucket).key, first},
+              .pieces = {exchange_inbox(model, bucket), b.grads_bf16, key, first},
+              .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
+              .n = b.shard}, model->stream);
 }
 
 // Sums a bucket's gradients of all ranks as soon as they have arrived. The kernels run on the backward's
@@ -5269,15 +5246,6 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro
         event_record(sent.arrived, exchange.stream);
     }
     if (before >= 0) { gpt2_sum_bucket(model, before, micro); }
-}
-
-// An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
-template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
-    if (model->options.split.world == 1) { return; }
-    const Stream stream = model->exchange.stream;
-    stream_follow(model, stream, model->stream);
-    send(stream);
-    stream_follow(model, model->stream, stream);
 }
 
 // Gathers the updated parameters of `count` buckets from `first` on, while the next forward runs.
@@ -5335,6 +5303,15 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     const Bucket &b = model->layout.buckets[layer], &next = model->layout.buckets[layer + 1];
     const size_t grads = model->options.split.zero == 2 ? b.shard * sizeof(float) : next.grads - b.grads;
     return {L, next.params - b.params, grads, next.first - b.first};
+}
+
+// An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
+template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
+    if (model->options.split.world == 1) { return; }
+    const Stream stream = model->exchange.stream;
+    stream_follow(model, stream, model->stream);
+    send(stream);
+    stream_follow(model, model->stream, stream);
 }
 
 // Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the bucket of
@@ -5406,7 +5383,7 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
             grads.data = (const char*)grads.data + b.mine * b.grad_bytes;
             grads.first += b.mine;
         }
-        square_sums({(double*)gpt2_record(model) + b.shards / kChunk, grads, b.shard,
+        square_sums({(double*)exchange.record + b.shards / kChunk, grads, b.shard,
                      gpt2_update_rows(model, bucket)}, model->stream);
     }
     gpt2_exchange_now(model, [&](Stream stream) {
@@ -5446,18 +5423,13 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
 }
 
 // == 9 writing text ==
-// Writes several texts at once. Each text is a row, of the cache and of every other array here. The arrays
-// are in the memory of the activations, behind those of a forward over one text. The cache keeps the keys and
-// values of each text's positions so far.
+// Writes several texts at once. Each text is a row, of the cache and of every other array here. All of this is
+// in the memory of the activations: those of a forward over one text, those of a step, then the arrays.
 struct Decoder {
     GPT2* model;
     int rows;
-    ActSpec act_specs[NUM_ACTS];        // of that forward
-    floatX *keys, *values;              // (L,rows,T,C) the cache
-    floatX* residual;                   // (rows,C) the residual stream
-    floatX *branches, *normalised;      // (2,rows,C) the norms' inputs and outputs
-    floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
-    float *mean, *rstd;                 // (rows)
+    ActSpec text_specs[NUM_ACTS], step_specs[NUM_ACTS];     // (1,T) and (rows,1)
+    Cache cache;                        // of all rows
     int *tokens, *positions;            // (rows)
     uint64_t* draws;                    // (rows)
     uint32_t* ids;                      // (rows)
@@ -5470,15 +5442,15 @@ struct Decoder {
 
 static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     Decoder d = {};
-    const size_t C = c.C, n = rows, cache = (size_t)c.L * n * T * C;
     d.rows = rows;
-    Places p = {(uintptr_t)base};
-    p.at += act_specs(d.act_specs, c, 1, T, {.trains = false});
-    p.take(&d.keys, cache), p.take(&d.values, cache);
-    p.take(&d.residual, n * C), p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
-    p.take(&d.qkv, n * 3 * C), p.take(&d.atty, n * C), p.take(&d.fch, n * 4 * C), p.take(&d.logits, n * c.V);
-    p.take(&d.mean, n), p.take(&d.rstd, n);
-    p.take(&d.tokens, n), p.take(&d.positions, n), p.take(&d.draws, n), p.take(&d.ids, n);
+    Options forward = {};
+    forward.trains = false;
+    const size_t text_end = act_specs(d.text_specs, c, 1, T, forward);
+    const size_t step_end = act_specs(d.step_specs, c, rows, 1, forward, text_end);
+    Places p = {(uintptr_t)base, (uintptr_t)base + step_end};
+    d.cache.layer_stride = (size_t)rows * T * c.C;
+    p.take(&d.cache.keys, c.L * d.cache.layer_stride), p.take(&d.cache.values, c.L * d.cache.layer_stride);
+    p.take(&d.tokens, rows), p.take(&d.positions, rows), p.take(&d.draws, rows), p.take(&d.ids, rows);
     d.bytes = rows > 0 ? p.bytes() : 0;
     return d;
 }
@@ -5510,10 +5482,11 @@ static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, i
     if (count == 0) { return; }
     std::vector<int> tokens(text.begin(), text.end() - 1);
     tokens.resize(T, 0);
-    const size_t cache_row = (size_t)model->T * model->config.C, at = row * cache_row;
-    const CacheFill cache = {d->act_specs, d->keys + at, d->values + at, d->rows * cache_row, rows, count};
+    const size_t at = (size_t)row * model->T * model->config.C;
+    const Cache cache = {d->cache.keys + at, d->cache.values + at, d->cache.layer_stride, rows, count};
     gpt2_feed(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
-    gpt2_forward(model, 1, T, nullptr, &cache);
+    Forward e({.model = model, .B = 1, .T = T, .act_specs = d->text_specs, .cache = &cache});
+    gpt2_forward(e);
 }
 
 // Prepares the next step of every text and returns its position; all texts have the same number of tokens. A
@@ -5548,34 +5521,17 @@ static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts,
 struct Decoding : Forward {
     Decoder* d;
 
-    explicit Decoding(Decoder* d) : Forward({d->model, d->act_specs, 1, d->rows}), d(d) {
-        waits = true;
-        waiting_memory[0] = d->branches, waiting_memory[1] = d->branches + (size_t)d->rows * config().C;
-    }
+    explicit Decoding(Decoder* d)
+        : Forward({.model = d->model, .B = d->rows, .T = 1, .act_specs = d->step_specs, .cache = &d->cache}),
+          d(d) { waits = true; }
     void await(int) override {}                 // decoder_begin has waited for all
-    Layer layer(int l) const override {
-        const size_t C = config().C, at = (size_t)l * d->rows * model->T * C;
-        Layer y = layer_of(l);
-        y.x.data = y.x_mid.data = y.x_out.data = d->residual;
-        y.ln1.data = d->normalised, y.ln2.data = d->normalised + d->rows * C;
-        y.qkv = d->qkv, y.atty.data = d->atty, y.act.data = d->fch;
-        y.att = {nullptr, d->keys + at, d->values + at};
-        for (Norm* norm : {&y.w_ln1, &y.w_ln2}) { norm->mean = d->mean, norm->rstd = d->rstd; }
-        return y;
-    }
-    Head head() const override {
-        Head y = head_of();
-        y.x.data = d->residual, y.lnf.data = d->normalised, y.logits = d->logits;
-        y.w_lnf.mean = d->mean, y.w_lnf.rstd = d->rstd;
-        return y;
-    }
-    void embed(const Sum&) override {
-        decode_encoder({.out = d->branches, .tokens = d->tokens, .positions = d->positions,
+    void embed(const Sum& x) override {
+        decode_encoder({.out = x.data, .tokens = d->tokens, .positions = d->positions,
                         .wte = param<floatX>(PARAM_wte, 0), .wpe = param<floatX>(PARAM_wpe, 0), .N = N(),
                         .C = config().C}, stream());
-        waiting = {nullptr, {d->branches}, 1};
+        waiting = {nullptr, {x.data}, 1};
     }
-    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX*) override {
+    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* = nullptr) override {
         decode_matmul({.out = out, .inp = inp.data, .weight = w.weight.data, .bias = w.bias, .gelu = false,
                        .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
@@ -5599,12 +5555,12 @@ static void decoder_step(Decoder* d, int i) {
     const int n = d->rows;
     graph_run(&d->step, stream, [&] {
         Decoding e(d);
-        forward_pass(e);
-        const Head head = e.head();
-        decode_matmul({.out = head.logits, .inp = head.lnf.data, .weight = head.w.weight.data,
-                       .bias = nullptr, .gelu = false, .N = n, .C = c.C, .OC = c.V}, stream);
+        gpt2_forward(e);
+        Head head = e.head_of();
+        head.w.OC = c.V;                        // padding has no logits here
+        e.linear(head.logits, head.lnf, head.w);
         sample_tokens({.tokens = d->tokens, .positions = d->positions, .draws = d->draws, .ids = d->ids,
-                       .logits = d->logits, .sampling = model->options.sampling, .seed = model->options.seed,
+                       .logits = head.logits, .sampling = model->options.sampling, .seed = model->options.seed,
                        .N = n, .V = c.V}, stream);
     });
     copy_to_host(d->drawn + i * n, d->tokens, n * sizeof(int), stream);
@@ -6058,7 +6014,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     dataloader_seek(loader, 0);
     const bool done = take_turns(model, batches, [&](int64_t i) {
         const int live = (int)std::min(B, rows - i * B);
-        next_batch(loader, model->step);      // always B rows: the first ones follow the last
+        data_next(loader, model->step);      // always B rows: the first ones follow the last
         gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&losses[i], &model->state->loss, sizeof(float), model->stream);
@@ -6090,7 +6046,8 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
         const int count = evalset_fill(set, batch, inputs.data(), counted.data(), targets.data());
         gpt2_feed(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly,
                   counted.data());
-        gpt2_forward(model, batch.rows, batch.T);
+        Forward e({model, batch.rows, batch.T});
+        gpt2_forward(e);
         gpt2_counted_losses(model, batch.rows * batch.T, count);
         copy_to_host(losses + at, gpt2_acts(model, 0).losses, count * sizeof(float), model->stream);
         at += count;

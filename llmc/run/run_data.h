@@ -20,7 +20,7 @@ What a run reads beside its model: token shards, questions, a tokenizer and a pr
 
 #include "../check.h"               // gives: die, file_size
 #include "../facts.h"               // gives: Facts
-#include "../comm/comm.h"           // gives: comm, comm_check_same
+#include "../comm/comm.h"           // gives: comm, comm_check_same, DiskWait
 #include "../data/dataloader.h"     // gives: DataLoader
 #include "../data/evalloader.h"     // gives: EvalSet
 #include "../data/tokenizer.h"      // gives: Tokenizer, tokenizer_check
@@ -106,6 +106,12 @@ static inline void data_print(const RunData& d) {
         (double)d.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
         flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
     fflush(stdout);                         // the first step may take long
+}
+
+// The next batch. A stalled disk must not end the job.
+static inline void data_next(DataLoader* loader, int64_t step) {
+    DiskWait disk(step);
+    dataloader_next(loader);
 }
 
 static inline void data_free(RunData* d) {
