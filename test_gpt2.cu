@@ -2554,7 +2554,7 @@ static void test_decode_attention(int T, int NH, int HS, const std::vector<int>&
 }
 
 static void test_decode_rows(int N, int C) {            // the embedding, and a prompt's keys and values
-    Case k(format("decode_encoder, cache_store N=%d C=%d", N, C));
+    Case k(format("encoder_forward, cache_store N=%d C=%d", N, C));
     const int V = 30, T = 9, count = 5;
     std::vector<int> tokens, positions;
     for (int n = 0; n < N; n++) {
@@ -2562,9 +2562,9 @@ static void test_decode_rows(int N, int C) {            // the embedding, and a 
         positions.push_back(n * 5 % T);
     }
     check(k, [&](auto at) {
-        op<DecodeEncoderOf>(at, {at.x("out", Out(N * C)), at.exact("tokens", tokens),
-                               at.exact("positions", positions), at.x("wte", In(V * C)),
-                               at.x("wpe", In(T * C)), N, C});
+        op<EncoderForwardOf>(at, {at.x("out", Out(N * C)), at.exact("tokens", tokens),
+                                at.x("wte", In(V * C)), at.x("wpe", In(T * C)), N, 1, C,
+                                at.exact("positions", positions)});
         op<CacheStoreOf>(at, {at.x("keys", InOut(N * T * C)), at.x("values", InOut(N * T * C)),
                             at.x("qkv", In(count * 3 * C)), N, count, T, C});
     });

@@ -332,7 +332,7 @@ static bool sm90_kernels_run() {
 }
 
 // == 6.1 encoder ==
-// Forward:  out[b,t,:] = wte[token[b,t],:] + wpe[t,:]
+// Forward:  out[b,t,:] = wte[token[b,t],:] + wpe[t,:], or wpe[position[b,t],:]
 // Backward: dwte[v,:] += sum of dout[bt,:] over the positions bt where token v stood
 //           dwpe[t,:] (+)= sum over b of dout[b,t,:], in order
 // Many positions may hold the same token, and adding them atomically would give other bits each run. So the
@@ -342,17 +342,17 @@ static bool sm90_kernels_run() {
 constexpr int kEncoderThreads = 128;            // of the backward: wider rows are shared among blocks
 
 // Each threadIdx.y of a block takes one row of out.
-__global__ void encoder_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe,
-                                       int N, int T, int C) {
-    const int bt = blockIdx.x * blockDim.y + threadIdx.y;
-    if (bt >= N) { return; }
-    floatX* out_bt = out + (size_t)bt * C;
-    const floatX* wte_ix = wte + (size_t)tokens[bt] * C;
-    const floatX* wpe_t = wpe + (size_t)(bt % T) * C;
+__global__ void encoder_forward_kernel(EncoderForward a) {
+    const int bt = blockIdx.x * blockDim.y + threadIdx.y, C = a.C;
+    if (bt >= a.B * a.T) { return; }
+    const int token = max(a.tokens[bt], 0), t = a.positions ? a.positions[bt] : bt % a.T;
+    floatX* out_bt = a.out + (size_t)bt * C;
+    const floatX *wte_ix = a.wte + (size_t)token * C, *wpe_t = a.wpe + (size_t)t * C;
     for (int c = threadIdx.x * kWidth; c < C; c += blockDim.x * kWidth) {
-        Floats a = load_floats(wte_ix, c, C), b = load_floats(wpe_t, c, C);
-        for (int k = 0; k < kWidth; k++) { a.at[k] += b.at[k]; }
-        store(out_bt, c, C, to_pack<floatX>(a));
+        Floats sum = load_floats(wte_ix, c, C);
+        const Floats b = load_floats(wpe_t, c, C);
+        for (int k = 0; k < kWidth; k++) { sum.at[k] += b.at[k]; }
+        store(out_bt, c, C, to_pack<floatX>(sum));
     }
 }
 
@@ -413,13 +413,10 @@ __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B
 
 static void encoder_forward(const EncoderForward& a, Stream stream) {
     OpScope scope(a, stream);
-    const int B = a.B, T = a.T, C = a.C;
-    const int N = B * T;
-    const int x = std::min(round_up(ceil_div(C, kWidth), kWarp), 256);
+    const int x = std::min(round_up(ceil_div(a.C, kWidth), kWarp), 256);
     const dim3 block(x, 256 / x);               // as many rows as make some 256 threads: C=768, 96 x 2
-    check_width(a, C);
-    encoder_forward_kernel<<<ceil_div(N, (int)block.y), block, 0, stream>>>(a.out, a.tokens, a.wte, a.wpe, N,
-                                                                            T, C);
+    check_width(a, a.C);
+    encoder_forward_kernel<<<ceil_div(a.B * a.T, (int)block.y), block, 0, stream>>>(a);
 }
 
 static size_t encoder_backward_scratch_bytes(int B, int T, int C) {
@@ -3616,9 +3613,8 @@ static void attention_forward(const AttentionForward& a, Stream s) { attention(a
 static void attention_backward(const AttentionBackward& a, Stream s) { attention(a, s); }
 
 // == 6.10 decoding ==
-// The ops that write text: one new token of each of N rows, N <= kDecodeRows. Between them stand the norms of
-// 6.2, which also add the branches to the residual stream.
-//     decode_encoder      out[n,:] = wte[tokens[n],:] + wpe[positions[n],:]
+// The ops that write text: one new token of each of N rows, N <= kDecodeRows. Before them comes 6.1's
+// encoder, and between them 6.2's norms, which also add the branches to the residual stream.
 //     decode_matmul       out (N,OC) = inp weight^T + bias, or gelu of it
 //     decode_attention    stores k and v of the new position; out[n,h] = softmax(q K^T / sqrt(HS)) V over it
 //                         and those before
@@ -3645,24 +3641,6 @@ static void decode_launch(void (*kernel)(Args), dim3 grid, int threads, Stream s
 
 static void decode_check(int N) {
     if (N < 1 || N > kDecodeRows) { die("decoding: %d rows; 1 to %d are possible", N, kDecodeRows); }
-}
-
-// A block a row. It is the first of a step and launched in the ordinary way.
-__global__ void decode_encoder_kernel(DecodeEncoder a) {
-    next_kernel_may_begin();
-    const size_t n = blockIdx.x;
-    const int token = max(a.tokens[n], 0);              // -1, none drawn: the host stops there
-    const floatX* wte_ix = a.wte + (size_t)token * a.C;                 // (C)
-    const floatX* wpe_t = a.wpe + (size_t)a.positions[n] * a.C;         // (C)
-    for (int c = threadIdx.x; c < a.C; c += blockDim.x) {
-        a.out[n * a.C + c] = (floatX)((float)wte_ix[c] + (float)wpe_t[c]);
-    }
-}
-
-static void decode_encoder(const DecodeEncoder& a, Stream stream) {
-    OpScope scope(a, stream);
-    decode_check(a.N);
-    decode_encoder_kernel<<<a.N, 256, 0, stream>>>(a);
 }
 
 // A warp computes a tile of the output, kRows x kOutputs: each lane sums over its vectors of C, and warp_sums
@@ -4768,6 +4746,7 @@ struct Forward : Pass {
     // `before`, the sum so far (null: there is none).
     bool waits;
     floatX* waiting_memory[2];          // (N,C) not used otherwise until the backward
+    const int *tokens = model->feed.inputs.tokens, *positions = nullptr;        // EncoderForward's
     struct { const floatX* before; const floatX* branch[2]; int count; } waiting = {};
 
     explicit Forward(const Pass& pass)
@@ -4777,10 +4756,10 @@ struct Forward : Pass {
     virtual void await(int bucket) { gpt2_await_params(model, bucket); }
 
     // x = token plus position embedding
-    virtual void embed(const Sum& x) {
-        encoder_forward({.out = x.data, .tokens = model->feed.inputs.tokens,
-                         .wte = param<floatX>(PARAM_wte, 0), .wpe = param<floatX>(PARAM_wpe, 0),
-                         .B = B, .T = T, .C = config().C}, stream());
+    void embed(const Sum& x) {
+        encoder_forward({.out = x.data, .tokens = tokens, .wte = param<floatX>(PARAM_wte, 0),
+                         .wpe = param<floatX>(PARAM_wpe, 0), .B = B, .T = T, .C = config().C,
+                         .positions = positions}, stream());
         if (waits) { waiting = {nullptr, {x.data}, 1}; }            // for its dropout, in place
     }
 
@@ -5423,8 +5402,8 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
 }
 
 // == 9 writing text ==
-// Writes several texts at once. Each text is a row, of the cache and of every other array here. All of this is
-// in the memory of the activations: those of a forward over one text, those of a step, then the arrays.
+// Writes several texts at once. Each text is a row, of the cache and of every other array here. All of this
+// is in the memory of the activations: those of a forward over one text, those of a step, then the arrays.
 struct Decoder {
     GPT2* model;
     int rows;
@@ -5523,14 +5502,8 @@ struct Decoding : Forward {
 
     explicit Decoding(Decoder* d)
         : Forward({.model = d->model, .B = d->rows, .T = 1, .act_specs = d->step_specs, .cache = &d->cache}),
-          d(d) { waits = true; }
+          d(d) { waits = true, tokens = d->tokens, positions = d->positions; }
     void await(int) override {}                 // decoder_begin has waited for all
-    void embed(const Sum& x) override {
-        decode_encoder({.out = x.data, .tokens = d->tokens, .positions = d->positions,
-                        .wte = param<floatX>(PARAM_wte, 0), .wpe = param<floatX>(PARAM_wpe, 0), .N = N(),
-                        .C = config().C}, stream());
-        waiting = {nullptr, {x.data}, 1};
-    }
     void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* = nullptr) override {
         decode_matmul({.out = out, .inp = inp.data, .weight = w.weight.data, .bias = w.bias, .gelu = false,
                        .N = N(), .C = w.C, .OC = w.OC}, stream());
@@ -5560,8 +5533,8 @@ static void decoder_step(Decoder* d, int i) {
         head.w.OC = c.V;                        // padding has no logits here
         e.linear(head.logits, head.lnf, head.w);
         sample_tokens({.tokens = d->tokens, .positions = d->positions, .draws = d->draws, .ids = d->ids,
-                       .logits = head.logits, .sampling = model->options.sampling, .seed = model->options.seed,
-                       .N = n, .V = c.V}, stream);
+                       .logits = head.logits, .sampling = model->options.sampling,
+                       .seed = model->options.seed, .N = n, .V = c.V}, stream);
     });
     copy_to_host(d->drawn + i * n, d->tokens, n * sizeof(int), stream);
     event_record(d->ready[i], stream);

@@ -99,15 +99,15 @@ static inline void column_sums(GradOf<Real> dsum, const Real* x /*(N,C)*/, int N
 
 // ---- encoder: token and position embedding ----
 
-// out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c]
+// out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c], or wpe[positions[b,t],c]
 template <class Real> void encoder_forward_cpu(const EncoderForwardOf<Real, Real>& a) {
     const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
     #pragma omp parallel for
     for (int bt = 0; bt < N; bt++) {
         Real* out_bt = a.out + (size_t)bt * C;
-        const Real* wte_ix = a.wte + (size_t)a.tokens[bt] * C;
-        const Real* wpe_t = a.wpe + (size_t)(bt % T) * C;
+        const Real* wte_ix = a.wte + (size_t)std::max(a.tokens[bt], 0) * C;
+        const Real* wpe_t = a.wpe + (size_t)(a.positions ? a.positions[bt] : bt % T) * C;
         #pragma omp simd
         for (int c = 0; c < C; c++) { out_bt[c] = wte_ix[c] + wpe_t[c]; }
     }
@@ -912,15 +912,6 @@ template <class Real> void muon_update_cpu(const MuonUpdateOf<Real, Real>& a) {
 }
 
 // ---- writing text: one new token of each of N rows ----
-
-// out[n,c] = wte[tokens[n],c] + wpe[positions[n],c]
-template <class Real> void decode_encoder_cpu(const DecodeEncoderOf<Real, Real>& a) {
-    for (int n = 0; n < a.N; n++) {
-        const int token = a.tokens[n] < 0 ? 0 : a.tokens[n];        // the host stops where none was drawn
-        const Real *wte_ix = a.wte + (size_t)token * a.C, *wpe_t = a.wpe + (size_t)a.positions[n] * a.C;
-        for (int c = 0; c < a.C; c++) { a.out[(size_t)n * a.C + c] = wte_ix[c] + wpe_t[c]; }
-    }
-}
 
 // out[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o], or gelu of it. Plain sums, because BLAS may sum in
 // another order for another number of rows.

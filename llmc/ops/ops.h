@@ -24,9 +24,10 @@ its comment says so.
 
 template <class X, class S> struct EncoderForwardOf {     // token plus position embedding
     X* out;                             // (B,T,C)
-    const int* tokens;                  // (B,T)
+    const int* tokens;                  // (B,T); below 0 it counts as 0
     const X *wte, *wpe;                 // (Vp,C) (maxT,C)
     int B, T, C;
+    const int* positions = nullptr;     // (B,T), rows of wpe; null: 0 to T - 1
     template <class F> void outputs(F gives) const { gives("out", out, B, T, C); }
 };
 template <class X, class S> struct EncoderBackwardOf {  // dwte is only added to: the LM head stored its part
@@ -395,13 +396,6 @@ template <class X, class S> struct MuonUpdateOf {         // a skipped update ch
 
 // Writing text: each of N rows is one new token of its own text, whose earlier keys and values are kept. A
 // row's bits do not depend on the other rows or on their number.
-template <class X, class S> struct DecodeEncoderOf {      // token plus position embedding
-    X* out;                             // (N,C)
-    const int *tokens, *positions;      // (N)
-    const X *wte, *wpe;                 // (Vp,C) (maxT,C)
-    int N, C;
-    template <class F> void outputs(F gives) const { gives("out", out, N, C); }
-};
 template <class X, class S> struct DecodeMatmulOf {       // out = inp weight^T + bias
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
@@ -470,7 +464,6 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
     X(muon_momentum, MuonMomentum)                  \
     X(muon_orthogonalise, MuonOrthogonalise)        \
     X(muon_update, MuonUpdate)                      \
-    X(decode_encoder, DecodeEncoder)                \
     X(decode_matmul, DecodeMatmul)                  \
     X(decode_attention, DecodeAttention)            \
     X(cache_store, CacheStore)                      \
