@@ -67,7 +67,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/run/samples.h"        // gives: write_samples, chat, TextDraw
 #include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
-#include "llmc/files/checkpoints.h"  // gives: checkpoint_before, checkpoint_retain, Retention
+#include "llmc/files/checkpoints.h"  // gives: checkpoint_before, Retention
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
 #include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
@@ -4162,7 +4162,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
         if (!a.is_shared) { plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies}); }
     }
     plan.push_back({"keys and values of texts", model.acts.text_bytes});
-#ifdef GPT2_CPU
+    if (kDeviceIsCuda) { return plan; }
     if (bytes_floatX != sizeof(floatX)) {       // of the CUDA program
         plan.push_back({"cuBLASLt's workspace", (size_t)64 << 20});
         return plan;
@@ -4175,7 +4175,6 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     const size_t batches = (options.trains ? 2 : 1) * 2 * 2 * sizeof(int) * (size_t)B * T;
     plan.push_back({"host buffers", Feed::kSlots * inputs_layout(nullptr, B, T).bytes + batches +
                                         largest * (sizeof(float) + sizeof(uint16_t))});
-#endif
     return plan;
 }
 
@@ -5709,11 +5708,7 @@ static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& fol
 
 // == 11 setting up a run ==
 // In the order in which main calls these functions. Flags and their checks are in llmc/run/run_config.h.
-#ifdef GPT2_CPU
-constexpr Build kBuild = {PRECISION_NAME, false};
-#else
-constexpr Build kBuild = {PRECISION_NAME, true};
-#endif
+constexpr Build kBuild = {PRECISION_NAME, kDeviceIsCuda};
 
 // A run: its parts, and how far it is, between two steps.
 struct Training {
@@ -5881,21 +5876,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
             state.update.skipped_in_a_row = 0;
             gpt2_write_state(&t->model, state);
         }
-        if (comm.rank == 0) {
-            if (checkpoint_mark_again(folder, resumed)) {
-                say("the checkpoint of step %lld had no DONE file, but it is whole: it is marked again\n",
-                    (long long)t->step);
-            }
-            checkpoint_clean(folder);           // a kill may have come before the last ones were removed
-            checkpoint_retain(folder, t->step, t->saver.retention);
-        }
-        say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)t->step);
-        const int then = (int)fact_number(resumed.facts, "ranks", 1, INT_MAX);
-        if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
-        if (t->step >= t->data.max_steps) {
-            say("-x %lld: the run has come so far already; a larger -x makes it longer\n",
-                (long long)t->data.max_steps);
-        }
+        folder_taken_up(resumed, t->saver.retention, t->data.max_steps);
     }
     if (run.own_launch) {
         say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
@@ -5964,16 +5945,6 @@ template <class Work> static bool take_turns(GPT2* model, int64_t count, Work wo
     return !stopped;
 }
 
-// One rank has an element's value, and the others have 0. Afterwards all ranks have all values.
-static void merge_ranks(std::vector<double>* x) {
-    const size_t n = x->size();
-    std::vector<double> all(n * comm.world);
-    std::copy(x->begin(), x->end(), all.begin() + n * comm.rank);
-    comm_all_gather(all.data(), n * sizeof(double));
-    x->assign(n, 0.0);
-    for (size_t i = 0; i < all.size(); i++) { (*x)[i % n] += all[i]; }
-}
-
 // Prints and logs the mean loss over the first rows of the set (val_rows in run_config.h), or over all if
 // there are fewer. Each row counts once, so the last batch may be smaller. Ranks take batches in turns; their
 // sums are added in the batches' order. Gradients and weights do not change. A signal ends it early. False:
@@ -5995,7 +5966,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     std::vector<double> all(losses, losses + batches);
     pinned_free(losses);
     if (!done) { return true; }
-    merge_ranks(&all);
+    comm_merge(&all);
     double sum = 0.0;
     for (double part : all) { sum += part; }
     const float loss = (float)sum;
@@ -6031,7 +6002,7 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
         at += evalset_sum(set, set->batches[i], losses + at, &(*sums)[set->batches[i].first]);
     }
     pinned_free(losses);
-    if (done) { merge_ranks(sums); }
+    if (done) { comm_merge(sums); }
     return done;
 }
 
@@ -6145,10 +6116,7 @@ static bool due(int every, int64_t step) { return every > 0 && step % every == 0
 
 static void train(Training* t) {
     GPT2* model = &t->model;
-    const LrSchedule schedule = {run.schedule,  run.lr,             run.warmup,
-                                 t->data.max_steps, run.final_fraction, run.cooldown};
-    LrSchedule muon_schedule = schedule;
-    muon_schedule.peak = run.muon_lr;
+    const LrSchedule schedule = t->data.schedule(run.lr), muon_schedule = t->data.schedule(run.muon_lr);
     Reports reports = {};
     reports_init(&reports, model->config, (double)report_parameters(model->param_specs), model->T, t->device,
                  kLowPrecision, t->data.max_steps);

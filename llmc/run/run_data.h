@@ -26,6 +26,7 @@ What a run reads beside its model: token shards, questions, a tokenizer and a pr
 #include "../data/tokenizer.h"      // gives: Tokenizer, tokenizer_check
 #include "flags.h"                  // gives: flags_split
 #include "run_config.h"             // gives: run, run_task, run_validates, rank_micro_steps
+#include "schedulers.h"             // gives: LrSchedule, kLrKinds
 #include "samples.h"                // gives: TextTask, text_init, prompt_tokens
 
 struct RunData {
@@ -36,6 +37,9 @@ struct RunData {
     std::string sample;                 // of a saved run's training data: shows later whether they changed
     int64_t max_steps = 0;              // of the run: -x, or those of an epoch
 
+    LrSchedule schedule(double peak) const {
+        return {run.schedule, peak, run.warmup, max_steps, run.final_fraction, run.cooldown};
+    }
     size_t prompted() const { return prompt.empty() ? 0 : prompt.size() - 1; }
     TextTask text_task() const {
         return {tokenizer.bytes.empty() ? nullptr : &tokenizer, prompt, run.sample_tokens, run.tells_speed};
