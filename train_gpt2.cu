@@ -2078,12 +2078,10 @@ __device__ __forceinline__ Floats load_stored(const void* grads, bool is_bf16, s
 
 template <bool kPiecesBf16>
 __device__ __forceinline__ Floats load_piece(const LaneSum& a, int r, size_t i) {
-    const size_t at = (size_t)r * a.n;
-    if (!kPiecesBf16) { return load_floats((const float*)a.pieces.data + at, i, a.n); }
+    const char* piece = (const char*)a.pieces.data + r * a.n * (kPiecesBf16 ? 2 : sizeof(float));
     RoundKey key = a.pieces.key;
     key.micro += (uint32_t)r * a.piece_micros;
-    const __nv_bfloat16* piece = (const __nv_bfloat16*)a.pieces.data + at;
-    return load_dithered(piece, i, a.n, key, a.pieces.first);
+    return load_stored(piece, kPiecesBf16, i, a.n, key, a.pieces.first);
 }
 
 __device__ __forceinline__ void add_to(Floats* sum, const Floats& left) {
@@ -3816,9 +3814,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
 static void decode_attention(const DecodeAttention& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
-    if (a.HS < 1 || a.HS > kPlainMaxHeadSize) {
-        die("decode_attention: head size %d; 1 to %d are possible", a.HS, kPlainMaxHeadSize);
-    }
+    die_if(attention_error(a.HS));
     auto kernel = a.HS <= 4 * kWarp ? decode_attention_kernel<4>
                                     : decode_attention_kernel<kPlainMaxHeadSize / kWarp>;
     decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
@@ -4116,7 +4112,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
           (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
-    visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor), Memory::Zeroed);
+    visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor),
+          Memory::Zeroed);
     visit("FP8 weights", &model->fp8.weights,
           o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems +
                        o.fp8_head * model->param_specs[PARAM_wte].padded), Memory::Plain);
@@ -4227,10 +4224,7 @@ static void optimizer_init(GPT2* model) {
     gpt2_write_state(model, state);
     if (!model->options.trains) { return; }
     model->opt.v = model->opt.m + model->layout.state_elems;
-    std::vector<ChunkRange> ranges;
-    for (const Bucket& b : model->layout.buckets) {
-        ranges.push_back({ceil_div(b.elems, kChunk), b.shard / kChunk, b.shards / kChunk});
-    }
+    const std::vector<ChunkRange> ranges = chunk_ranges(model->layout);
     copy_to_device(model->opt.ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
     stream_sync(model->stream);
 }
@@ -4370,8 +4364,8 @@ struct MicroStep {
 constexpr uint32_t kRoundParams = 16, kRoundGrads = 17, kRoundGradSums = 18;
 
 // Rounds a micro-step's gradients.
-static RoundKey gpt2_grad_key(const GPT2* model, const MicroStep& micro) {
-    return RoundKey{model->options.seed, model->step, micro.number, kRoundGrads};
+static RoundKey gpt2_grad_key(const GPT2* model, uint32_t micro) {
+    return {model->options.seed, model->step, micro, kRoundGrads};
 }
 
 // Where the backward stores a gradient: in the buffer of the micro-step's lane. At stage 2 each micro-step
@@ -4383,21 +4377,21 @@ static Grad gpt2_grad(const GPT2* model, ParamId id, int l, const MicroStep& mic
     const int buffer = stage2 ? 0 : lane_buffer(micro.lane);
     char* data = model->grads.data + buffer * model->layout.grads_bytes + b.grads + at.offset * b.grad_bytes;
     const Accumulate acc = stage2 || micro.begins_lane ? Accumulate::No : Accumulate::Yes;
-    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model, micro), b.first + at.offset};
+    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model, micro.number), b.first + at.offset};
 }
 
-// This rank's part of a bucket's gradients at the end of a step, summed over all micro-steps and ranks. last:
-// the step's last micro-step.
-static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, int bucket) {
+// A bucket's gradients at the end of a step, summed over all micro-steps and ranks: from element `from` on,
+// where this rank's part begins. last: the step's last micro-step.
+static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, int bucket, size_t from) {
     const Split& split = model->options.split;
     const Bucket& b = model->layout.buckets[bucket];
     if (split.zero == 2) { return {.data = model->grads.shards + b.shards}; }
-    RoundKey key = gpt2_grad_key(model, last);
+    RoundKey key = gpt2_grad_key(model, last.number);
     if (split.world > 1) {      // the sum over ranks was rounded with the key of the job's last micro-step
         key.micro = (uint32_t)(split.world * last.count - 1);
         key.tensor = kRoundGradSums;
     }
-    return {model->grads.data + b.grads + b.held_at * b.grad_bytes, b.grads_bf16, key, b.first + b.held_at};
+    return {model->grads.data + b.grads + from * b.grad_bytes, b.grads_bf16, key, b.first + from};
 }
 
 // == 8 a step ==
@@ -4520,10 +4514,8 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 // A run's first step has no scales yet. It multiplies data and records each operand's largest element, from
 // which the second step's scales follow. If the first step is not finite, scales stay 1 until a later step
 // has recorded some.
-// The gradient of the logits is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
-// below 1e-5. In e4m3 no gradient would push rare tokens down, and together they would keep a tenth of the
-// probability. The first and the last layer stay in 16 bits, because they cause half of FP8's gap in the loss
-// (NOTES.md). attproj stays there, too: in 124M its casts take the time that FP8 saves.
+// docs/numerics.md says why the gradient of the logits is e5m2, and why attproj and the first and the last
+// layer stay in 16 bits.
 struct Operand {
     floatX* data = nullptr;
     uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
@@ -4592,25 +4584,23 @@ struct Pass {
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
     // In a backward: whether layer l's tensor is as the forward wrote it. No later layer shares its copy.
     bool kept(ActId id, int l) const { return l == config().L - 1 || l < act_specs[id].copies - 1; }
-    template <class T> T* param(ParamId id, int l) const { return (T*)gpt2_param_data(model, id, l); }
-    Grad grad(ParamId id, int l) const { return micro ? gpt2_grad(model, id, l, *micro) : Grad{}; }
+    // null where the model lacks the tensor: RMSNorm has no biases
+    bool exists(ParamId id) const { return id < NUM_PARAMS && model->param_specs[id].copies > 0; }
+    template <class T> T* param(ParamId id, int l) const {
+        return exists(id) ? (T*)gpt2_param_data(model, id, l) : nullptr;
+    }
+    Grad grad(ParamId id, int l) const {
+        return micro && exists(id) ? gpt2_grad(model, id, l, *micro) : Grad{};
+    }
     // To be called before a tensor is written. A DEBUG build fills the memory with NaN, in the size of the
     // largest tensor that lies there.
     template <class T> T* fresh(T* tensor) const {
 #ifdef DEBUG
-        size_t bytes = 0;
-        for (int i = 0; i < NUM_ACTS && tensor; i++) {
-            const ActSpec& s = act_specs[i];
-            const size_t at = (size_t)((char*)tensor - model->acts.data - s.offset);
-            const size_t copy = s.stride * s.elem_bytes;
-            const bool there = copy > 0 && at % copy == 0 && at / copy < (size_t)s.copies;
-            if (there) { bytes = std::max(bytes, s.elems * s.elem_bytes); }
-        }
-        device_fill(tensor, 0xFF, bytes, stream());
+        const size_t at = (size_t)((char*)tensor - model->acts.data);
+        if (tensor) { device_fill(tensor, 0xFF, act_bytes_at(act_specs, NUM_ACTS, at), stream()); }
 #endif
         return tensor;
     }
-    bool exists(ParamId id) const { return model->param_specs[id].copies > 0; }    // RMSNorm has no biases
 
     // FP8 numbers the linear layers: 4 l + kQkv, kFc or kFcProj, and behind all layers the LM head, 4 L.
     enum { kIn16Bits = -1, kQkv = 0, kFc = 2, kFcProj = 3 };
@@ -4634,14 +4624,11 @@ struct Pass {
         const Layout& layout = model->layout;
         const size_t at = 2 * (linear / 4 * layout.buckets[layout.layer(0)].elems + s.offset);
         uint8_t* bytes = model->options.fp8 ? model->fp8.weights + at : nullptr;
-        const bool has_bias = bias != NUM_PARAMS;
         return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes ? bytes + s.padded : nullptr),
-                has_bias ? param<floatX>(bias, l) : nullptr, (int)s.cols, (int)s.rows,
-                grad(weight, l), has_bias ? grad(bias, l) : Grad{}};
+                param<floatX>(bias, l), (int)s.cols, (int)s.rows, grad(weight, l), grad(bias, l)};
     }
     Norm norm_of(ParamId weight, ParamId bias, int l, float* mean, float* rstd) const {
-        return {param<float>(weight, l), exists(bias) ? param<float>(bias, l) : nullptr, mean, rstd,
-                grad(weight, l), exists(bias) ? grad(bias, l) : Grad{}};
+        return {param<float>(weight, l), param<float>(bias, l), mean, rstd, grad(weight, l), grad(bias, l)};
     }
 
     // Branch k of a sum. Dropout masks are numbered: 0 is the embedding's, then each layer has two.
@@ -4688,7 +4675,7 @@ struct Pass {
             y.att.keys = cache->keys + at, y.att.values = cache->values + at;
         }
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
-        if (exists(PARAM_ln2w)) { y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd); }
+        y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd);
         y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv);
         y.w_attproj = linear_of(PARAM_attprojw, PARAM_attprojb, l, kIn16Bits);
         y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc);
@@ -4894,9 +4881,9 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
                  .C = c.C}, model->stream);
     head.lnf.data = counted;
     e.linear(head.logits, head.lnf, head.w);
-    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets, .dloss = 0.0f,
-                .loss_scale = nullptr, .N = count, .V = c.V, .Vp = c.Vp, .mode = ClassifierMode::LossOnly},
-               model->stream);
+    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
+                .dloss = 0.0f, .loss_scale = nullptr, .N = count, .V = c.V, .Vp = c.Vp,
+                .mode = ClassifierMode::LossOnly}, model->stream);
 }
 
 // Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step,
@@ -5166,10 +5153,9 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro
     a.n = b.shard;
     for (int r = 0; r < split.world; r += a.num_pieces) {
         const int lane = first_lane + r;
-        const RoundKey key = {model->options.seed, model->step, (uint32_t)lane, kRoundGrads};
         a.num_pieces = lane_part(lane, split.world - r);
-        a.pieces = {exchange_inbox(model, bucket) + r * b.shard * b.grad_bytes, b.grads_bf16, key,
-                    b.first + b.mine};
+        a.pieces = {exchange_inbox(model, bucket) + r * b.shard * b.grad_bytes, b.grads_bf16,
+                    gpt2_grad_key(model, lane), b.first + b.mine};
         // the kernel adds log2(num_pieces) levels itself; the chain is the pairs that the subtree completes
         a.num_chain = lane_merges(lane + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
         const int bottom = lane_buffer(lane) - a.num_chain;
@@ -5183,11 +5169,10 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro
 // rank's last micro-step.
 static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
     const Bucket& b = model->layout.buckets[bucket];
-    const size_t bytes = b.shard * b.grad_bytes, first = b.first + b.mine;
-    const RoundKey key = {model->options.seed, model->step, (uint32_t)last.count - 1, kRoundGrads};
-    lane_sum({.out = {(float*)(model->grads.data + b.grads + model->options.split.rank * bytes),
-                      Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, last, bucket).key, first},
-              .pieces = {exchange_inbox(model, bucket), b.grads_bf16, key, first},
+    const StoredGrads sum = gpt2_summed_grads(model, last, bucket, b.mine);
+    lane_sum({.out = {(float*)sum.data, Accumulate::No, sum.is_bf16, sum.key, sum.first},
+              .pieces = {exchange_inbox(model, bucket), sum.is_bf16, gpt2_grad_key(model, last.count - 1),
+                         sum.first},
               .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
               .n = b.shard}, model->stream);
 }
@@ -5320,9 +5305,9 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
         const Bucket& b = model->layout.buckets[bucket];
         rows.count = layers;
         muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
-                       .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update,
-                       .n = b.held, .update_row = b.padded, .rows = rows, .momentum = momentum},
-                      model->stream);
+                       .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
+                       .state = &model->state->update, .n = b.held, .update_row = b.padded, .rows = rows,
+                       .momentum = momentum}, model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {
@@ -5356,12 +5341,8 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
     // this rank's record, of its shards; then the ranks gather all records
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
-        StoredGrads grads = gpt2_summed_grads(model, last, bucket);
-        if (split.zero == 0) {
-            grads.data = (const char*)grads.data + b.mine * b.grad_bytes;
-            grads.first += b.mine;
-        }
-        square_sums({(double*)exchange.record + b.shards / kChunk, grads, b.shard,
+        square_sums({(double*)exchange.record + b.shards / kChunk,
+                     gpt2_summed_grads(model, last, bucket, b.mine), b.shard,
                      gpt2_update_rows(model, bucket)}, model->stream);
     }
     gpt2_exchange_now(model, [&](Stream stream) {
@@ -5389,8 +5370,8 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
                       .m = model->opt.m + b.state, .v = model->opt.v + b.v,
-                      .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update,
-                      .n = b.held, .rows = rows,
+                      .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
+                      .state = &model->state->update, .n = b.held, .rows = rows,
                       .weight_decay = b.kind == Kind::Matrix ? (float)o.weight_decay : 0.0f, .lr = lr,
                       .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
@@ -6080,14 +6061,7 @@ static void rewind_or_stop(Training* t) {
     if (!may_rewind(*t)) { save(t); }       // the weights are those from before the skipped updates
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
     comm_any(false);                        // no rank dies before rank 0 has printed what was skipped
-    if (!may_rewind(*t)) {
-        const std::string back = t->rewinds > 0 ? format(", after going back %d times", t->rewinds) : "";
-        const char* saved = t->saves ? "its state is saved" : "there is no checkpoint";
-        const char* on = t->saves ? "-y 1 goes on behind these data; " : "";
-        const char* rewind = t->rewinds > 0 ? "" : "--on-bad-loss rewind goes back by itself; ";
-        die("%s%s: the run stops after step %lld, and %s\nhint: %s%slook at the data; %s", what.c_str(),
-            back.c_str(), (long long)t->step, saved, on, rewind, cure);
-    }
+    if (!may_rewind(*t)) { reports_give_up(what, cure, t->step, t->rewinds, t->saves); }
     stream_sync(t->model.stream);
     stream_sync(t->model.exchange.stream);
     const int64_t from = t->step;
