@@ -61,9 +61,9 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
-#include "llmc/run/plan.h"           // gives: gpu_kind, gpu_names, plan_print_time
+#include "llmc/run/plan.h"           // gives: gpu_kind, plan_print_batch, plan_print_time
 #include "llmc/run/step_reports.h"   // gives: Reports, reports_begin, reports_end, report_step
-#include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_eval
+#include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_finite
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/run/samples.h"        // gives: write_samples, chat, TextDraw
 #include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
@@ -1722,10 +1722,14 @@ static std::string fp8_error() {
                   "a program compiled for it; the code that runs here is sm_%d's", attributes.ptxVersion);
 }
 
+template <class Args> static dim3 cast_grid(const Args& a) {
+    if (a.N % 16 != 0 || a.C % 16 != 0) { die("%s: %d x %d is no multiple of 16", op_name(a), a.N, a.C); }
+    return dim3(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
+}
+
 static void fp8_cast(const Fp8Cast& a, Stream stream) {
     OpScope scope(a, stream);
-    if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
-    const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
+    const dim3 grid = cast_grid(a);
     auto kernel = a.source == Fp8Source::Gelu       ? fp8_cast_kernel<Fp8Source::Gelu>
                   : a.source == Fp8Source::GeluGrad ? fp8_cast_kernel<Fp8Source::GeluGrad>
                                                     : fp8_cast_kernel<Fp8Source::Plain>;
@@ -1769,8 +1773,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpos
 
 static void fp8_transpose(const Fp8Transpose& a, Stream stream) {
     OpScope scope(a, stream);
-    if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_transpose: %d x %d is not a multiple of 16", a.N, a.C); }
-    const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
+    const dim3 grid = cast_grid(a);
     fp8_transpose_kernel<<<grid, kCastThreads, 0, stream>>>(a);
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
@@ -4217,6 +4220,11 @@ static void gpt2_write_state(GPT2* model, const DeviceState& state) {
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     stream_sync(model->stream);
 }
+static void gpt2_forget_skips(GPT2* model) {
+    DeviceState state = gpt2_read_state(model);
+    state.update.skipped_in_a_row = 0;
+    gpt2_write_state(model, state);
+}
 
 static void optimizer_init(GPT2* model) {
     DeviceState state = {};
@@ -4608,8 +4616,9 @@ struct Pass {
     Operand operand(floatX* x, int linear, Fp8Role role, uint8_t* bytes, uint8_t* bytes_t) const {
         const Config& c = config();
         const Options& o = model->options;
-        Operand y = {.data = x};
         const bool is_head = linear == 4 * c.L;
+        Operand y = {.data = x};
+        if (is_head && role == kDout) { y.format = Fp8Format::E5m2; }
         const bool is_fp8 = is_head ? o.fp8_head : linear >= 0 && o.fp8 && fp8_layer(linear / 4, c.L);
         if (!micro || !is_fp8) { return y; }
         y.tensor = model->fp8.tensors +
@@ -4649,12 +4658,10 @@ struct Pass {
     Head head_of() const {
         const Acts a = acts(0);
         const int head = 4 * config().L;
-        Head y = {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
-                  norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
-                  linear_of(PARAM_wte, NUM_PARAMS, 0, head), a.logits, a.losses,
-                  operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
-        y.dlogits.format = Fp8Format::E5m2;
-        return y;
+        return {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
+                norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
+                linear_of(PARAM_wte, NUM_PARAMS, 0, head), a.logits, a.losses,
+                operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
     }
     Layer layer_of(int l) const {
         const Acts a = acts(l);
@@ -4669,11 +4676,8 @@ struct Pass {
         y.act = operand(a.act, first + kFcProj, kInput, a.act_8, a.act_t8);
         y.ln1.kept = kept(ACT_ln1, l), y.ln2.kept = kept(ACT_ln2, l), y.act.kept = kept(ACT_act, l);
         y.qkv = a.qkv, y.fch = a.fch;
-        y.att = {a.att_lse, nullptr, nullptr};
-        if (cache) {
-            const size_t at = l * cache->layer_stride;
-            y.att.keys = cache->keys + at, y.att.values = cache->values + at;
-        }
+        y.att = {a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
+                 cache ? cache->values + l * cache->layer_stride : nullptr};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
         y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd);
         y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv);
@@ -4704,21 +4708,16 @@ struct Pass {
         const GPT2& m = *model;
         return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
     }
+    static NormOutput<floatX, float> norm_output(const Operand& y, const Norm& w) {
+        if (!y.bytes) { return {y.data, w.weight, w.bias}; }
+        return {nullptr, w.weight, w.bias, y.bytes, y.tensor, y.stats};
+    }
     // Arguments for: out, and out2 if it is not {}, = norms of x
     NormForward norms(const Operand& out, const Sum& x, const Norm& w, const Operand& out2,
                       const Norm& w2) const {
-        NormForward n = {};
-        const Operand* outs[] = {&out, &out2};
-        const Norm* weights[] = {&w, &w2};
-        for (int k = 0; k < 2; k++) {
-            const Operand& y = *outs[k];
-            n.y[k] = {y.bytes ? nullptr : y.data, weights[k]->weight, weights[k]->bias};
-            if (y.bytes) { n.y[k].fp8 = y.bytes, n.y[k].tensor = y.tensor, n.y[k].stats = y.stats; }
-        }
-        n.mean = w.mean, n.rstd = w.rstd;
-        n.inp = x.data;
-        n.kind = config().norm, n.N = N(), n.C = config().C;
-        return n;
+        return {.y = {norm_output(out, w), norm_output(out2, w2)}, .mean = w.mean, .rstd = w.rstd,
+                .sum = nullptr, .inp = x.data, .branch = {}, .dropout = {}, .kind = config().norm, .N = N(),
+                .C = config().C};
     }
 };
 
@@ -5762,28 +5761,16 @@ static void lower_lanes(const Config& config, Options* options, const DeviceInfo
 // All ranks get as many as the one with the least room.
 static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
     if (!options->trains) { return; }
-    const int wanted = run.lanes;
     lower_lanes(config, options, device);
     std::vector<int> lanes(comm.world, options->lanes);
     comm_all_gather(lanes.data(), sizeof(int));
     options->lanes = *std::min_element(lanes.begin(), lanes.end());
-    const int fit = options->lanes * comm.world;
-    if (fit < wanted && run.resumed) {
-        warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
-             "will differ", fit, wanted);
-    } else if (fit < wanted) {
-        say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
-            "on another machine\n", fit, wanted, fit);
-    }
+    lanes_lowered_print(options->lanes * comm.world);
 }
 
 // Chooses the GPU and finds out whether the model fits, before any memory is taken.
 static void take_device(Training* t, const Config& config, Options* options) {
-    if (run.comm.gpus > device_count()) {
-        die("--gpus %d%s: this machine has %d\n"
-            "hint: a rank takes a GPU; other machines join by mpirun, srun or -pi", run.comm.gpus,
-            run.own_launch ? ", as the run was started (--gpus N says otherwise)" : "", device_count());
-    }
+    gpus_check(device_count());
     t->device = device_init(comm.local_rank);
     fit_texts(config, options, t->device);
     fit_lanes(config, options, t->device);
@@ -5852,11 +5839,8 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
         t->position = fact_number(resumed.facts, "position", 0, kLargestCount);
         t->rewinds = (int)fact_number(resumed.facts, "rewinds", 0, INT_MAX);
         logger_go_back(&t->logger, t->step, t->rewinds);
-        DeviceState state = gpt2_read_state(&t->model);
-        if (state.update.skipped_in_a_row >= kMaxSkipsInARow) {     // it stopped for these
-            state.update.skipped_in_a_row = 0;
-            gpt2_write_state(&t->model, state);
-        }
+        const int skipped = gpt2_read_state(&t->model).update.skipped_in_a_row;
+        if (skipped >= kMaxSkipsInARow) { gpt2_forget_skips(&t->model); }       // it stopped for these
         folder_taken_up(resumed, t->saver.retention, t->data.max_steps);
     }
     if (run.own_launch) {
@@ -5899,12 +5883,7 @@ static void print_plan() {
     memory_print(gpt2_memory_plan(config, options, run.B, run.T), run.verbose > 0);
     const int largest = memory_largest([&](int B) { return gpt2_memory_plan(config, least, B, run.T); },
                                        memory_room(device), std::min(65536, INT_MAX / run.T));
-    if (largest == 0) {
-        die("not even -b 1 fits\nhint: choose a smaller model or -t, or another GPU; -r 2 needs less memory");
-    }
-    printf("-b %d %s; the largest that fits is -b %d\na step: %lld tokens, micro-steps: %d, lanes: %d\n",
-           run.B, run.B > largest ? "does not fit" : "fits", largest, (long long)run.total_batch,
-           rank_micro_steps(), options.lanes * comm.world);
+    plan_print_batch(largest, options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,
@@ -5954,9 +5933,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     DiskWait disk(step);
     report_val(*logger, run_task() == Task::Train ? step : -1, loss);
     logger_val(logger, step, loss);
-    if (isfinite(loss)) { return true; }
-    warn("the validation loss is not finite: the weights hold NaN or far too large numbers");
-    return false;
+    return report_finite("the validation loss is", loss);
 }
 
 // sums: for each row of the set, the summed loss of its completion. Ranks take batches in turns. Gradients
@@ -5995,9 +5972,7 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     DiskWait disk(step);
     report_eval(score);
     logger_eval(logger, step, score);
-    if (isfinite(score.loss)) { return true; }
-    warn("losses of the evaluation are not finite: the weights hold NaN or far too large numbers");
-    return false;
+    return report_finite("losses of the evaluation are", score.loss);
 }
 
 // Draws tokens for llmc/run/samples.h. A step's texts have random numbers of their own.
@@ -6075,9 +6050,7 @@ static void rewind_or_stop(Training* t) {
     if (c.step < 0) {
         die("%s, and there is no checkpoint to go back to\nhint: look at the data; %s", what.c_str(), cure);
     }
-    DeviceState state = gpt2_read_state(&t->model);
-    state.update.skipped_in_a_row = 0;
-    gpt2_write_state(&t->model, state);
+    gpt2_forget_skips(&t->model);
     t->step = t->saver.step = c.step;
     t->rewinds++;
     logger_go_back(&t->logger, c.step, (int)fact_number(c.facts, "rewinds", 0, INT_MAX), t->rewinds);

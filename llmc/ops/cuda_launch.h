@@ -6,13 +6,10 @@ of tensors that Hopper's copy engine (TMA) takes. The includer has defined float
     allow_shared_memory(kernel, bytes);                     // at most shared_memory_limit()
     kernel<<<blocks, threads, bytes, stream>>>(tensor_map(qkv, B, T, 3 * NH));
 */
-#ifndef LLMC_OPS_CUDA_LAUNCH_H
-#define LLMC_OPS_CUDA_LAUNCH_H
+#pragma once
 
 #include <cuda.h>               // gives: CUtensorMap, cuTensorMapEncodeTiled
 #include <cuda_runtime.h>       // gives: cudaFuncSetAttribute, cudaGetDriverEntryPointByVersion
-
-#include <algorithm>            // gives: std::min
 
 #include "../check.h"           // gives: die
 #include "cuda_device.h"        // gives: cudaCheck, device_index
@@ -82,5 +79,3 @@ static inline CUtensorMap tensor_map(const void* tensor, int B, int T, int slots
     return encode_map<4>(tensor, {{(size_t)width, 2, width}, {(size_t)T, row, box_rows},
                                   {(size_t)slots, slot, box_slots}, {(size_t)B, row * T, 1}});
 }
-
-#endif  // LLMC_OPS_CUDA_LAUNCH_H

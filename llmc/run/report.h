@@ -216,6 +216,13 @@ static inline void report_eval(const EvalScore& score) {
     fflush(stdout);
 }
 
+// False, with a warning, for a loss that is not finite. what: "the validation loss is"
+static inline bool report_finite(const char* what, double loss) {
+    if (isfinite(loss)) { return true; }
+    warn("%s not finite: the weights hold NaN or far too large numbers", what);
+    return false;
+}
+
 // The run's last figures: steps, time and speed are of this start.
 static inline void report_end(const Report& r, double best_val, int64_t best_step) {
     if (r.steps == 0) { return; }

@@ -648,6 +648,25 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
     }
 }
 
+// --gpus: `count` are here.
+static inline void gpus_check(int count) {
+    if (run.comm.gpus <= count) { return; }
+    die("--gpus %d%s: this machine has %d\n"
+        "hint: a rank takes a GPU; other machines join by mpirun, srun or -pi", run.comm.gpus,
+        run.own_launch ? ", as the run was started (--gpus N says otherwise)" : "", count);
+}
+
+// There is memory for `fit` lanes.
+static inline void lanes_lowered_print(int fit) {
+    if (fit < run.lanes && run.resumed) {
+        warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
+             "will differ", fit, run.lanes);
+    } else if (fit < run.lanes) {
+        say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
+            "on another machine\n", fit, run.lanes, fit);
+    }
+}
+
 // The settings that do what was asked, but hardly what was meant.
 static inline void surprises_print(size_t prompt_tokens, int64_t max_steps) {
     const int room = run.T - (int)prompt_tokens;            // the first position stands before the document

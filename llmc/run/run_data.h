@@ -8,15 +8,7 @@ What a run reads beside its model: token shards, questions, a tokenizer and a pr
     data_print(data);                       // a run's data, batch and schedule
     data_free(&data);
 */
-#ifndef LLMC_RUN_RUN_DATA_H
-#define LLMC_RUN_RUN_DATA_H
-
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: fflush
-
-#include <algorithm>    // gives: std::max
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
+#pragma once
 
 #include "../check.h"               // gives: die, file_size
 #include "../facts.h"               // gives: Facts
@@ -123,5 +115,3 @@ static inline void data_free(RunData* d) {
     dataloader_free(&d->val);
     tokenizer_free(&d->tokenizer);
 }
-
-#endif  // LLMC_RUN_RUN_DATA_H
