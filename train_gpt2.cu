@@ -71,7 +71,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
 #include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
-#include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, resumed_check, facts_config
+#include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, checkpoint_resume, resumed_check
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
@@ -4087,7 +4087,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     const Options& o = model->options;
     const Layout& layout = model->layout;
     const bool shards_grads = o.split.zero == 2;
-    visit("parameters", &model->params, layout.params_bytes, Memory::Shared);
+    const Memory shared = o.split.world > 1 ? Memory::Shared : Memory::Zeroed;
+    visit("parameters", &model->params, layout.params_bytes, shared);
     visit("activations", &model->acts.data, model->acts.bytes, Memory::Plain);
     visit("scratch", &model->acts.scratch, gpt2_scratch_bytes(c, o, model->B, model->T), Memory::Plain);
     visit("matmul workspace", &model->acts.workspace, gemm_workspace_bytes(), Memory::Plain);
@@ -4101,14 +4102,14 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     // Otherwise it needs the buffers of all ranks' lanes.
     const bool parts = shards_grads && !is_power_of_two(o.split.world);
     const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
-    visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), Memory::Shared);
+    visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), shared);
     visit("gradient shards", &model->grads.shards,
           shards_grads ? layout.shard_elems * sizeof(float) * buffers : 0, Memory::Plain);
-    visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, Memory::Shared);
+    visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, shared);
     // an inbox for the embedding's bucket and two for the others: one is filled while the other is summed
     const size_t inboxes = layout.buckets[layout.embedding()].padded + 2 * layout.largest_but_first;
     visit("exchange", &model->exchange.inboxes, o.split.world > 1 ? inboxes * sizeof(float) : 0,
-          Memory::Shared);
+          shared);
 
     visit("master weights", &model->opt.master,
           bytes_floatX == 2 && o.master ? layout.state_elems * sizeof(float) : 0, Memory::Zeroed);
@@ -4122,7 +4123,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
                        o.fp8_head * model->param_specs[PARAM_wte].padded), Memory::Plain);
     if (!o.muon) { return; }
     const MuonShare& share = model->muon;
-    visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, Memory::Shared);
+    visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, shared);
     visit("Muon's products", &model->opt.muon_products, 4 * share.product + share.sums, Memory::Plain);
 }
 
@@ -4242,8 +4243,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->stream = stream_create();
     gpt2_arrays(model, [&](const char* name, auto** at, size_t bytes, Memory kind) {
         if (bytes == 0) { return; }
-        const bool shared = kind == Memory::Shared && options.split.world > 1;
-        void* array = shared ? device_comm_malloc(bytes, name) : device_malloc(bytes, name);
+        void* array = kind == Memory::Shared ? device_comm_malloc(bytes, name) : device_malloc(bytes, name);
         *at = (std::decay_t<decltype(*at)>)array;
         // Gaps between tensors take part in the norm and in AdamW: they are zero and stay zero.
         if (kind != Memory::Plain) { device_zero(*at, bytes, model->stream); }
@@ -4276,8 +4276,7 @@ static void gpt2_free(GPT2* model) {
     }
     event_destroy(model->exchange.handover);
     gpt2_arrays(model, [&](const char*, auto** at, size_t, Memory kind) {
-        const bool shared = kind == Memory::Shared && model->options.split.world > 1;
-        if (*at && shared) { device_comm_free(*at); }
+        if (*at && kind == Memory::Shared) { device_comm_free(*at); }
         else if (*at) { device_free(*at); }
     });
     stream_destroy(model->exchange.stream);
@@ -5124,7 +5123,7 @@ static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
     if (merges == 0) { return; }
     auto buffer = [&](int k) { return (float*)(model->grads.data + k * model->layout.grads_bytes + offset); };
     LaneSum a = {.out = {buffer(top - merges), Accumulate::No}, .num_chain = merges,
-                                .pieces = {.data = buffer(top)}, .num_pieces = 1, .n = n};
+                 .pieces = {.data = buffer(top)}, .num_pieces = 1, .n = n};
     for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
     lane_sum(a, model->stream);
 }
@@ -5674,18 +5673,6 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     return "";
 }
 
-// Loads checkpoint *c, which checkpoint_find found among `steps`; if a tensor of it is damaged, the one
-// before. All ranks call this and load the same one; c->step is -1 if none is left.
-static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& folder,
-                              const std::vector<int64_t>& steps, std::set<int64_t>* bad) {
-    while (c->step >= 0) {
-        const int64_t step = c->step;
-        if (!checkpoint_refused(step, gpt2_load_state(model, c))) { return; }   // a rank reads its parts only
-        bad->insert(step);
-        *c = checkpoint_find(folder, steps, bad);
-    }
-}
-
 // == 11 setting up a run ==
 // In the order in which main calls these functions. Flags and their checks are in llmc/run/run_config.h.
 constexpr Build kBuild = {PRECISION_NAME, kDeviceIsCuda};
@@ -5733,47 +5720,34 @@ static Options run_options() {
     return o;
 }
 
-static bool run_fits(const Config& config, const Options& options, const DeviceInfo& device) {
-    return memory_fits(gpt2_memory_plan(config, options, run.B, run.T), memory_room(device));
-}
-
-// Lowers the number of texts that are written at once. A run that trains takes no memory for them but the
-// activations'; other runs may use all that the device has.
-static void fit_texts(const Config& config, Options* options, const DeviceInfo& device) {
-    auto fits = [&] {
-        GPT2 model;
-        gpt2_describe(&model, config, *options, run.B, run.T);
-        return options->trains ? model.acts.text_bytes == 0 : run_fits(config, *options, device);
-    };
-    while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
-}
-
 // --lanes asks for certain bits, and at -zs 2 each micro-step is a lane.
 static bool may_lower_lanes() { return !run_given("lanes") && run.zero < 2; }
-// Lowers the number of lanes where memory is short: each takes a buffer for gradients. The run then has the
-// bits of fewer lanes.
-static void lower_lanes(const Config& config, Options* options, const DeviceInfo& device) {
-    while (may_lower_lanes() && options->lanes > 1 && !run_fits(config, *options, device)) {
-        options->lanes /= 2;
-    }
-}
 
-// All ranks get as many as the one with the least room.
-static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
-    if (!options->trains) { return; }
-    lower_lanes(config, options, device);
-    std::vector<int> lanes(comm.world, options->lanes);
-    comm_all_gather(lanes.data(), sizeof(int));
-    options->lanes = *std::min_element(lanes.begin(), lanes.end());
-    lanes_lowered_print(options->lanes * comm.world);
+// Where memory is short, lowers the number of texts that are written at once, then that of lanes: each takes
+// a buffer for gradients, and the run then has the bits of fewer lanes. A run that trains takes no memory for
+// texts but the activations'; other runs may use all that the device has.
+static void fit(const Config& config, Options* o, const DeviceInfo& device) {
+    auto fits = [&] { return memory_fits(gpt2_memory_plan(config, *o, run.B, run.T), memory_room(device)); };
+    auto texts_fit = [&] {
+        GPT2 model;
+        gpt2_describe(&model, config, *o, run.B, run.T);
+        return o->trains ? model.acts.text_bytes == 0 : fits();
+    };
+    while (o->text_rows > 1 && !texts_fit()) { o->text_rows /= 2; }
+    while (o->trains && may_lower_lanes() && o->lanes > 1 && !fits()) { o->lanes /= 2; }
 }
 
 // Chooses the GPU and finds out whether the model fits, before any memory is taken.
 static void take_device(Training* t, const Config& config, Options* options) {
     gpus_check(device_count());
     t->device = device_init(comm.local_rank);
-    fit_texts(config, options, t->device);
-    fit_lanes(config, options, t->device);
+    fit(config, options, t->device);
+    if (options->trains) {                  // all ranks get as many lanes as the one with the least room
+        std::vector<int> lanes(comm.world, options->lanes);
+        comm_all_gather(lanes.data(), sizeof(int));
+        options->lanes = *std::min_element(lanes.begin(), lanes.end());
+        lanes_lowered_print(options->lanes * comm.world);
+    }
     gpt2_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
     die_if(attention_error(config.C / config.NH));
     if (options->fp8) { die_if(fp8_error()); }
@@ -5809,7 +5783,8 @@ static void load_model(Training* t, const Config& config, const Options& options
     decoder_init(&t->decoder, model);
     print_model(*model);
     if (run.resumed) {
-        checkpoint_resume(model, resumed, run.output_dir, resumable_steps(), &t->saver.retention.bad);
+        checkpoint_resume(resumed, run.output_dir, resumable_steps(), &t->saver.retention.bad,
+                          [=](const Checkpoint& c) { return gpt2_load_state(model, &c); });
         if (resumed->step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
     }
     else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
@@ -5872,8 +5847,7 @@ static void print_plan() {
         device.memory_total = (size_t)(gpu->gib * (1 << 30));
         device.memory_free = device.memory_total - ((size_t)3 << 29);   // 1.5 GiB: driver, libraries, NCCL
     }
-    fit_texts(config, &options, device);
-    lower_lanes(config, &options, device);
+    fit(config, &options, device);
     Options least = options;
     if (may_lower_lanes()) { least.lanes = 1; }
 
@@ -6046,7 +6020,8 @@ static void rewind_or_stop(Training* t) {
     std::vector<int64_t> steps;
     if (comm.rank == 0) { steps = checkpoint_before(folder, from, t->saver.retention.every); }
     Checkpoint c = checkpoint_find(folder, steps, bad);
-    checkpoint_resume(&t->model, &c, folder, steps, bad);
+    checkpoint_resume(&c, folder, steps, bad,
+                      [=](const Checkpoint& c) { return gpt2_load_state(&t->model, &c); });
     if (c.step < 0) {
         die("%s, and there is no checkpoint to go back to\nhint: look at the data; %s", what.c_str(), cure);
     }
