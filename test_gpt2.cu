@@ -2188,13 +2188,13 @@ static void test_attention_forms() {
     select_kernels(false, false);
 }
 
-static void test_gather_rows(int N, int from, int C) {
-    Case k(format("gather_rows N=%d C=%d", N, C));
+static void test_rows_alone(int N, int from, int C) {
+    Case k(format("encoder_forward, rows alone N=%d C=%d", N, C));
     std::vector<int> rows;
     for (int n = 0; n < N; n++) { rows.push_back((n * 7 + from - 1) % from); }      // the last, then others
     check(k, [&](auto at) {
-        op<GatherRowsOf>(at, {at.x("out", Out(N * C)), at.x("inp", In(from * C)), at.exact("rows", rows), N,
-                            C});
+        op<EncoderForwardOf>(at, {at.x("out", Out(N * C)), at.exact("rows", rows), at.x("inp", In(from * C)),
+                                nullptr, 1, N, C});
     });
 }
 
@@ -2713,8 +2713,8 @@ static void test_kernels() {
         test_attention_forms();
     }
     TEST("kernels: classifier and loss") {
-        test_gather_rows(5, 9, 40);
-        test_gather_rows(300, 70, 1000);            // rows that occur often; more columns than threads
+        test_rows_alone(5, 9, 40);
+        test_rows_alone(300, 70, 1000);            // rows that occur often; more columns than threads
         test_classifier(7, 509, 512);
         test_classifier(5, 67, 128);
         test_classifier(2, 8100, 8192);             // threads that hold nothing but padding

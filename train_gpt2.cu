@@ -332,7 +332,7 @@ static bool sm90_kernels_run() {
 }
 
 // == 6.1 encoder ==
-// Forward:  out[b,t,:] = wte[token[b,t],:] + wpe[t,:], or wpe[position[b,t],:]
+// Forward:  out[b,t,:] = wte[token[b,t],:] + wpe[t,:], or wpe[position[b,t],:], or without wpe
 // Backward: dwte[v,:] += sum of dout[bt,:] over the positions bt where token v stood
 //           dwpe[t,:] (+)= sum over b of dout[b,t,:], in order
 // Many positions may hold the same token, and adding them atomically would give other bits each run. So the
@@ -350,8 +350,8 @@ __global__ void encoder_forward_kernel(EncoderForward a) {
     const floatX *wte_ix = a.wte + (size_t)token * C, *wpe_t = a.wpe + (size_t)t * C;
     for (int c = threadIdx.x * kWidth; c < C; c += blockDim.x * kWidth) {
         Floats sum = load_floats(wte_ix, c, C);
-        const Floats b = load_floats(wpe_t, c, C);
-        for (int k = 0; k < kWidth; k++) { sum.at[k] += b.at[k]; }
+        const Floats b = load_floats(wpe_t, c, a.wpe ? C : 0);
+        for (int k = 0; k < kWidth && a.wpe; k++) { sum.at[k] += b.at[k]; }
         store(out_bt, c, C, to_pack<floatX>(sum));
     }
 }
@@ -500,6 +500,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
     const bool rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
     const floatX* inp = a.inp;
+    floatX* stored = a.sum;
 
     // 1. Load: all loads are on their way before the first is needed. What is missing is zeros.
     uint4 x[kRows][kVectors], branch[2][kRows][kVectors];
@@ -533,7 +534,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
             for (int k = 0; k < kWidth; k++) { sum.at[k] += added.at[k]; }
         }
         const x128 rounded = to_pack<floatX>(sum);
-        store(a.sum + (size_t)(first + r) * C, c, a.sum && first + r < a.N ? C : 0, rounded);
+        store(stored + (size_t)(first + r) * C, c, stored && first + r < a.N ? C : 0, rounded);
         memcpy(&x[r][v], &rounded, sizeof(rounded));
     }
 
@@ -2036,18 +2037,6 @@ static void classifier(const Classifier& a, Stream stream) {
     }
 }
 
-// out[n,:] = inp[rows[n],:]: what the LM head reads where only some positions' losses count. A block a row.
-__global__ void gather_rows_kernel(GatherRows a) {
-    const size_t n = blockIdx.x;
-    const floatX* from = a.inp + (size_t)a.rows[n] * a.C;
-    for (int c = threadIdx.x; c < a.C; c += blockDim.x) { a.out[n * a.C + c] = from[c]; }
-}
-
-static void gather_rows(const GatherRows& a, Stream stream) {
-    OpScope scope(a, stream);
-    gather_rows_kernel<<<a.N, 256, 0, stream>>>(a);
-}
-
 // == 6.6 loss ==
 // mean (+)= weight * sum of losses. One block; the sum is exact to double precision, in a fixed order.
 __global__ void loss_sum_kernel(float* mean, const float* losses, float weight, Accumulate acc, int N) {
@@ -2081,10 +2070,12 @@ __device__ __forceinline__ Floats load_stored(const void* grads, bool is_bf16, s
 
 template <bool kPiecesBf16>
 __device__ __forceinline__ Floats load_piece(const LaneSum& a, int r, size_t i) {
-    const char* piece = (const char*)a.pieces.data + r * a.n * (kPiecesBf16 ? 2 : sizeof(float));
+    const size_t at = (size_t)r * a.n;
+    if (!kPiecesBf16) { return load_floats((const float*)a.pieces.data + at, i, a.n); }
     RoundKey key = a.pieces.key;
     key.micro += (uint32_t)r * a.piece_micros;
-    return load_stored(piece, kPiecesBf16, i, a.n, key, a.pieces.first);
+    const __nv_bfloat16* piece = (const __nv_bfloat16*)a.pieces.data + at;
+    return load_dithered(piece, i, a.n, key, a.pieces.first);
 }
 
 __device__ __forceinline__ void add_to(Floats* sum, const Floats& left) {
@@ -4875,8 +4866,8 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
     Forward e({model, 1, rows});
     Head head = e.head_of();
     floatX* counted = e.acts(0).counted;
-    gather_rows({.out = counted, .inp = head.lnf.data, .rows = model->feed.inputs.counted, .N = rows,
-                 .C = c.C}, model->stream);
+    encoder_forward({.out = counted, .tokens = model->feed.inputs.counted, .wte = head.lnf.data,
+                     .wpe = nullptr, .B = 1, .T = rows, .C = c.C}, model->stream);   // rows of lnf
     head.lnf.data = counted;
     e.linear(head.logits, head.lnf, head.w);
     classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
@@ -5577,8 +5568,7 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     const Bucket& b = model->layout.buckets[at.bucket];
     if (model->options.split.zero == 0) { return model->opt.master + b.state + at.offset; }
     float* all = (float*)model->exchange.inboxes;
-    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(float),
-                   model->stream);
+    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(float), model->stream);
     device_all_gather(all, b.shard * sizeof(float), model->stream);
     return all + at.offset;
 }

@@ -99,7 +99,7 @@ static inline void column_sums(GradOf<Real> dsum, const Real* x /*(N,C)*/, int N
 
 // ---- encoder: token and position embedding ----
 
-// out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c], or wpe[positions[b,t],c]
+// out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c], or wpe[positions[b,t],c], or without wpe
 template <class Real> void encoder_forward_cpu(const EncoderForwardOf<Real, Real>& a) {
     const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
@@ -107,6 +107,7 @@ template <class Real> void encoder_forward_cpu(const EncoderForwardOf<Real, Real
     for (int bt = 0; bt < N; bt++) {
         Real* out_bt = a.out + (size_t)bt * C;
         const Real* wte_ix = a.wte + (size_t)std::max(a.tokens[bt], 0) * C;
+        if (!a.wpe) { std::copy_n(wte_ix, C, out_bt); continue; }
         const Real* wpe_t = a.wpe + (size_t)(a.positions ? a.positions[bt] : bt % T) * C;
         #pragma omp simd
         for (int c = 0; c < C; c++) { out_bt[c] = wte_ix[c] + wpe_t[c]; }
@@ -738,14 +739,6 @@ template <class Real> void classifier_cpu(const ClassifierOf<Real, Real>& a) {
         for (int v = 0; v < (int)own.size(); v++) {
             a.fp8_grad[(size_t)n * Vp + v] = fp8_encode((float)grad[v], Fp8Format::E5m2);
         }
-    }
-}
-
-// out[n,c] = inp[rows[n],c]
-template <class Real> void gather_rows_cpu(const GatherRowsOf<Real, Real>& a) {
-    #pragma omp parallel for
-    for (int n = 0; n < a.N; n++) {
-        memcpy(a.out + (size_t)n * a.C, a.inp + (size_t)a.rows[n] * a.C, a.C * sizeof(Real));
     }
 }
 

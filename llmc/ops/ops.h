@@ -25,7 +25,7 @@ its comment says so.
 template <class X, class S> struct EncoderForwardOf {     // token plus position embedding
     X* out;                             // (B,T,C)
     const int* tokens;                  // (B,T); below 0 it counts as 0
-    const X *wte, *wpe;                 // (Vp,C) (maxT,C)
+    const X *wte, *wpe;                 // (Vp,C) (maxT,C); wpe: null: the tokens' rows alone, to the bit
     int B, T, C;
     const int* positions = nullptr;     // (B,T), rows of wpe; null: 0 to T - 1
     template <class F> void outputs(F gives) const { gives("out", out, B, T, C); }
@@ -264,13 +264,6 @@ template <class X, class S> struct ClassifierOf {       // softmax and cross-ent
         gives("fp8_inverse", fp8_tensor ? &fp8_tensor->inverse : nullptr, 1);
     }
 };
-template <class X, class S> struct GatherRowsOf {         // out[n,:] = inp[rows[n],:], to the bit
-    X* out;                             // (N,C)
-    const X* inp;
-    const int* rows;                    // (N)
-    int N, C;
-    template <class F> void outputs(F gives) const { gives("out", out, N, C); }
-};
 template <class X, class S> struct LossSumOf {            // mean (+)= weight * sum of losses
     S* mean;                            // one value
     const S* losses;                    // (N)
@@ -455,7 +448,6 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
     X(attention_forward, AttentionForward)          \
     X(attention_backward, AttentionBackward)        \
     X(classifier, Classifier)                       \
-    X(gather_rows, GatherRows)                      \
     X(loss_sum, LossSum)                            \
     X(lane_sum, LaneSum)                            \
     X(square_sums, SquareSums)                      \
