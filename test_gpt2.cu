@@ -209,6 +209,8 @@ static void check_grads(const std::string& what, GPT2* model, const std::vector<
     }
 }
 
+static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
+
 static Vector host_logits(GPT2* model, int rows) {  // (rows, V): live columns
     const Config& c = model->config;
     const auto raw = from_device(model, gpt2_acts(model, 0).logits, (size_t)rows * c.Vp);

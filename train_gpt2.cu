@@ -4281,8 +4281,6 @@ static char* gpt2_param_data(const GPT2* model, int i, int l) {
            at.offset * model->param_specs[i].elem_bytes;
 }
 
-static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
-
 // Elements [begin, end) of layer l's copy of a tensor: this rank has their master weights, m and v.
 struct Held { const char* array; float* memory; };      // memory: of element `begin`; null: not in this model
 struct HeldPart { size_t begin, end; Held in[3]; };
@@ -5882,7 +5880,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     dataloader_seek(loader, 0);
     const bool done = take_turns(model, batches, [&](int64_t i) {
         const int live = (int)std::min(B, rows - i * B);
-        data_next(loader, model->step);      // always B rows: the first ones follow the last
+        data_next(loader, model->step);     // always B rows: the first ones follow the last
         gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&losses[i], &model->state->loss, sizeof(float), model->stream);
@@ -5915,7 +5913,7 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
         Forward e({model, batch.rows, batch.T});
         gpt2_forward(e);
         gpt2_counted_losses(model, batch.rows * batch.T, count);
-        copy_to_host(losses + at, gpt2_acts(model, 0).losses, count * sizeof(float), model->stream);
+        copy_to_host(losses + at, e.acts(0).losses, count * sizeof(float), model->stream);
         at += count;
     });
     sums->assign(set->rows.size(), 0.0);
