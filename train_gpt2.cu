@@ -1723,14 +1723,10 @@ static std::string fp8_error() {
                   "a program compiled for it; the code that runs here is sm_%d's", attributes.ptxVersion);
 }
 
-template <class Args> static dim3 cast_grid(const Args& a) {
-    if (a.N % 16 != 0 || a.C % 16 != 0) { die("%s: %d x %d is no multiple of 16", op_name(a), a.N, a.C); }
-    return dim3(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
-}
-
 static void fp8_cast(const Fp8Cast& a, Stream stream) {
     OpScope scope(a, stream);
-    const dim3 grid = cast_grid(a);
+    if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
+    const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
     auto kernel = a.source == Fp8Source::Gelu       ? fp8_cast_kernel<Fp8Source::Gelu>
                   : a.source == Fp8Source::GeluGrad ? fp8_cast_kernel<Fp8Source::GeluGrad>
                                                     : fp8_cast_kernel<Fp8Source::Plain>;
@@ -1774,7 +1770,8 @@ __global__ void __launch_bounds__(kCastThreads) fp8_transpose_kernel(Fp8Transpos
 
 static void fp8_transpose(const Fp8Transpose& a, Stream stream) {
     OpScope scope(a, stream);
-    const dim3 grid = cast_grid(a);
+    if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_transpose: %d x %d is not a multiple of 16", a.N, a.C); }
+    const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
     fp8_transpose_kernel<<<grid, kCastThreads, 0, stream>>>(a);
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
