@@ -42,7 +42,7 @@ WORK(EncoderBackward) {
     return {(kX * a.B * a.T + 2 * kS * a.buckets.num_segments + kS * a.maxT) * a.C, 0};
 }
 WORK(NormForward) {
-    const int stream = !!a.inp + !!a.residual;
+    const int stream = !!a.inp + !!a.sum;
     const int others = !!a.branch[0] + !!a.branch[1] + !!a.y[0].out + !!a.y[1].out;
     return {(kX * (stream + others) + !!a.y[0].fp8 + !!a.y[1].fp8) * a.N * a.C, 0};
 }

@@ -209,6 +209,8 @@ static void check_grads(const std::string& what, GPT2* model, const std::vector<
     }
 }
 
+static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
+
 static Vector host_logits(GPT2* model, int rows) {  // (rows, V): live columns
     const Config& c = model->config;
     const auto raw = from_device(model, gpt2_acts(model, 0).logits, (size_t)rows * c.Vp);
@@ -621,7 +623,7 @@ static bool fp8_runs() {
 }
 
 static std::vector<Fp8Tensor> fp8_state(GPT2* model) {
-    return from_device(model, model->fp8.tensors, fp8_saved(model->config));
+    return from_device(model, model->fp8.tensors, 2 * model->fp8.linears);
 }
 
 // bound: on the mean error of the gradients against those without FP8; each may have 1.5 times that. Three
@@ -993,7 +995,8 @@ static void test_writing(const char* name, const Config& c) {
     for (int i = 0, position = T; i < count; i++, position++) {
         if (position == T) { position = decoder_begin(&d, texts, 0, 5u << 24); }
         decoder_step(&d, 0);
-        const auto raw = from_device(&model, d.logits, (size_t)o.text_rows * c.V);
+        const Acts acts = act_views(model.acts.data, d.step_specs, 0);
+        const auto raw = from_device(&model, acts.logits, (size_t)o.text_rows * c.V);
         const Vector all(raw.begin(), raw.end());
         for (int row = 0; row < o.text_rows; row++) {
             const double coin = rand_unit(o.seed, RAND_SAMPLE, (uint32_t)row, (5u << 24) + texts[row].size());
@@ -1012,8 +1015,11 @@ static void test_writing(const char* name, const Config& c) {
         if ((int)context.size() > T) { context.erase(context.begin(), context.end() - T / 2); }
         const int n = (int)context.size();
         gpt2_feed(&model, context.data(), nullptr, 1, n, ClassifierMode::LossOnly);
-        gpt2_forward(&model, 1, n);
-        gpt2_logits(&model, gpt2_acts(&model, 0).lnf + (n - 1) * c.C, 1);
+        Forward all({&model, 1, n}), last({&model, 1, 1});
+        gpt2_forward(all);
+        Head head = last.head_of();
+        head.lnf.data += (n - 1) * c.C;
+        last.linear(head.logits, head.lnf, head.w);
         const Vector whole = host_logits(&model, 1);
         const double error = relative_error(logits[i], whole);
         if (!(error <= worst)) { worst = error; }
@@ -1587,9 +1593,9 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
         a.mean = layer ? at.s("mean", Out(N)) : nullptr, a.rstd = at.s("rstd", Out(N));
         a.inp = is.starts ? nullptr : at.x("inp", In(n, 1.0, 0.5));
         if (is.branches > 0) {
-            auto* residual = at.x("residual", Out(n));
-            if (is_added) { a.inp = residual; }
-            else { a.residual = residual; }
+            auto* sum = at.x("sum", Out(n));
+            if (is_added) { a.inp = sum; }
+            else { a.sum = sum; }
         }
         for (int i = 0; i < is.branches && !is_added; i++) {
             a.branch[i] = at.x(kNormNames[i][6], In(n, 1.0, 0.1));     // a mean of zero has no digits
@@ -1600,7 +1606,7 @@ static void test_norm_forward(const NormCase& is, int N, int C, bool fp8 = false
     };
     compute(k, [&](auto at) { forward(at, false); });
     if (is.branches > 0) {                          // what is normalised is the sum as rounded
-        k.take("residual");
+        k.take("sum");
         for (int i = 0; i < is.norms && fp8; i++) { *(Fp8Stats*)k[kStats[i]].twin.data() = {}; }
         forward(Twin{&k}, true);
     }
@@ -2184,13 +2190,13 @@ static void test_attention_forms() {
     select_kernels(false, false);
 }
 
-static void test_gather_rows(int N, int from, int C) {
-    Case k(format("gather_rows N=%d C=%d", N, C));
+static void test_rows_alone(int N, int from, int C) {
+    Case k(format("encoder_forward, rows alone N=%d C=%d", N, C));
     std::vector<int> rows;
     for (int n = 0; n < N; n++) { rows.push_back((n * 7 + from - 1) % from); }      // the last, then others
     check(k, [&](auto at) {
-        op<GatherRowsOf>(at, {at.x("out", Out(N * C)), at.x("inp", In(from * C)), at.exact("rows", rows), N,
-                            C});
+        op<EncoderForwardOf>(at, {at.x("out", Out(N * C)), at.exact("rows", rows), at.x("inp", In(from * C)),
+                                nullptr, 1, N, C});
     });
 }
 
@@ -2550,7 +2556,7 @@ static void test_decode_attention(int T, int NH, int HS, const std::vector<int>&
 }
 
 static void test_decode_rows(int N, int C) {            // the embedding, and a prompt's keys and values
-    Case k(format("decode_encoder, cache_store N=%d C=%d", N, C));
+    Case k(format("encoder_forward, cache_store N=%d C=%d", N, C));
     const int V = 30, T = 9, count = 5;
     std::vector<int> tokens, positions;
     for (int n = 0; n < N; n++) {
@@ -2558,9 +2564,9 @@ static void test_decode_rows(int N, int C) {            // the embedding, and a 
         positions.push_back(n * 5 % T);
     }
     check(k, [&](auto at) {
-        op<DecodeEncoderOf>(at, {at.x("out", Out(N * C)), at.exact("tokens", tokens),
-                               at.exact("positions", positions), at.x("wte", In(V * C)),
-                               at.x("wpe", In(T * C)), N, C});
+        op<EncoderForwardOf>(at, {at.x("out", Out(N * C)), at.exact("tokens", tokens),
+                                at.x("wte", In(V * C)), at.x("wpe", In(T * C)), N, 1, C,
+                                at.exact("positions", positions)});
         op<CacheStoreOf>(at, {at.x("keys", InOut(N * T * C)), at.x("values", InOut(N * T * C)),
                             at.x("qkv", In(count * 3 * C)), N, count, T, C});
     });
@@ -2709,8 +2715,8 @@ static void test_kernels() {
         test_attention_forms();
     }
     TEST("kernels: classifier and loss") {
-        test_gather_rows(5, 9, 40);
-        test_gather_rows(300, 70, 1000);            // rows that occur often; more columns than threads
+        test_rows_alone(5, 9, 40);
+        test_rows_alone(300, 70, 1000);            // rows that occur often; more columns than threads
         test_classifier(7, 509, 512);
         test_classifier(5, 67, 128);
         test_classifier(2, 8100, 8192);             // threads that hold nothing but padding

@@ -46,6 +46,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
 #include "llmc/numbers.h"            // gives: ceil_div, round_up, is_power_of_two
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config
+#include "llmc/model/lanes.h"        // gives: lane_buffer, lane_merges, lane_buffers, lane_part
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, Places, param_address
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
@@ -53,24 +54,24 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
 #include "llmc/data/dataloader.h"    // gives: DataLoader
 #include "llmc/data/evalloader.h"    // gives: EvalSet
-#include "llmc/data/tokenizer.h"     // gives: Tokenizer
 #include "llmc/data/sampler.h"       // gives: Sampling, sample_weight, sample_target
 #include "llmc/run/schedulers.h"     // gives: LrSchedule, lr_at, momentum_at
-#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, run_given, run_max_steps
+#include "llmc/run/run_config.h"     // gives: run, kFlags, run_task, rank_micro_steps
+#include "llmc/run/run_data.h"       // gives: RunData, data_open, data_check_same, data_print, data_free
 #include "llmc/run/run_folder.h"     // gives: find_resumed, folder_resolve, run_folder_check
 #include "llmc/run/flags.h"          // gives: flags_parse, flags_print
 #include "llmc/run/logger.h"         // gives: Logger
-#include "llmc/run/plan.h"           // gives: gpu_kind, gpu_names, plan_print_time
+#include "llmc/run/plan.h"           // gives: gpu_kind, plan_print_batch, plan_print_time
 #include "llmc/run/step_reports.h"   // gives: Reports, reports_begin, reports_end, report_step
-#include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_end
+#include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_finite
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
-#include "llmc/run/samples.h"        // gives: write_samples, chat, prompt_tokens, TextDraw
+#include "llmc/run/samples.h"        // gives: write_samples, chat, TextDraw
 #include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
-#include "llmc/files/checkpoints.h"  // gives: checkpoint_before, checkpoint_retain, Retention
+#include "llmc/files/checkpoints.h"  // gives: checkpoint_before, Retention
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
 #include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
-#include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, resumed_check, facts_config
+#include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, checkpoint_resume, resumed_check
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
 // == 2 types and limits ==
@@ -244,18 +245,31 @@ static std::vector<ParamSpec> param_table(const Config& c) {
     return specs;
 }
 
-// What decides which activations there are, and which are kept.
-struct ActNeeds { int recompute = 0; bool trains = true, dropout = false, fp8 = false, fp8_head = false; };
+// What a run may choose; fixed after gpt2_allocate.
+struct Options : ModelSettings {
+    bool trains = true;         // else forward only: gradients and optimizer have no memory
+    bool grads_bf16 = false;    // gradients of tensors with two dimensions in bf16, rounded with dither
+    bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
+    bool muon = false;          // for the layers' matrices; AdamW for the others
+    int muon_steps = 5;         // of Newton-Schulz
+    size_t muon_bytes = (size_t)576 << 20;      // that Muon may add to a step's memory: see muon_share
+    float loss_scale = kFirstLossScale;         // FP16: the first one
+    uint64_t seed = 0;
+    int text_rows = 0;          // texts that can be written at once; 0: none
+    Sampling sampling = {};     // how their tokens are drawn
+    Split split = {};           // this rank's part of the job
+    int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
+    bool graphs = true;         // on one GPU a micro-step is a CUDA graph
+};
 
-// Fills specs and returns the bytes of all activations.
-static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const ActNeeds& needs) {
+// Fills specs, for a pass over (B,T), and returns where the activations end if they begin at `offset`.
+static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Options& o, size_t offset = 0) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
-    const size_t second = c.block != Block::ParallelTied, trains = needs.trains, dropout = needs.dropout;
-    const size_t fp8 = needs.fp8, fp8_head = needs.fp8_head;
+    const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
+    const size_t fp8 = o.fp8, fp8_head = o.fp8_head;
     const int ALWAYS = trains ? c.L : 1;
-    auto SAVED = [=](int level) { return needs.recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
-    size_t offset = 0;
+    auto SAVED = [=](int level) { return o.recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
     int i = 0;
 #define IN(other) act_in(ACT_##other)
 #define X(name_, type_, where_, kept_, elems_)                                                               \
@@ -280,6 +294,7 @@ static Acts act_views(char* base, const ActSpec* specs, int l) {
 #include "llmc/ops/device.h"         // gives: device_malloc, stream_create; CUDA: cudaCheck, OpScope
 #ifndef GPT2_CPU
 #include "llmc/ops/cuda_helpers.h"   // gives: x128, load, store, block_sum, mma_16x8, wgmma_shared
+#include "llmc/ops/cuda_launch.h"    // gives: check_width, allow_shared_memory, tensor_map
 #include "llmc/ops/cublaslt.h"       // gives: Gemm, gemm
 #include "llmc/ops/nccl.h"           // gives: device_comm_init, device_all_to_all, device_all_gather
 
@@ -316,72 +331,8 @@ static bool sm90_kernels_run() {
     return use_sm90_kernels && built;
 }
 
-// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
-template <class Kernel> static void allow_shared_memory(Kernel kernel, size_t bytes) {
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-}
-
-// Rows of n elements must be whole vectors.
-template <class Args> static void check_width(const Args& a, size_t n) {
-    if (n % kWidth == 0) { return; }
-    die("%s: rows of %zu elements; their number must be a multiple of %d", op_name(a), n, kWidth);
-}
-
-// The most bytes of shared memory that a block may ask for: 227 KiB on Hopper, 163 on an A100, 99 on most
-// others.
-static size_t shared_memory_limit() {
-    static const int limit = [] {
-        int bytes = 0;
-        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index));
-        return bytes;
-    }();
-    return std::min((size_t)limit, hooks.shared_memory);
-}
-
-// Describes a tensor to the copy engine (TMA), the innermost dimension first; there `box` 16-bit elements, 64
-// or 32, are a row of shared memory, in the swizzle of as many bytes. Outside of the tensor are zeros.
-struct MapDim { size_t size, bytes; int box; };         // bytes from one index to the next
-template <int kRank> static CUtensorMap encode_map(const void* tensor, const MapDim (&d)[kRank]) {
-    typedef decltype(&cuTensorMapEncodeTiled) EncodeTiled;
-    static const EncodeTiled encode = [] {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                                   &found));
-        if (found != cudaDriverEntryPointSuccess) { die("the CUDA driver has no cuTensorMapEncodeTiled"); }
-        return (EncodeTiled)entry;
-    }();
-    cuuint64_t sizes[kRank], strides[kRank];
-    cuuint32_t box[kRank], steps[kRank];
-    for (int i = 0; i < kRank; i++) {
-        sizes[i] = d[i].size, box[i] = d[i].box, steps[i] = 1;
-        if (i > 0) { strides[i - 1] = d[i].bytes; }
-    }
-    CUtensorMap map;
-    const CUresult result =
-        encode(&map, kFp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank,
-               (void*)tensor, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               d[0].box == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) {
-        die("tensor map of %zu x %zu x %zu x %zu at %p refused (CUDA error %d)", d[0].size, d[1].size,
-            d[2].size, d[3].size, tensor, (int)result);
-    }
-    return map;
-}
-
-// A (B,T,slots,width) tensor in boxes of box_rows rows of box_slots slots, by coordinates {0, t, slot, b}.
-// Slots are heads, 3*NH of qkv, NH of dout; or blocks of columns of a matrix (1,rows,columns), 64 wide, or 32
-// for 64 FP8 bytes. (FP32 builds never call it.)
-[[maybe_unused]] static CUtensorMap tensor_map(const void* tensor, int B, int T, int slots, int box_rows = 64,
-                                               int box_slots = 1, int width = 64) {
-    const size_t slot = width * sizeof(floatX), row = slots * slot;
-    return encode_map<4>(tensor, {{(size_t)width, 2, width}, {(size_t)T, row, box_rows},
-                                  {(size_t)slots, slot, box_slots}, {(size_t)B, row * T, 1}});
-}
-
 // == 6.1 encoder ==
-// Forward:  out[b,t,:] = wte[token[b,t],:] + wpe[t,:]
+// Forward:  out[b,t,:] = wte[token[b,t],:] + wpe[t,:], or wpe[position[b,t],:], or without wpe
 // Backward: dwte[v,:] += sum of dout[bt,:] over the positions bt where token v stood
 //           dwpe[t,:] (+)= sum over b of dout[b,t,:], in order
 // Many positions may hold the same token, and adding them atomically would give other bits each run. So the
@@ -391,17 +342,17 @@ template <int kRank> static CUtensorMap encode_map(const void* tensor, const Map
 constexpr int kEncoderThreads = 128;            // of the backward: wider rows are shared among blocks
 
 // Each threadIdx.y of a block takes one row of out.
-__global__ void encoder_forward_kernel(floatX* out, const int* tokens, const floatX* wte, const floatX* wpe,
-                                       int N, int T, int C) {
-    const int bt = blockIdx.x * blockDim.y + threadIdx.y;
-    if (bt >= N) { return; }
-    floatX* out_bt = out + (size_t)bt * C;
-    const floatX* wte_ix = wte + (size_t)tokens[bt] * C;
-    const floatX* wpe_t = wpe + (size_t)(bt % T) * C;
+__global__ void encoder_forward_kernel(EncoderForward a) {
+    const int bt = blockIdx.x * blockDim.y + threadIdx.y, C = a.C;
+    if (bt >= a.B * a.T) { return; }
+    const int token = max(a.tokens[bt], 0), t = a.positions ? a.positions[bt] : bt % a.T;
+    floatX* out_bt = a.out + (size_t)bt * C;
+    const floatX *wte_ix = a.wte + (size_t)token * C, *wpe_t = a.wpe + (size_t)t * C;
     for (int c = threadIdx.x * kWidth; c < C; c += blockDim.x * kWidth) {
-        Floats a = load_floats(wte_ix, c, C), b = load_floats(wpe_t, c, C);
-        for (int k = 0; k < kWidth; k++) { a.at[k] += b.at[k]; }
-        store(out_bt, c, C, to_pack<floatX>(a));
+        Floats sum = load_floats(wte_ix, c, C);
+        const Floats b = load_floats(wpe_t, c, a.wpe ? C : 0);
+        for (int k = 0; k < kWidth && a.wpe; k++) { sum.at[k] += b.at[k]; }
+        store(out_bt, c, C, to_pack<floatX>(sum));
     }
 }
 
@@ -462,13 +413,10 @@ __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B
 
 static void encoder_forward(const EncoderForward& a, Stream stream) {
     OpScope scope(a, stream);
-    const int B = a.B, T = a.T, C = a.C;
-    const int N = B * T;
-    const int x = std::min(round_up(ceil_div(C, kWidth), kWarp), 256);
+    const int x = std::min(round_up(ceil_div(a.C, kWidth), kWarp), 256);
     const dim3 block(x, 256 / x);               // as many rows as make some 256 threads: C=768, 96 x 2
-    check_width(a, C);
-    encoder_forward_kernel<<<ceil_div(N, (int)block.y), block, 0, stream>>>(a.out, a.tokens, a.wte, a.wpe, N,
-                                                                            T, C);
+    check_width(a, a.C);
+    encoder_forward_kernel<<<ceil_div(a.B * a.T, (int)block.y), block, 0, stream>>>(a);
 }
 
 static size_t encoder_backward_scratch_bytes(int B, int T, int C) {
@@ -495,7 +443,7 @@ static void encoder_backward(const EncoderBackward& a, Stream stream) {
 
 // == 6.2 norms of the residual stream ==
 // For each row of (N,C), with means over its C elements:
-// Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `residual`; f is 0 or 1/(1-p) where
+// Forward:  x = inp + branch[0]*f0 + branch[1]*f1, rounded and stored as `sum`; f is 0 or 1/(1-p) where
 //           a branch has dropout, else 1. Without branches x = inp.
 //           mean = mean(x)   rstd = 1/sqrt(mean((x - mean)^2) + eps)     RMSNorm: mean = 0
 //           y[i] = (x - mean)*rstd*weight[i] + bias[i]                 or the bytes of these (fp8)
@@ -552,7 +500,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
     const bool rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
     const floatX* inp = a.inp;
-    floatX* residual = a.residual;
+    floatX* stored = a.sum;
 
     // 1. Load: all loads are on their way before the first is needed. What is missing is zeros.
     uint4 x[kRows][kVectors], branch[2][kRows][kVectors];
@@ -586,7 +534,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
             for (int k = 0; k < kWidth; k++) { sum.at[k] += added.at[k]; }
         }
         const x128 rounded = to_pack<floatX>(sum);
-        store(residual + (size_t)(first + r) * C, c, residual && first + r < a.N ? C : 0, rounded);
+        store(stored + (size_t)(first + r) * C, c, stored && first + r < a.N ? C : 0, rounded);
         memcpy(&x[r][v], &rounded, sizeof(rounded));
     }
 
@@ -930,7 +878,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
 }
 
-// residual may be inp or a branch: each element is read before it is written, by the same thread.
+// a.sum may be inp or a branch: each element is read before it is written, by the same thread.
 static void norm_forward(const NormForward& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.C);
@@ -1898,6 +1846,13 @@ constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 // log2(e), because inf - inf would turn the whole row into NaN.
 constexpr float kLowest = -FLT_MAX / 4;
 
+__device__ __forceinline__ void mask_padding(x128* x, int c, int V) {   // columns V and up get no probability
+    if (c + kWidth <= V) { return; }
+    for (int k = 0; k < kWidth; k++) {
+        if (c + k >= V) { x->data[k] = (floatX)-INFINITY; }
+    }
+}
+
 // The largest element. NaN is ignored here; the sum of exp() keeps it.
 template <class T> __device__ __forceinline__ float pack_max(const Pack<T>& x) {
     T top = x.data[0];
@@ -1906,13 +1861,6 @@ template <class T> __device__ __forceinline__ float pack_max(const Pack<T>& x) {
         else { top = __hmax(top, x.data[k]); }
     }
     return (float)top;
-}
-
-__device__ __forceinline__ void mask_padding(x128* x, int c, int V) {   // columns V and up get no probability
-    if (c + kWidth <= V) { return; }
-    for (int k = 0; k < kWidth; k++) {
-        if (c + k >= V) { x->data[k] = (floatX)-INFINITY; }
-    }
 }
 
 __device__ __forceinline__ float exp_sum(const x128& x, float top) {    // sum of exp(x - top)
@@ -2084,18 +2032,6 @@ static void classifier(const Classifier& a, Stream stream) {
         const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
         kernel<<<a.N, threads, 0, stream>>>(a);
     }
-}
-
-// out[n,:] = inp[rows[n],:]: what the LM head reads where only some positions' losses count. A block a row.
-__global__ void gather_rows_kernel(GatherRows a) {
-    const size_t n = blockIdx.x;
-    const floatX* from = a.inp + (size_t)a.rows[n] * a.C;
-    for (int c = threadIdx.x; c < a.C; c += blockDim.x) { a.out[n * a.C + c] = from[c]; }
-}
-
-static void gather_rows(const GatherRows& a, Stream stream) {
-    OpScope scope(a, stream);
-    gather_rows_kernel<<<a.N, 256, 0, stream>>>(a);
 }
 
 // == 6.6 loss ==
@@ -3666,9 +3602,8 @@ static void attention_forward(const AttentionForward& a, Stream s) { attention(a
 static void attention_backward(const AttentionBackward& a, Stream s) { attention(a, s); }
 
 // == 6.10 decoding ==
-// The ops that write text: one new token of each of N rows, N <= kDecodeRows. Between them stand the norms of
-// 6.2, which also add the branches to the residual stream.
-//     decode_encoder      out[n,:] = wte[tokens[n],:] + wpe[positions[n],:]
+// The ops that write text: one new token of each of N rows, N <= kDecodeRows. Before them comes 6.1's
+// encoder, and between them 6.2's norms, which also add the branches to the residual stream.
 //     decode_matmul       out (N,OC) = inp weight^T + bias, or gelu of it
 //     decode_attention    stores k and v of the new position; out[n,h] = softmax(q K^T / sqrt(HS)) V over it
 //                         and those before
@@ -3695,24 +3630,6 @@ static void decode_launch(void (*kernel)(Args), dim3 grid, int threads, Stream s
 
 static void decode_check(int N) {
     if (N < 1 || N > kDecodeRows) { die("decoding: %d rows; 1 to %d are possible", N, kDecodeRows); }
-}
-
-// A block a row. It is the first of a step and launched in the ordinary way.
-__global__ void decode_encoder_kernel(DecodeEncoder a) {
-    next_kernel_may_begin();
-    const size_t n = blockIdx.x;
-    const int token = max(a.tokens[n], 0);              // -1, none drawn: the host stops there
-    const floatX* wte_ix = a.wte + (size_t)token * a.C;                 // (C)
-    const floatX* wpe_t = a.wpe + (size_t)a.positions[n] * a.C;         // (C)
-    for (int c = threadIdx.x; c < a.C; c += blockDim.x) {
-        a.out[n * a.C + c] = (floatX)((float)wte_ix[c] + (float)wpe_t[c]);
-    }
-}
-
-static void decode_encoder(const DecodeEncoder& a, Stream stream) {
-    OpScope scope(a, stream);
-    decode_check(a.N);
-    decode_encoder_kernel<<<a.N, 256, 0, stream>>>(a);
 }
 
 // A warp computes a tile of the output, kRows x kOutputs: each lane sums over its vectors of C, and warp_sums
@@ -3888,9 +3805,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
 static void decode_attention(const DecodeAttention& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
-    if (a.HS < 1 || a.HS > kPlainMaxHeadSize) {
-        die("decode_attention: head size %d; 1 to %d are possible", a.HS, kPlainMaxHeadSize);
-    }
+    die_if(attention_error(a.HS));
     auto kernel = a.HS <= 4 * kWarp ? decode_attention_kernel<4>
                                     : decode_attention_kernel<kPlainMaxHeadSize / kWarp>;
     decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
@@ -4029,33 +3944,6 @@ static void sample_tokens(const SampleTokens& a, Stream stream) {
 #endif  // GPT2_CPU
 
 // == 7 model ==
-struct Options {                // what a run may choose; fixed after gpt2_allocate
-    bool trains = true;         // else forward only: gradients and optimizer have no memory
-    int recompute;              // 0: save all activations; 1: recompute GELU in backward; 2: LayerNorms too
-    bool master;                // fp32 master copies of 16-bit parameters
-    bool grads_bf16;            // gradients of tensors with two dimensions in bf16, rounded with dither
-    double dropout;             // probability, in training: of the embedding's and the branches' outputs
-    Kernels kernels;            // which kernels an op with several may use
-    bool tf32;                  // FP32 builds: tensor cores for GEMMs and attention
-    bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
-    float weight_decay;         // AdamW's, on the tensors with two dimensions
-    double beta1 = 0.9, beta2 = 0.95, eps = 1e-8;               // AdamW's
-    float grad_clip = 1.0f;     // largest norm of the gradient; 0: no clipping
-    bool muon = false;          // for the layers' matrices; AdamW for the others
-    int muon_steps = 5;         // of Newton-Schulz
-    size_t muon_bytes = (size_t)576 << 20;      // that Muon may add to a step's memory: see muon_share
-    int64_t muon_warmup = 0;    // steps in which the momentum rises
-    double muon_momentum = 0.95, muon_decay = 0.0;
-    float loss_scale = kFirstLossScale;         // FP16: the first one
-    float skip_loss, skip_norm; // UpdatePolicy's max_loss_score and max_norm_score; 0: no update is skipped
-    uint64_t seed;
-    int text_rows = 0;          // texts that can be written at once; 0: none
-    Sampling sampling = {};     // how their tokens are drawn
-    Split split;                // this rank's part of the job
-    int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
-    bool graphs = true;         // on one GPU a micro-step is a CUDA graph
-};
-
 // One batch: on the device, or in a staging slot of pinned memory, with the same layout.
 struct Inputs {
     int *tokens, *targets;      // (B,T)
@@ -4109,6 +3997,7 @@ struct Exchange {
     uint32_t next_inbox;        // counts up: buckets take inboxes 0 and 1 in turn; the embedding has inbox 2
     int bucket_in_flight;       // the bucket that is being exchanged; -1: none
     char* records;              // (world,record_bytes) what the ranks tell each other about a step
+    char* record;               // this rank's
     size_t record_bytes, losses_at;     // a record: sums of squares of the rank's chunks, its lanes' losses,
     size_t stats_at;                    // with FP8 what its casts have seen
 };
@@ -4117,12 +4006,10 @@ struct Exchange {
 // behind those of all layers, because only the first are saved: the weights' scales follow from the weights.
 // The logits' gradient has a fixed scale, whose inverse the classifier sets in each micro-step.
 struct Fp8 {
-    Fp8Tensor* tensors;         // (fp8_tensors)
+    int linears;                // the layers' linear layers, then the LM head
+    Fp8Tensor* tensors;         // (3*linears), of which (2*linears) are saved
     uint8_t* weights;           // room for each matrix in e4m3 and its transpose
 };
-static int fp8_linears(const Config& c) { return 4 * c.L + 1; }         // the layers', then the LM head
-static int fp8_tensors(const Config& c) { return 3 * fp8_linears(c); }
-static int fp8_saved(const Config& c) { return 2 * fp8_linears(c); }
 
 struct GPT2 {
     Config config;
@@ -4137,6 +4024,7 @@ struct GPT2 {
     Feed feed;
     Exchange exchange;
     Fp8 fp8;
+    MuonShare muon;
     DeviceState* state;
     Stream stream;
     Graph micro_graphs[2][2];   // of micro-steps: those that add to gradients; those with a split token
@@ -4177,34 +4065,7 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     return bytes;
 }
 
-// ---- lanes ----
-// A lane is a group of a step's micro-steps; the exchange in section 8 draws how lanes are summed. A rank
-// sums its lanes like a binary counter, over a stack of buffers. Lane i is summed in buffer lane_buffer(i),
-// the top of the stack. Then the topmost buffer is added to the one below it, lane_merges(i) times: once for
-// each pair that lane i completes. After the last lane, all buffers are added into buffer 0.
-static int lane_buffer(int lane) { return __builtin_popcount((unsigned)lane); }
-static int lane_merges(int lane, int lanes) {
-    return lane == lanes - 1 ? lane_buffer(lane) : __builtin_ctz(~(unsigned)lane);
-}
-static int lane_buffers(int lanes) {        // number of buffers: 1 + floor(log2(lanes))
-    int count = 1;
-    for (; lanes > 1; lanes /= 2) { count++; }
-    return count;
-}
-// How many of the next `lanes` lanes, from `lane` on, form a whole subtree. Their sum can go directly into
-// lane_buffer(lane): the log2 merges inside the subtree are then done.
-static int lane_part(int lane, int lanes) {
-    int part = 1;
-    while (2 * part <= lanes && lane % (2 * part) == 0) { part *= 2; }
-    return part;
-}
-
 // ---- memory ----
-static MuonShare gpt2_muon_share(const GPT2* model) {
-    return muon_share(model->layout, model->param_specs, model->options.split, bytes_floatX,
-                      model->options.muon_bytes);
-}
-
 enum class Memory { Plain, Zeroed, Shared };    // Shared: zeroed, and exchanged with other ranks
 
 // Every array that a model has on the device: visit(name, pointer to it, bytes, Memory). The memory plan, the
@@ -4214,7 +4075,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     const Options& o = model->options;
     const Layout& layout = model->layout;
     const bool shards_grads = o.split.zero == 2;
-    visit("parameters", &model->params, layout.params_bytes, Memory::Shared);
+    const Memory shared = o.split.world > 1 ? Memory::Shared : Memory::Zeroed;
+    visit("parameters", &model->params, layout.params_bytes, shared);
     visit("activations", &model->acts.data, model->acts.bytes, Memory::Plain);
     visit("scratch", &model->acts.scratch, gpt2_scratch_bytes(c, o, model->B, model->T), Memory::Plain);
     visit("matmul workspace", &model->acts.workspace, gemm_workspace_bytes(), Memory::Plain);
@@ -4228,27 +4090,28 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     // Otherwise it needs the buffers of all ranks' lanes.
     const bool parts = shards_grads && !is_power_of_two(o.split.world);
     const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
-    visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), Memory::Shared);
+    visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), shared);
     visit("gradient shards", &model->grads.shards,
           shards_grads ? layout.shard_elems * sizeof(float) * buffers : 0, Memory::Plain);
-    visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, Memory::Shared);
+    visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, shared);
     // an inbox for the embedding's bucket and two for the others: one is filled while the other is summed
     const size_t inboxes = layout.buckets[layout.embedding()].padded + 2 * layout.largest_but_first;
     visit("exchange", &model->exchange.inboxes, o.split.world > 1 ? inboxes * sizeof(float) : 0,
-          Memory::Shared);
+          shared);
 
     visit("master weights", &model->opt.master,
           bytes_floatX == 2 && o.master ? layout.state_elems * sizeof(float) : 0, Memory::Zeroed);
     visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
           (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
-    visit("FP8 scales", &model->fp8.tensors, o.fp8 * fp8_tensors(c) * sizeof(Fp8Tensor), Memory::Zeroed);
+    visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor),
+          Memory::Zeroed);
     visit("FP8 weights", &model->fp8.weights,
           o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems +
                        o.fp8_head * model->param_specs[PARAM_wte].padded), Memory::Plain);
     if (!o.muon) { return; }
-    const MuonShare share = gpt2_muon_share(model);
-    visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, Memory::Shared);
+    const MuonShare& share = model->muon;
+    visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, shared);
     visit("Muon's products", &model->opt.muon_products, 4 * share.product + share.sums, Memory::Plain);
 }
 
@@ -4264,16 +4127,16 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
     model->layout = param_layout(model->param_specs, config.L, options.split, options.grads_bf16,
                                  options.muon);
     Activations& acts = model->acts;
-    const size_t passes = act_specs(acts.specs, config, B, T,
-                                    {.recompute = options.recompute, .trains = options.trains,
-                                     .dropout = options.dropout > 0.0, .fp8 = options.fp8,
-                                     .fp8_head = options.fp8_head});
+    const size_t passes = act_specs(acts.specs, config, B, T, options);
     acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
     acts.text_bytes = acts.bytes - passes;
+    model->muon = muon_share(model->layout, model->param_specs, options.split, bytes_floatX,
+                             options.muon_bytes);
+    model->fp8.linears = 4 * config.L + 1;
     Exchange& e = model->exchange;
     e.losses_at = model->layout.shard_elems / kChunk * sizeof(double);
     e.stats_at = round_up(e.losses_at + options.lanes * sizeof(float), sizeof(Fp8Stats));
-    e.record_bytes = round_up(e.stats_at + options.fp8 * fp8_tensors(config) * sizeof(Fp8Stats), kAlign);
+    e.record_bytes = round_up(e.stats_at + options.fp8 * 3 * model->fp8.linears * sizeof(Fp8Stats), kAlign);
 }
 
 // Every byte that the run will take on the device, by name. Each tensor of the activations has a line.
@@ -4288,7 +4151,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
         if (!a.is_shared) { plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies}); }
     }
     plan.push_back({"keys and values of texts", model.acts.text_bytes});
-#ifdef GPT2_CPU
+    if (kDeviceIsCuda) { return plan; }
     if (bytes_floatX != sizeof(floatX)) {       // of the CUDA program
         plan.push_back({"cuBLASLt's workspace", (size_t)64 << 20});
         return plan;
@@ -4301,7 +4164,6 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     const size_t batches = (options.trains ? 2 : 1) * 2 * 2 * sizeof(int) * (size_t)B * T;
     plan.push_back({"host buffers", Feed::kSlots * inputs_layout(nullptr, B, T).bytes + batches +
                                         largest * (sizeof(float) + sizeof(uint16_t))});
-#endif
     return plan;
 }
 
@@ -4327,7 +4189,8 @@ static void feed_init(Feed* feed, int B, int T) {
     }
 }
 
-static void exchange_init(Exchange* exchange, const Layout& layout) {
+static void exchange_init(Exchange* exchange, const Layout& layout, int rank) {
+    exchange->record = exchange->records + rank * exchange->record_bytes;
     exchange->stream = stream_create_urgent();
     exchange->handover = event_create();
     exchange->bucket_in_flight = -1;
@@ -4346,6 +4209,11 @@ static void gpt2_write_state(GPT2* model, const DeviceState& state) {
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     stream_sync(model->stream);
 }
+static void gpt2_forget_skips(GPT2* model) {
+    DeviceState state = gpt2_read_state(model);
+    state.update.skipped_in_a_row = 0;
+    gpt2_write_state(model, state);
+}
 
 static void optimizer_init(GPT2* model) {
     DeviceState state = {};
@@ -4353,10 +4221,7 @@ static void optimizer_init(GPT2* model) {
     gpt2_write_state(model, state);
     if (!model->options.trains) { return; }
     model->opt.v = model->opt.m + model->layout.state_elems;
-    std::vector<ChunkRange> ranges;
-    for (const Bucket& b : model->layout.buckets) {
-        ranges.push_back({ceil_div(b.elems, kChunk), b.shard / kChunk, b.shards / kChunk});
-    }
+    const std::vector<ChunkRange> ranges = chunk_ranges(model->layout);
     copy_to_device(model->opt.ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
     stream_sync(model->stream);
 }
@@ -4366,14 +4231,13 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     model->stream = stream_create();
     gpt2_arrays(model, [&](const char* name, auto** at, size_t bytes, Memory kind) {
         if (bytes == 0) { return; }
-        const bool shared = kind == Memory::Shared && options.split.world > 1;
-        void* array = shared ? device_comm_malloc(bytes, name) : device_malloc(bytes, name);
+        void* array = kind == Memory::Shared ? device_comm_malloc(bytes, name) : device_malloc(bytes, name);
         *at = (std::decay_t<decltype(*at)>)array;
         // Gaps between tensors take part in the norm and in AdamW: they are zero and stay zero.
         if (kind != Memory::Plain) { device_zero(*at, bytes, model->stream); }
     });
     feed_init(&model->feed, B, T);
-    exchange_init(&model->exchange, model->layout);
+    exchange_init(&model->exchange, model->layout, options.split.rank);
     optimizer_init(model);
     gemm_init(model->acts.workspace, gemm_workspace_bytes(), options.tf32);
     select_kernels(options.kernels == Kernels::Portable, options.tf32);
@@ -4400,8 +4264,7 @@ static void gpt2_free(GPT2* model) {
     }
     event_destroy(model->exchange.handover);
     gpt2_arrays(model, [&](const char*, auto** at, size_t, Memory kind) {
-        const bool shared = kind == Memory::Shared && model->options.split.world > 1;
-        if (*at && shared) { device_comm_free(*at); }
+        if (*at && kind == Memory::Shared) { device_comm_free(*at); }
         else if (*at) { device_free(*at); }
     });
     stream_destroy(model->exchange.stream);
@@ -4414,8 +4277,6 @@ static char* gpt2_param_data(const GPT2* model, int i, int l) {
     return model->params + model->layout.buckets[at.bucket].params +
            at.offset * model->param_specs[i].elem_bytes;
 }
-
-static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
 
 // Elements [begin, end) of layer l's copy of a tensor: this rank has their master weights, m and v.
 struct Held { const char* array; float* memory; };      // memory: of element `begin`; null: not in this model
@@ -4496,8 +4357,8 @@ struct MicroStep {
 constexpr uint32_t kRoundParams = 16, kRoundGrads = 17, kRoundGradSums = 18;
 
 // Rounds a micro-step's gradients.
-static RoundKey gpt2_grad_key(const GPT2* model, const MicroStep& micro) {
-    return RoundKey{model->options.seed, model->step, micro.number, kRoundGrads};
+static RoundKey gpt2_grad_key(const GPT2* model, uint32_t micro) {
+    return {model->options.seed, model->step, micro, kRoundGrads};
 }
 
 // Where the backward stores a gradient: in the buffer of the micro-step's lane. At stage 2 each micro-step
@@ -4509,25 +4370,28 @@ static Grad gpt2_grad(const GPT2* model, ParamId id, int l, const MicroStep& mic
     const int buffer = stage2 ? 0 : lane_buffer(micro.lane);
     char* data = model->grads.data + buffer * model->layout.grads_bytes + b.grads + at.offset * b.grad_bytes;
     const Accumulate acc = stage2 || micro.begins_lane ? Accumulate::No : Accumulate::Yes;
-    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model, micro), b.first + at.offset};
+    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model, micro.number), b.first + at.offset};
 }
 
-// This rank's part of a bucket's gradients at the end of a step, summed over all micro-steps and ranks. last:
-// the step's last micro-step.
-static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, int bucket) {
+// A bucket's gradients at the end of a step, summed over all micro-steps and ranks: from element `from` on,
+// where this rank's part begins. last: the step's last micro-step.
+static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, int bucket, size_t from) {
     const Split& split = model->options.split;
     const Bucket& b = model->layout.buckets[bucket];
     if (split.zero == 2) { return {.data = model->grads.shards + b.shards}; }
-    RoundKey key = gpt2_grad_key(model, last);
+    RoundKey key = gpt2_grad_key(model, last.number);
     if (split.world > 1) {      // the sum over ranks was rounded with the key of the job's last micro-step
         key.micro = (uint32_t)(split.world * last.count - 1);
         key.tensor = kRoundGradSums;
     }
-    return {model->grads.data + b.grads + b.held_at * b.grad_bytes, b.grads_bf16, key, b.first + b.held_at};
+    return {model->grads.data + b.grads + from * b.grad_bytes, b.grads_bf16, key, b.first + from};
 }
 
 // == 8 a step ==
-// train_step and gpt2_micro_step, then the functions that they call, roughly in the order of the calls:
+// train_step, then the functions that it calls, roughly in the order of the calls:
+static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int i,
+                                 int count);
+static MicroStep micro_step_of(const GPT2* model, int i, int count);
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
 static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
@@ -4538,30 +4402,19 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro
 static void gpt2_await_params(GPT2* model, int bucket);
 static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double muon_lr = 0.0);
 
-static int rank_micro_steps() { return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world)); }
-
-static void next_batch(DataLoader* loader, int64_t step) {
-    DiskWait disk(step);
-    dataloader_next(loader);
-}
-
-// This rank's record of a step: see Exchange::records.
-static char* gpt2_record(const GPT2* model) {
-    return model->exchange.records + model->options.split.rank * model->exchange.record_bytes;
-}
-
-// This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank; at stage 2 the
-// ranks take turns. Lanes are groups of micro-steps, explained where the exchange begins.
-static MicroStep micro_step_of(const GPT2* model, int i, int count) {
-    const Split& split = model->options.split;
-    const int per_lane = count / model->options.lanes;
-    return {.number = (uint32_t)(split.zero == 2 ? i * split.world + split.rank : split.rank * count + i),
-            .count = count,
-            .lane = i / per_lane,
-            .begins_lane = i % per_lane == 0,
-            .ends_lane = i % per_lane == per_lane - 1,
-            .casts_weights = i == 0,
-            .exchanges = split.world > 1 && (split.zero == 2 || i == count - 1)};
+// False: a signal came before the last micro-step. There is no update then, and the run ends.
+static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
+    const int count = rank_micro_steps();
+    MicroStep micro;
+    for (int i = 0; i < count; i++) {
+        if (stop_agreed(model->step)) { return false; }
+        if (run.overfit) { dataloader_seek(loader, 0); }
+        data_next(loader, model->step);
+        micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count);
+    }
+    saver_hold(saver);                          // weights change only after a checkpoint has its copies
+    gpt2_update(model, micro, lr, muon_lr);
+    return true;
 }
 
 // Adds a micro-step's part to the mean loss over the total batch, and to the gradients; a lane's first
@@ -4571,7 +4424,7 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
     const MicroStep micro = micro_step_of(model, i, count);
     const Accumulate add = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
     const float weight = (float)(1.0 / ((double)B * T * count * model->options.split.world));
-    float* losses = (float*)(gpt2_record(model) + model->exchange.losses_at);     // (lanes)
+    float* losses = (float*)(model->exchange.record + model->exchange.losses_at);     // (lanes)
     gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     auto work = [&] {
         gpt2_loss(model, B, T, weight, losses + micro.lane, add, &micro);
@@ -4591,19 +4444,18 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
     return micro;
 }
 
-// False: a signal came before the last micro-step. There is no update then, and the run ends.
-static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
-    const int count = rank_micro_steps();
-    MicroStep micro;
-    for (int i = 0; i < count; i++) {
-        if (stop_agreed(model->step)) { return false; }
-        if (run.overfit) { dataloader_seek(loader, 0); }
-        next_batch(loader, model->step);
-        micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count);
-    }
-    saver_hold(saver);                          // weights change only after a checkpoint has its copies
-    gpt2_update(model, micro, lr, muon_lr);
-    return true;
+// This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank; at stage 2 the
+// ranks take turns. Lanes are groups of micro-steps, explained where the exchange begins.
+static MicroStep micro_step_of(const GPT2* model, int i, int count) {
+    const Split& split = model->options.split;
+    const int per_lane = count / model->options.lanes;
+    return {.number = (uint32_t)(split.zero == 2 ? i * split.world + split.rank : split.rank * count + i),
+            .count = count,
+            .lane = i / per_lane,
+            .begins_lane = i % per_lane == 0,
+            .ends_lane = i % per_lane == per_lane - 1,
+            .casts_weights = i == 0,
+            .exchanges = split.world > 1 && (split.zero == 2 || i == count - 1)};
 }
 
 // ---- feed ----
@@ -4655,10 +4507,8 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 // A run's first step has no scales yet. It multiplies data and records each operand's largest element, from
 // which the second step's scales follow. If the first step is not finite, scales stay 1 until a later step
 // has recorded some.
-// The gradient of the logits is e5m2: it holds probabilities down to 1e-7 beside -1, and e4m3 has nothing
-// below 1e-5. In e4m3 no gradient would push rare tokens down, and together they would keep a tenth of the
-// probability. The first and the last layer stay in 16 bits, because they cause half of FP8's gap in the loss
-// (NOTES.md). attproj stays there, too: in 124M its casts take the time that FP8 saves.
+// docs/numerics.md says why the gradient of the logits is e5m2, and why attproj and the first and the last
+// layer stay in 16 bits.
 struct Operand {
     floatX* data = nullptr;
     uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
@@ -4702,14 +4552,23 @@ struct Head {
     floatX* dlnf;
 };
 
+// Keys and values of texts that are written. A forward over one text copies those of its first `count`
+// positions here, for `texts` texts that begin alike.
+struct Cache {
+    floatX *keys, *values;              // (L,all texts,T,C), at the first of `texts`
+    size_t layer_stride;                // elements from layer to layer
+    int texts, count;
+};
+
 // A forward or backward pass over (B,T). It names what the verbs below work on: layer_of and head_of make
 // operands, weights and gradients of the tables' tensors.
 struct Pass {
     GPT2* model;
-    const ActSpec* act_specs;           // the model's; section 9 has its own, for B = 1
     int B, T;                           // where neither embedding nor attention runs, B*T alone counts
     const MicroStep* micro = nullptr;   // null: nothing is trained, so there is neither dropout nor FP8
     float* scratch = nullptr;           // of a backward
+    const ActSpec* act_specs = model->acts.specs;       // section 9 has its own
+    const Cache* cache = nullptr;       // section 9's
 
     int N() const { return B * T; }
     Stream stream() const { return model->stream; }
@@ -4718,25 +4577,23 @@ struct Pass {
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
     // In a backward: whether layer l's tensor is as the forward wrote it. No later layer shares its copy.
     bool kept(ActId id, int l) const { return l == config().L - 1 || l < act_specs[id].copies - 1; }
-    template <class T> T* param(ParamId id, int l) const { return (T*)gpt2_param_data(model, id, l); }
-    Grad grad(ParamId id, int l) const { return micro ? gpt2_grad(model, id, l, *micro) : Grad{}; }
+    // null where the model lacks the tensor: RMSNorm has no biases
+    bool exists(ParamId id) const { return id < NUM_PARAMS && model->param_specs[id].copies > 0; }
+    template <class T> T* param(ParamId id, int l) const {
+        return exists(id) ? (T*)gpt2_param_data(model, id, l) : nullptr;
+    }
+    Grad grad(ParamId id, int l) const {
+        return micro && exists(id) ? gpt2_grad(model, id, l, *micro) : Grad{};
+    }
     // To be called before a tensor is written. A DEBUG build fills the memory with NaN, in the size of the
     // largest tensor that lies there.
     template <class T> T* fresh(T* tensor) const {
 #ifdef DEBUG
-        size_t bytes = 0;
-        for (int i = 0; i < NUM_ACTS && tensor; i++) {
-            const ActSpec& s = act_specs[i];
-            const size_t at = (size_t)((char*)tensor - model->acts.data - s.offset);
-            const size_t copy = s.stride * s.elem_bytes;
-            const bool there = copy > 0 && at % copy == 0 && at / copy < (size_t)s.copies;
-            if (there) { bytes = std::max(bytes, s.elems * s.elem_bytes); }
-        }
-        device_fill(tensor, 0xFF, bytes, stream());
+        const size_t at = (size_t)((char*)tensor - model->acts.data);
+        if (tensor) { device_fill(tensor, 0xFF, act_bytes_at(act_specs, NUM_ACTS, at), stream()); }
 #endif
         return tensor;
     }
-    bool exists(ParamId id) const { return model->param_specs[id].copies > 0; }    // RMSNorm has no biases
 
     // FP8 numbers the linear layers: 4 l + kQkv, kFc or kFcProj, and behind all layers the LM head, 4 L.
     enum { kIn16Bits = -1, kQkv = 0, kFc = 2, kFcProj = 3 };
@@ -4744,13 +4601,14 @@ struct Pass {
     Operand operand(floatX* x, int linear, Fp8Role role, uint8_t* bytes, uint8_t* bytes_t) const {
         const Config& c = config();
         const Options& o = model->options;
-        Operand y = {.data = x};
         const bool is_head = linear == 4 * c.L;
+        Operand y = {.data = x};
+        if (is_head && role == kDout) { y.format = Fp8Format::E5m2; }
         const bool is_fp8 = is_head ? o.fp8_head : linear >= 0 && o.fp8 && fp8_layer(linear / 4, c.L);
         if (!micro || !is_fp8) { return y; }
         y.tensor = model->fp8.tensors +
-                   (role == kWeight ? fp8_saved(c) + linear : 2 * linear + (role == kDout));
-        y.stats = (Fp8Stats*)(gpt2_record(model) + model->exchange.stats_at) +
+                   (role == kWeight ? 2 * model->fp8.linears + linear : 2 * linear + (role == kDout));
+        y.stats = (Fp8Stats*)(model->exchange.record + model->exchange.stats_at) +
                   (y.tensor - model->fp8.tensors);
         if (model->step > 0) { y.bytes = bytes, y.bytes_t = bytes_t; }
         return y;
@@ -4760,14 +4618,11 @@ struct Pass {
         const Layout& layout = model->layout;
         const size_t at = 2 * (linear / 4 * layout.buckets[layout.layer(0)].elems + s.offset);
         uint8_t* bytes = model->options.fp8 ? model->fp8.weights + at : nullptr;
-        const bool has_bias = bias != NUM_PARAMS;
         return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes ? bytes + s.padded : nullptr),
-                has_bias ? param<floatX>(bias, l) : nullptr, (int)s.cols, (int)s.rows,
-                grad(weight, l), has_bias ? grad(bias, l) : Grad{}};
+                param<floatX>(bias, l), (int)s.cols, (int)s.rows, grad(weight, l), grad(bias, l)};
     }
     Norm norm_of(ParamId weight, ParamId bias, int l, float* mean, float* rstd) const {
-        return {param<float>(weight, l), exists(bias) ? param<float>(bias, l) : nullptr, mean, rstd,
-                grad(weight, l), exists(bias) ? grad(bias, l) : Grad{}};
+        return {param<float>(weight, l), param<float>(bias, l), mean, rstd, grad(weight, l), grad(bias, l)};
     }
 
     // Branch k of a sum. Dropout masks are numbered: 0 is the embedding's, then each layer has two.
@@ -4788,12 +4643,10 @@ struct Pass {
     Head head_of() const {
         const Acts a = acts(0);
         const int head = 4 * config().L;
-        Head y = {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
-                  norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
-                  linear_of(PARAM_wte, NUM_PARAMS, 0, head), a.logits, a.losses,
-                  operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
-        y.dlogits.format = Fp8Format::E5m2;
-        return y;
+        return {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
+                norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
+                linear_of(PARAM_wte, NUM_PARAMS, 0, head), a.logits, a.losses,
+                operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
     }
     Layer layer_of(int l) const {
         const Acts a = acts(l);
@@ -4808,9 +4661,10 @@ struct Pass {
         y.act = operand(a.act, first + kFcProj, kInput, a.act_8, a.act_t8);
         y.ln1.kept = kept(ACT_ln1, l), y.ln2.kept = kept(ACT_ln2, l), y.act.kept = kept(ACT_act, l);
         y.qkv = a.qkv, y.fch = a.fch;
-        y.att = {a.att_lse, nullptr, nullptr};
+        y.att = {a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
+                 cache ? cache->values + l * cache->layer_stride : nullptr};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
-        if (exists(PARAM_ln2w)) { y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd); }
+        y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd);
         y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv);
         y.w_attproj = linear_of(PARAM_attprojw, PARAM_attprojb, l, kIn16Bits);
         y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc);
@@ -4839,67 +4693,43 @@ struct Pass {
         const GPT2& m = *model;
         return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
     }
+    static NormOutput<floatX, float> norm_output(const Operand& y, const Norm& w) {
+        if (!y.bytes) { return {y.data, w.weight, w.bias}; }
+        return {nullptr, w.weight, w.bias, y.bytes, y.tensor, y.stats};
+    }
     // Arguments for: out, and out2 if it is not {}, = norms of x
     NormForward norms(const Operand& out, const Sum& x, const Norm& w, const Operand& out2,
                       const Norm& w2) const {
-        NormForward n = {};
-        const Operand* outs[] = {&out, &out2};
-        const Norm* weights[] = {&w, &w2};
-        for (int k = 0; k < 2; k++) {
-            const Operand& y = *outs[k];
-            n.y[k] = {y.bytes ? nullptr : y.data, weights[k]->weight, weights[k]->bias};
-            if (y.bytes) { n.y[k].fp8 = y.bytes, n.y[k].tensor = y.tensor, n.y[k].stats = y.stats; }
-        }
-        n.mean = w.mean, n.rstd = w.rstd;
-        n.inp = x.data;
-        n.kind = config().norm, n.N = N(), n.C = config().C;
-        return n;
+        return {.y = {norm_output(out, w), norm_output(out2, w2)}, .mean = w.mean, .rstd = w.rstd,
+                .sum = nullptr, .inp = x.data, .branch = {}, .dropout = {}, .kind = config().norm, .N = N(),
+                .C = config().C};
     }
 };
 
 // ---- the forward's verbs ----
-// For section 9: a forward over one text also copies keys and values of its first `count` positions into the
-// decoder's cache, for `texts` texts that begin alike.
-struct CacheFill {
-    const ActSpec* act_specs;
-    floatX *keys, *values;              // (L,all texts,T,C), at the first text to fill
-    size_t layer_stride;                // elements from layer to layer
-    int texts, count;
-};
-
 // An engine: the verbs that a page such as gpt2_layer calls. The page says what a layer computes. The verb
 // decides what is fused, what is multiplied in FP8, and where a sum is taken. Two other engines follow the
 // same pages with verbs of their own: Recompute, and Decoding in section 9, which writes text.
 struct Forward : Pass {
-    const CacheFill* cache;             // null: none is filled
     // linear_add ends a branch. Its product also adds the branch to the residual stream. With dropout, and
     // in Decoding, the branch instead waits in memory of its own until the next norm adds it to
     // `before`, the sum so far (null: there is none).
     bool waits;
     floatX* waiting_memory[2];          // (N,C) not used otherwise until the backward
+    const int *tokens = model->feed.inputs.tokens, *positions = nullptr;        // EncoderForward's
     struct { const floatX* before; const floatX* branch[2]; int count; } waiting = {};
 
-    explicit Forward(const Pass& pass, const CacheFill* cache = nullptr)
-        : Pass(pass), cache(cache), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
+    explicit Forward(const Pass& pass)
+        : Pass(pass), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
 
-    virtual Layer layer(int l) const {
-        Layer y = layer_of(l);
-        if (cache) {
-            const size_t at = l * cache->layer_stride;
-            y.att.keys = cache->keys + at, y.att.values = cache->values + at;
-        }
-        return y;
-    }
-
-    virtual Head head() const { return head_of(); }
     // Parameters of a bucket may still be on their way from other ranks.
     virtual void await(int bucket) { gpt2_await_params(model, bucket); }
 
     // x = token plus position embedding
-    virtual void embed(const Sum& x) {
-        encoder_forward({.out = x.data, .tokens = model->feed.inputs.tokens,
-                         .wte = param<floatX>(PARAM_wte, 0), .wpe = param<floatX>(PARAM_wpe, 0),
-                         .B = B, .T = T, .C = config().C}, stream());
+    void embed(const Sum& x) {
+        encoder_forward({.out = x.data, .tokens = tokens, .wte = param<floatX>(PARAM_wte, 0),
+                         .wpe = param<floatX>(PARAM_wpe, 0), .B = B, .T = T, .C = config().C,
+                         .positions = positions}, stream());
         if (waits) { waiting = {nullptr, {x.data}, 1}; }            // for its dropout, in place
     }
 
@@ -4908,7 +4738,7 @@ struct Forward : Pass {
                       const Norm& w2 = {}) {
         NormForward n = norms(out, x, w, out2, w2);
         if (waiting.count > 0) {
-            n.residual = x.data, n.inp = waiting.before;
+            n.sum = x.data, n.inp = waiting.before;
             for (int k = 0; k < waiting.count; k++) {
                 n.branch[k] = waiting.branch[k];
                 if (drops()) { n.dropout[k] = dropout(x.added[k].mask); }
@@ -4979,7 +4809,7 @@ struct Forward : Pass {
 // ---- pages ----
 // GPT-2 (Radford et al. 2019): x + attention(norm(x)), then x + mlp(norm(x))
 static void gpt2_layer(Forward& e, int l) {
-    const Layer a = e.layer(l);
+    const Layer a = e.layer_of(l);
     e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
     e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,3,NH,HS)
     e.attention(a.atty.data, a.qkv, a.att);                 // (B,T,C)
@@ -4991,7 +4821,7 @@ static void gpt2_layer(Forward& e, int l) {
 
 // Parallel blocks (GPT-J, Wang and Komatsuzaki 2021): x + attention(norm(x)) + mlp(norm2(x)); tied: one norm
 static void parallel_layer(Forward& e, int l) {
-    const Layer a = e.layer(l);
+    const Layer a = e.layer_of(l);
     const bool tied = e.config().block == Block::ParallelTied;
     if (tied) { e.norm(a.ln1, a.x, a.w_ln1); }
     else { e.norm(a.ln1, a.x, a.w_ln1, a.ln2, a.w_ln2); }
@@ -5009,47 +4839,35 @@ static void model_layer(Forward& e, int l) {
 
 // ---- forward ----
 // All activations up to lnf, from the inputs on the device.
-static void forward_pass(Forward& e) {
+static void gpt2_forward(Forward& e) {
     const Layout& layout = e.model->layout;
     for (int bucket : {layout.embedding(), layout.biases(), layout.norms()}) { e.await(bucket); }
-    e.embed(e.layer(0).x);
+    e.embed(e.after_layer(-1));
     for (int l = 0; l < e.config().L; l++) {
         e.await(layout.layer(l));
         model_layer(e, l);
     }
-    const Head head = e.head();
+    const Head head = e.head_of();
     e.norm(head.lnf, head.x, head.w_lnf);
 }
 
-// micro: a pass that trains, with dropout; null: one that does not.
-static void gpt2_forward(GPT2* model, int B, int T, const MicroStep* micro = nullptr,
-                         const CacheFill* cache = nullptr) {
-    Forward e({model, cache ? cache->act_specs : model->acts.specs, B, T, micro}, cache);
-    forward_pass(e);
-}
-
 // ---- loss ----
-// Logits (rows,Vp) of rows of lnf, (rows,C), which need not be a whole batch.
-static void gpt2_logits(GPT2* model, floatX* lnf, int rows, const MicroStep* micro = nullptr) {
-    Forward e({model, model->acts.specs, 1, rows, micro});
-    Head head = e.head();
-    head.lnf.data = lnf;
-    e.linear(head.logits, head.lnf, head.w);
-}
-
 // An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
 // 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
 // shapes occur, each of whole tiles.
 static void gpt2_counted_losses(GPT2* model, int N, int count) {
     const Config& c = model->config;
     const int rows = std::min(N, round_up(count, 256));
-    const Acts a = gpt2_acts(model, 0);
-    gather_rows({.out = a.counted, .inp = a.lnf, .rows = model->feed.inputs.counted, .N = rows, .C = c.C},
-                model->stream);
-    gpt2_logits(model, a.counted, rows);
-    classifier({.logits = a.logits, .losses = a.losses, .targets = model->feed.inputs.targets, .dloss = 0.0f,
-                .loss_scale = nullptr, .N = count, .V = c.V, .Vp = c.Vp, .mode = ClassifierMode::LossOnly},
-               model->stream);
+    Forward e({model, 1, rows});
+    Head head = e.head_of();
+    floatX* counted = e.acts(0).counted;
+    encoder_forward({.out = counted, .tokens = model->feed.inputs.counted, .wte = head.lnf.data,
+                     .wpe = nullptr, .B = 1, .T = rows, .C = c.C}, model->stream);   // rows of lnf
+    head.lnf.data = counted;
+    e.linear(head.logits, head.lnf, head.w);
+    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
+                .dloss = 0.0f, .loss_scale = nullptr, .N = count, .V = c.V, .Vp = c.Vp,
+                .mode = ClassifierMode::LossOnly}, model->stream);
 }
 
 // Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step,
@@ -5058,9 +4876,10 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
                       const MicroStep* micro) {
     const Config& c = model->config;
     const int N = B * T;
-    const Head head = Pass{model, model->acts.specs, B, T, micro}.head_of();
-    gpt2_forward(model, B, T, micro);
-    gpt2_logits(model, head.lnf.data, N, micro);
+    Forward e({model, B, T, micro});
+    gpt2_forward(e);
+    const Head head = e.head_of();
+    e.linear(head.logits, head.lnf, head.w);
     const Operand& dlogits = head.dlogits;
     classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
                 .dloss = weight, .loss_scale = &model->state->update.loss_scale, .N = N, .V = c.V,
@@ -5226,7 +5045,7 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     const Config& c = model->config;
     const Layout& layout = model->layout;
     const bool grads_bf16 = model->options.grads_bf16;
-    Backward e({model, model->acts.specs, B, T, &micro, model->acts.scratch});
+    Backward e({model, B, T, &micro, model->acts.scratch});
     Head head = e.head_of();
     // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
     // parts are summed in fp32, at the start of scratch; other ops use the rest.
@@ -5283,14 +5102,14 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
 // has micro-step j * world + r at time j. Those of one time are one subtree, or a few subtrees if the number
 // of ranks is no power of two. Two layers' gradients are in memory at a time.
 
-// After a lane: adds the pairs that it completes (section 7, "lanes"), in n elements from `offset` bytes on.
+// After a lane: adds the pairs that it completes (lanes.h), in n elements from `offset` bytes on.
 // With several lanes on a rank, gradients are fp32.
 static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
     if (merges == 0) { return; }
     auto buffer = [&](int k) { return (float*)(model->grads.data + k * model->layout.grads_bytes + offset); };
     LaneSum a = {.out = {buffer(top - merges), Accumulate::No}, .num_chain = merges,
-                                .pieces = {.data = buffer(top)}, .num_pieces = 1, .n = n};
+                 .pieces = {.data = buffer(top)}, .num_pieces = 1, .n = n};
     for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
     lane_sum(a, model->stream);
 }
@@ -5307,19 +5126,6 @@ static char* exchange_inbox(const GPT2* model, int bucket) {
     return model->exchange.inboxes + model->exchange.buckets[bucket].inbox * bytes;
 }
 
-// Sums the ranks' pieces of a bucket at stages 0 and 1: piece r is rank r's sum of its lanes, stored by that
-// rank's last micro-step.
-static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
-    const Bucket& b = model->layout.buckets[bucket];
-    const size_t bytes = b.shard * b.grad_bytes, first = b.first + b.mine;
-    const RoundKey key = {model->options.seed, model->step, (uint32_t)last.count - 1, kRoundGrads};
-    lane_sum({.out = {(float*)(model->grads.data + b.grads + model->options.split.rank * bytes),
-                      Accumulate::No, b.grads_bf16, gpt2_summed_grads(model, last, bucket).key, first},
-              .pieces = {exchange_inbox(model, bucket), b.grads_bf16, key, first},
-              .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
-              .n = b.shard}, model->stream);
-}
-
 // Stage 2: adds the ranks' micro-steps of one time to the sums of lanes in grads.shards, subtree by subtree.
 static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro) {
     const Bucket& b = model->layout.buckets[bucket];
@@ -5331,10 +5137,9 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro
     a.n = b.shard;
     for (int r = 0; r < split.world; r += a.num_pieces) {
         const int lane = first_lane + r;
-        const RoundKey key = {model->options.seed, model->step, (uint32_t)lane, kRoundGrads};
         a.num_pieces = lane_part(lane, split.world - r);
-        a.pieces = {exchange_inbox(model, bucket) + r * b.shard * b.grad_bytes, b.grads_bf16, key,
-                    b.first + b.mine};
+        a.pieces = {exchange_inbox(model, bucket) + r * b.shard * b.grad_bytes, b.grads_bf16,
+                    gpt2_grad_key(model, lane), b.first + b.mine};
         // the kernel adds log2(num_pieces) levels itself; the chain is the pairs that the subtree completes
         a.num_chain = lane_merges(lane + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
         const int bottom = lane_buffer(lane) - a.num_chain;
@@ -5342,6 +5147,18 @@ static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro
         a.out = {shards(bottom), Accumulate::No};
         lane_sum(a, model->stream);
     }
+}
+
+// Sums the ranks' pieces of a bucket at stages 0 and 1: piece r is rank r's sum of its lanes, stored by that
+// rank's last micro-step.
+static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
+    const Bucket& b = model->layout.buckets[bucket];
+    const StoredGrads sum = gpt2_summed_grads(model, last, bucket, b.mine);
+    lane_sum({.out = {(float*)sum.data, Accumulate::No, sum.is_bf16, sum.key, sum.first},
+              .pieces = {exchange_inbox(model, bucket), sum.is_bf16, gpt2_grad_key(model, last.count - 1),
+                         sum.first},
+              .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
+              .n = b.shard}, model->stream);
 }
 
 // Sums a bucket's gradients of all ranks as soon as they have arrived. The kernels run on the backward's
@@ -5376,15 +5193,6 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro
         event_record(sent.arrived, exchange.stream);
     }
     if (before >= 0) { gpt2_sum_bucket(model, before, micro); }
-}
-
-// An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
-template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
-    if (model->options.split.world == 1) { return; }
-    const Stream stream = model->exchange.stream;
-    stream_follow(model, stream, model->stream);
-    send(stream);
-    stream_follow(model, model->stream, stream);
 }
 
 // Gathers the updated parameters of `count` buckets from `first` on, while the next forward runs.
@@ -5444,11 +5252,20 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     return {L, next.params - b.params, grads, next.first - b.first};
 }
 
+// An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
+template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
+    if (model->options.split.world == 1) { return; }
+    const Stream stream = model->exchange.stream;
+    stream_follow(model, stream, model->stream);
+    send(stream);
+    stream_follow(model, model->stream, stream);
+}
+
 // Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the bucket of
 // the first of these layers.
-static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updates, int layers) {
+static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
-    auto product = [&](int i) { return model->opt.muon_products + i * share.product; };
+    auto product = [&](int i) { return model->opt.muon_products + i * model->muon.product; };
     for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
                             .gram = (muonX*)product(2), .poly = (muonX*)product(3),
@@ -5463,7 +5280,7 @@ static void gpt2_orthogonalise(GPT2* model, const MuonShare& share, muonX* updat
 static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
-    const MuonShare share = gpt2_muon_share(model);
+    const MuonShare& share = model->muon;
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
     muonX* updates = (muonX*)model->opt.muon_updates;
     for (int first = 0; first < model->config.L; first += share.together) {
@@ -5472,9 +5289,9 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
         const Bucket& b = model->layout.buckets[bucket];
         rows.count = layers;
         muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
-                       .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update,
-                       .n = b.held, .update_row = b.padded, .rows = rows, .momentum = momentum},
-                      model->stream);
+                       .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
+                       .state = &model->state->update, .n = b.held, .update_row = b.padded, .rows = rows,
+                       .momentum = momentum}, model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {
@@ -5483,7 +5300,7 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
             });
         }
         const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
-        if (count > 0) { gpt2_orthogonalise(model, share, updates + mine * b.padded, count); }
+        if (count > 0) { gpt2_orthogonalise(model, updates + mine * b.padded, count); }
         gpt2_exchange_now(model, [&](Stream stream) {
             device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
         });
@@ -5508,12 +5325,8 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
     // this rank's record, of its shards; then the ranks gather all records
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
-        StoredGrads grads = gpt2_summed_grads(model, last, bucket);
-        if (split.zero == 0) {
-            grads.data = (const char*)grads.data + b.mine * b.grad_bytes;
-            grads.first += b.mine;
-        }
-        square_sums({(double*)gpt2_record(model) + b.shards / kChunk, grads, b.shard,
+        square_sums({(double*)exchange.record + b.shards / kChunk,
+                     gpt2_summed_grads(model, last, bucket, b.mine), b.shard,
                      gpt2_update_rows(model, bucket)}, model->stream);
     }
     gpt2_exchange_now(model, [&](Stream stream) {
@@ -5523,14 +5336,15 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
         fp8_scales({.tensors = model->fp8.tensors, .saturated = &model->state->fp8_saturated,
                     .records = exchange.records, .record_bytes = exchange.record_bytes,
                     .stats_at = exchange.stats_at, .ranks = split.world, .rank = split.rank,
-                    .count = fp8_tensors(model->config)}, model->stream);
+                    .count = 3 * model->fp8.linears}, model->stream);
     }
     update_decision({.state = &model->state->update, .loss = &model->state->loss,
                      .records = exchange.records, .record_bytes = exchange.record_bytes,
                      .lanes_at = exchange.losses_at, .ranks = split.world, .lanes = o.lanes,
                      .interleaved = split.zero == 2, .ranges = model->opt.ranges,
-                     .num_ranges = (int)model->layout.buckets.size(), .max_norm = o.grad_clip,
-                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale, o.skip_loss, o.skip_norm}},
+                     .num_ranges = (int)model->layout.buckets.size(), .max_norm = (float)o.grad_clip,
+                     .policy = {kFp16, kLossScaleSteps, kMaxLossScale, (float)o.skip_loss,
+                                (float)o.skip_norm}},
                     model->stream);
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
@@ -5540,9 +5354,9 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
                       .m = model->opt.m + b.state, .v = model->opt.v + b.v,
-                      .grads = gpt2_summed_grads(model, last, bucket), .state = &model->state->update,
-                      .n = b.held, .rows = rows,
-                      .weight_decay = b.kind == Kind::Matrix ? o.weight_decay : 0.0f, .lr = lr,
+                      .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
+                      .state = &model->state->update, .n = b.held, .rows = rows,
+                      .weight_decay = b.kind == Kind::Matrix ? (float)o.weight_decay : 0.0f, .lr = lr,
                       .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
                      model->stream);
@@ -5552,18 +5366,13 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
 }
 
 // == 9 writing text ==
-// Writes several texts at once. Each text is a row, of the cache and of every other array here. The arrays
-// are in the memory of the activations, behind those of a forward over one text. The cache keeps the keys and
-// values of each text's positions so far.
+// Writes several texts at once. Each text is a row, of the cache and of every other array here. All of this
+// is in the memory of the activations: those of a forward over one text, those of a step, then the arrays.
 struct Decoder {
     GPT2* model;
     int rows;
-    ActSpec act_specs[NUM_ACTS];        // of that forward
-    floatX *keys, *values;              // (L,rows,T,C) the cache
-    floatX* residual;                   // (rows,C) the residual stream
-    floatX *branches, *normalised;      // (2,rows,C) the norms' inputs and outputs
-    floatX *qkv, *atty, *fch, *logits;  // (rows,3C) (rows,C) (rows,4C) (rows,V)
-    float *mean, *rstd;                 // (rows)
+    ActSpec text_specs[NUM_ACTS], step_specs[NUM_ACTS];     // (1,T) and (rows,1)
+    Cache cache;                        // of all rows
     int *tokens, *positions;            // (rows)
     uint64_t* draws;                    // (rows)
     uint32_t* ids;                      // (rows)
@@ -5576,15 +5385,15 @@ struct Decoder {
 
 static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     Decoder d = {};
-    const size_t C = c.C, n = rows, cache = (size_t)c.L * n * T * C;
     d.rows = rows;
-    Places p = {(uintptr_t)base};
-    p.at += act_specs(d.act_specs, c, 1, T, {.trains = false});
-    p.take(&d.keys, cache), p.take(&d.values, cache);
-    p.take(&d.residual, n * C), p.take(&d.branches, 2 * n * C), p.take(&d.normalised, 2 * n * C);
-    p.take(&d.qkv, n * 3 * C), p.take(&d.atty, n * C), p.take(&d.fch, n * 4 * C), p.take(&d.logits, n * c.V);
-    p.take(&d.mean, n), p.take(&d.rstd, n);
-    p.take(&d.tokens, n), p.take(&d.positions, n), p.take(&d.draws, n), p.take(&d.ids, n);
+    Options forward = {};
+    forward.trains = false;
+    const size_t text_end = act_specs(d.text_specs, c, 1, T, forward);
+    const size_t step_end = act_specs(d.step_specs, c, rows, 1, forward, text_end);
+    Places p = {(uintptr_t)base, (uintptr_t)base + step_end};
+    d.cache.layer_stride = (size_t)rows * T * c.C;
+    p.take(&d.cache.keys, c.L * d.cache.layer_stride), p.take(&d.cache.values, c.L * d.cache.layer_stride);
+    p.take(&d.tokens, rows), p.take(&d.positions, rows), p.take(&d.draws, rows), p.take(&d.ids, rows);
     d.bytes = rows > 0 ? p.bytes() : 0;
     return d;
 }
@@ -5616,10 +5425,11 @@ static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, i
     if (count == 0) { return; }
     std::vector<int> tokens(text.begin(), text.end() - 1);
     tokens.resize(T, 0);
-    const size_t cache_row = (size_t)model->T * model->config.C, at = row * cache_row;
-    const CacheFill cache = {d->act_specs, d->keys + at, d->values + at, d->rows * cache_row, rows, count};
+    const size_t at = (size_t)row * model->T * model->config.C;
+    const Cache cache = {d->cache.keys + at, d->cache.values + at, d->cache.layer_stride, rows, count};
     gpt2_feed(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
-    gpt2_forward(model, 1, T, nullptr, &cache);
+    Forward e({.model = model, .B = 1, .T = T, .act_specs = d->text_specs, .cache = &cache});
+    gpt2_forward(e);
 }
 
 // Prepares the next step of every text and returns its position; all texts have the same number of tokens. A
@@ -5654,34 +5464,11 @@ static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts,
 struct Decoding : Forward {
     Decoder* d;
 
-    explicit Decoding(Decoder* d) : Forward({d->model, d->act_specs, 1, d->rows}), d(d) {
-        waits = true;
-        waiting_memory[0] = d->branches, waiting_memory[1] = d->branches + (size_t)d->rows * config().C;
-    }
+    explicit Decoding(Decoder* d)
+        : Forward({.model = d->model, .B = d->rows, .T = 1, .act_specs = d->step_specs, .cache = &d->cache}),
+          d(d) { waits = true, tokens = d->tokens, positions = d->positions; }
     void await(int) override {}                 // decoder_begin has waited for all
-    Layer layer(int l) const override {
-        const size_t C = config().C, at = (size_t)l * d->rows * model->T * C;
-        Layer y = layer_of(l);
-        y.x.data = y.x_mid.data = y.x_out.data = d->residual;
-        y.ln1.data = d->normalised, y.ln2.data = d->normalised + d->rows * C;
-        y.qkv = d->qkv, y.atty.data = d->atty, y.act.data = d->fch;
-        y.att = {nullptr, d->keys + at, d->values + at};
-        for (Norm* norm : {&y.w_ln1, &y.w_ln2}) { norm->mean = d->mean, norm->rstd = d->rstd; }
-        return y;
-    }
-    Head head() const override {
-        Head y = head_of();
-        y.x.data = d->residual, y.lnf.data = d->normalised, y.logits = d->logits;
-        y.w_lnf.mean = d->mean, y.w_lnf.rstd = d->rstd;
-        return y;
-    }
-    void embed(const Sum&) override {
-        decode_encoder({.out = d->branches, .tokens = d->tokens, .positions = d->positions,
-                        .wte = param<floatX>(PARAM_wte, 0), .wpe = param<floatX>(PARAM_wpe, 0), .N = N(),
-                        .C = config().C}, stream());
-        waiting = {nullptr, {d->branches}, 1};
-    }
-    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX*) override {
+    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* = nullptr) override {
         decode_matmul({.out = out, .inp = inp.data, .weight = w.weight.data, .bias = w.bias, .gelu = false,
                        .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
@@ -5705,13 +5492,13 @@ static void decoder_step(Decoder* d, int i) {
     const int n = d->rows;
     graph_run(&d->step, stream, [&] {
         Decoding e(d);
-        forward_pass(e);
-        const Head head = e.head();
-        decode_matmul({.out = head.logits, .inp = head.lnf.data, .weight = head.w.weight.data,
-                       .bias = nullptr, .gelu = false, .N = n, .C = c.C, .OC = c.V}, stream);
+        gpt2_forward(e);
+        Head head = e.head_of();
+        head.w.OC = c.V;                        // padding has no logits here
+        e.linear(head.logits, head.lnf, head.w);
         sample_tokens({.tokens = d->tokens, .positions = d->positions, .draws = d->draws, .ids = d->ids,
-                       .logits = d->logits, .sampling = model->options.sampling, .seed = model->options.seed,
-                       .N = n, .V = c.V}, stream);
+                       .logits = head.logits, .sampling = model->options.sampling,
+                       .seed = model->options.seed, .N = n, .V = c.V}, stream);
     });
     copy_to_host(d->drawn + i * n, d->tokens, n * sizeof(int), stream);
     event_record(d->ready[i], stream);
@@ -5776,8 +5563,7 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
     const Bucket& b = model->layout.buckets[at.bucket];
     if (model->options.split.zero == 0) { return model->opt.master + b.state + at.offset; }
     float* all = (float*)model->exchange.inboxes;
-    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(float),
-                   model->stream);
+    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(float), model->stream);
     device_all_gather(all, b.shard * sizeof(float), model->stream);
     return all + at.offset;
 }
@@ -5816,7 +5602,7 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
         }
     }
     if (model->options.fp8) {
-        const size_t tensors = fp8_saved(model->config), floats = tensors * kFp8TensorFloats;
+        const size_t tensors = 2 * model->fp8.linears, floats = tensors * kFp8TensorFloats;
         pieces.push_back({.row = state_row("fp8", "f32", tensors, kFp8TensorFloats, 0, floats),
                           .device = model->fp8.tensors, .in_state = first});
     }
@@ -5872,44 +5658,23 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     return "";
 }
 
-// Loads checkpoint *c, which checkpoint_find found among `steps`; if a tensor of it is damaged, the one
-// before. All ranks call this and load the same one; c->step is -1 if none is left.
-static void checkpoint_resume(GPT2* model, Checkpoint* c, const std::string& folder,
-                              const std::vector<int64_t>& steps, std::set<int64_t>* bad) {
-    while (c->step >= 0) {
-        const int64_t step = c->step;
-        if (!checkpoint_refused(step, gpt2_load_state(model, c))) { return; }   // a rank reads its parts only
-        bad->insert(step);
-        *c = checkpoint_find(folder, steps, bad);
-    }
-}
-
 // == 11 setting up a run ==
 // In the order in which main calls these functions. Flags and their checks are in llmc/run/run_config.h.
-#ifdef GPT2_CPU
-constexpr Build kBuild = {PRECISION_NAME, false};
-#else
-constexpr Build kBuild = {PRECISION_NAME, true};
-#endif
+constexpr Build kBuild = {PRECISION_NAME, kDeviceIsCuda};
 
 // A run: its parts, and how far it is, between two steps.
 struct Training {
     GPT2 model = {};
     Decoder decoder = {};
-    DataLoader train_loader = {}, val_loader = {};      // empty where the task does not need them
-    EvalSet questions = {};
-    Tokenizer tokenizer = {};   // without tokens: samples are printed as token ids
-    const Tokenizer* text() const { return tokenizer.bytes.empty() ? nullptr : &tokenizer; }
+    RunData data;
     Logger logger;
     Saver saver = {};
     bool saves = false;         // -o was given
     DeviceInfo device;
     std::string program;        // hash of the program, taken at the start: later its file may be gone
     std::string start;          // the working directory: relative names of files belong to it
-    int64_t max_steps = 0;      // of the run; -x, or those of an epoch
     int64_t step = 0;           // steps done
-    int64_t position = 0;       // of the next step's data, as train_loader counts
-    std::string data_sample;    // of a saved run's training data: shows later whether they are the same
+    int64_t position = 0;       // of the next step's data, as data.train counts
     int rewinds = 0;            // times that --on-bad-loss rewind went back
 };
 
@@ -5924,26 +5689,14 @@ static Config settle(const Facts* resumed = nullptr, const Build& build = kBuild
 }
 
 static Options run_options() {
-    Options o = {};
+    Options o = {run};
     o.trains = run_task() == Task::Train;
-    o.master = run.master != 0;
     o.grads_bf16 = run.grad_dtype == GradDtype::Bf16;
-    o.dropout = run.dropout;
-    o.tf32 = run.tf32 != 0;
-    o.kernels = run.kernels;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    o.recompute = o.fp8 ? 2 : run.recompute;    // in FP8's layers: in the first step alone
-    o.weight_decay = (float)run.weight_decay;
-    o.beta1 = run.beta1, o.beta2 = run.beta2, o.eps = run.eps;
-    o.grad_clip = (float)run.grad_clip;
+    if (o.fp8) { o.recompute = 2; }             // in FP8's layers: in the first step alone
     o.muon = run.optimizer == OptimizerKind::Muon;
-    o.muon_momentum = run.muon_momentum;
-    o.muon_warmup = run.muon_warmup;
-    o.muon_decay = run.muon_decay;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
-    o.skip_loss = (float)run.skip_loss;
-    o.skip_norm = (float)run.skip_norm;
     o.seed = (uint64_t)run.seed;
     o.text_rows = !run_writes_text() ? 0 : run.chat ? 1 : std::min(run.num_samples, kDecodeRows);
     o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};
@@ -5952,124 +5705,43 @@ static Options run_options() {
     return o;
 }
 
-static bool run_fits(const Config& config, const Options& options, const DeviceInfo& device) {
-    return memory_fits(gpt2_memory_plan(config, options, run.B, run.T), memory_room(device));
-}
-
-// Lowers the number of texts that are written at once. A run that trains takes no memory for them but the
-// activations'; other runs may use all that the device has.
-static void fit_texts(const Config& config, Options* options, const DeviceInfo& device) {
-    auto fits = [&] {
-        GPT2 model;
-        gpt2_describe(&model, config, *options, run.B, run.T);
-        return options->trains ? model.acts.text_bytes == 0 : run_fits(config, *options, device);
-    };
-    while (options->text_rows > 1 && !fits()) { options->text_rows /= 2; }
-}
-
 // --lanes asks for certain bits, and at -zs 2 each micro-step is a lane.
 static bool may_lower_lanes() { return !run_given("lanes") && run.zero < 2; }
-// Lowers the number of lanes where memory is short: each takes a buffer for gradients. The run then has the
-// bits of fewer lanes.
-static void lower_lanes(const Config& config, Options* options, const DeviceInfo& device) {
-    while (may_lower_lanes() && options->lanes > 1 && !run_fits(config, *options, device)) {
-        options->lanes /= 2;
-    }
-}
 
-// All ranks get as many as the one with the least room.
-static void fit_lanes(const Config& config, Options* options, const DeviceInfo& device) {
-    if (!options->trains) { return; }
-    const int wanted = run.lanes;
-    lower_lanes(config, options, device);
-    std::vector<int> lanes(comm.world, options->lanes);
-    comm_all_gather(lanes.data(), sizeof(int));
-    options->lanes = *std::min_element(lanes.begin(), lanes.end());
-    const int fit = options->lanes * comm.world;
-    if (fit < wanted && run.resumed) {
-        warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
-             "will differ", fit, wanted);
-    } else if (fit < wanted) {
-        say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
-            "on another machine\n", fit, wanted, fit);
-    }
+// Where memory is short, lowers the number of texts that are written at once, then that of lanes: each takes
+// a buffer for gradients, and the run then has the bits of fewer lanes. A run that trains takes no memory for
+// texts but the activations'; other runs may use all that the device has.
+static void fit(const Config& config, Options* o, const DeviceInfo& device) {
+    auto fits = [&] { return memory_fits(gpt2_memory_plan(config, *o, run.B, run.T), memory_room(device)); };
+    auto texts_fit = [&] {
+        GPT2 model;
+        gpt2_describe(&model, config, *o, run.B, run.T);
+        return o->trains ? model.acts.text_bytes == 0 : fits();
+    };
+    while (o->text_rows > 1 && !texts_fit()) { o->text_rows /= 2; }
+    while (o->trains && may_lower_lanes() && o->lanes > 1 && !fits()) { o->lanes /= 2; }
 }
 
 // Chooses the GPU and finds out whether the model fits, before any memory is taken.
 static void take_device(Training* t, const Config& config, Options* options) {
-    if (run.comm.gpus > device_count()) {
-        die("--gpus %d%s: this machine has %d\n"
-            "hint: a rank takes a GPU; other machines join by mpirun, srun or -pi", run.comm.gpus,
-            run.own_launch ? ", as the run was started (--gpus N says otherwise)" : "", device_count());
-    }
+    gpus_check(device_count());
     t->device = device_init(comm.local_rank);
-    fit_texts(config, options, t->device);
-    fit_lanes(config, options, t->device);
+    fit(config, options, t->device);
+    if (options->trains) {                  // all ranks get as many lanes as the one with the least room
+        std::vector<int> lanes(comm.world, options->lanes);
+        comm_all_gather(lanes.data(), sizeof(int));
+        options->lanes = *std::min_element(lanes.begin(), lanes.end());
+        lanes_lowered_print(options->lanes * comm.world);
+    }
     gpt2_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
     die_if(attention_error(config.C / config.NH));
     if (options->fp8) { die_if(fp8_error()); }
 }
 
-// Opens the training, validation and evaluation data that the task needs.
-static void open_data(Training* t, const Config& config) {
-    const bool trains = run_task() == Task::Train, validates = run_validates();
-    auto open = [&](DataLoader* loader, const char* pattern, bool shuffle, DataShare share) {
-        dataloader_init(loader, pattern, run.B, run.T, shuffle, (uint64_t)run.seed, config.V, share);
-        tokenizer_check(loader->tokenizer, config.V, pattern);
-    };
-    if (trains) {
-        const bool has_data = run_given("train-data") || file_size(run.train_data) >= 0;
-        const bool may_mean_text = run_given("prompt") && !run_given("max-steps");
-        if (!has_data && may_mean_text) {
-            die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
-                "hint: -x 0 writes a text after the prompt; -i names training data", run.train_data);
-        }
-        DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
-        if (run.overfit) { share = {}; }        // all ranks have the job's first batch
-        open(&t->train_loader, run.train_data, run.shuffle && !run.overfit, share);
-        if (run.output_dir[0] != '\0') { t->data_sample = dataloader_sample(&t->train_loader); }
-        const int64_t epoch = t->train_loader.samples_per_epoch * run.T / run.total_batch;
-        t->max_steps = run_max_steps() < 0 ? std::max((int64_t)1, epoch) : run_max_steps();
-    }
-    if (validates) { open(&t->val_loader, run.val_data, false, {comm.rank, comm.world}); }
-    const char* shared = trains && validates ? dataloader_shared_file(&t->train_loader, &t->val_loader)
-                                             : nullptr;
-    if (shared) {
-        die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
-            shared);
-    }
-    if (run.evaluate) {
-        evalset_init(&t->questions, run.eval_data, config.V, run.B, run.T);
-        tokenizer_check(t->questions.tokenizer, config.V, run.eval_data);
-    }
-}
-
-// Opens the tokenizer, if texts are written. Returns how many tokens the prompt has.
-static size_t open_text(Training* t, const Config& config) {
-    if (!run_writes_text()) { return 0; }
-    text_init(&t->tokenizer, config.V);
-    if (run.chat && !t->text()) {
-        die("chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", config.V);
-    }
-    return prompt_tokens(t->text(), run.prompt, config.V, run.T).size() - 1;
-}
-
 // Facts that are saved with a run. If they differ when it is resumed, its bits may.
 static Facts origin_facts(const Training& t) {
     return {{"program", t.program}, {"device", t.device.name},
-            {"training data", dataloader_facts(&t.train_loader)}, {"training data sample", t.data_sample}};
-}
-
-// Ranks that differ in program, data or flags would train nonsense, or wait for each other for ever.
-static void check_same_job(const Training& t) {
-    if (comm.world == 1) { return; }
-    Facts facts = {
-        {"the program", t.program}, {"training data", dataloader_facts(&t.train_loader)},
-        {"a sample of the training data", t.data_sample},
-        {"validation data", dataloader_facts(&t.val_loader)},
-        {"evaluation data", evalset_facts(&t.questions)}};
-    for (const auto& fact : flag_facts()) { facts.push_back(fact); }
-    comm_check_same(facts);
+            {"training data", dataloader_facts(&t.data.train)}, {"training data sample", t.data.sample}};
 }
 
 static void print_model(const GPT2& model) {
@@ -6096,7 +5768,8 @@ static void load_model(Training* t, const Config& config, const Options& options
     decoder_init(&t->decoder, model);
     print_model(*model);
     if (run.resumed) {
-        checkpoint_resume(model, resumed, run.output_dir, resumable_steps(), &t->saver.retention.bad);
+        checkpoint_resume(resumed, run.output_dir, resumable_steps(), &t->saver.retention.bad,
+                          [=](const Checkpoint& c) { return gpt2_load_state(model, &c); });
         if (resumed->step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
     }
     else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
@@ -6116,7 +5789,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
                 {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
                 {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
     if (t->saves) {
-        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->max_steps;
+        const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->data.max_steps;
         const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
         gpt2_saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
                         {run.keep, run.major_every, every, t->saver.retention.bad});
@@ -6126,41 +5799,15 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
         t->position = fact_number(resumed.facts, "position", 0, kLargestCount);
         t->rewinds = (int)fact_number(resumed.facts, "rewinds", 0, INT_MAX);
         logger_go_back(&t->logger, t->step, t->rewinds);
-        DeviceState state = gpt2_read_state(&t->model);
-        if (state.update.skipped_in_a_row >= kMaxSkipsInARow) {     // it stopped for these
-            state.update.skipped_in_a_row = 0;
-            gpt2_write_state(&t->model, state);
-        }
-        if (comm.rank == 0) {
-            if (checkpoint_mark_again(folder, resumed)) {
-                say("the checkpoint of step %lld had no DONE file, but it is whole: it is marked again\n",
-                    (long long)t->step);
-            }
-            checkpoint_clean(folder);           // a kill may have come before the last ones were removed
-            checkpoint_retain(folder, t->step, t->saver.retention);
-        }
-        say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), (long long)t->step);
-        const int then = (int)fact_number(resumed.facts, "ranks", 1, INT_MAX);
-        if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
-        if (t->step >= t->max_steps) {
-            say("-x %lld: the run has come so far already; a larger -x makes it longer\n",
-                (long long)t->max_steps);
-        }
+        const int skipped = gpt2_read_state(&t->model).update.skipped_in_a_row;
+        if (skipped >= kMaxSkipsInARow) { gpt2_forget_skips(&t->model); }       // it stopped for these
+        folder_taken_up(resumed, t->saver.retention, t->data.max_steps);
     }
     if (run.own_launch) {
         say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
     }
     catch_signals();
-    const int64_t rows = t->train_loader.samples_per_epoch;
-    const char* each = comm.world > 1 ? "on each rank " : "";
-    say("data: %lld training tokens (%lld rows of %d)\n"
-        "batch: %lld tokens a step; %s%d rows at once, micro-steps a step: %d\n"
-        "schedule: %lld steps, %.3g epochs; lr %g, %s, warm-up %lld steps\n",
-        (long long)t->train_loader.tokens, (long long)rows, run.T, (long long)run.total_batch, each, run.B,
-        rank_micro_steps(), (long long)t->max_steps,
-        (double)t->max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
-        flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
-    fflush(stdout);                         // the first step may take long
+    data_print(t->data);
 }
 
 // --plan GPU: prints what the run would take there, and trains nothing. The CPU build plans for the CUDA
@@ -6185,8 +5832,7 @@ static void print_plan() {
         device.memory_total = (size_t)(gpu->gib * (1 << 30));
         device.memory_free = device.memory_total - ((size_t)3 << 29);   // 1.5 GiB: driver, libraries, NCCL
     }
-    fit_texts(config, &options, device);
-    lower_lanes(config, &options, device);
+    fit(config, &options, device);
     Options least = options;
     if (may_lower_lanes()) { least.lanes = 1; }
 
@@ -6196,12 +5842,7 @@ static void print_plan() {
     memory_print(gpt2_memory_plan(config, options, run.B, run.T), run.verbose > 0);
     const int largest = memory_largest([&](int B) { return gpt2_memory_plan(config, least, B, run.T); },
                                        memory_room(device), std::min(65536, INT_MAX / run.T));
-    if (largest == 0) {
-        die("not even -b 1 fits\nhint: choose a smaller model or -t, or another GPU; -r 2 needs less memory");
-    }
-    printf("-b %d %s; the largest that fits is -b %d\na step: %lld tokens, micro-steps: %d, lanes: %d\n",
-           run.B, run.B > largest ? "does not fit" : "fits", largest, (long long)run.total_batch,
-           rank_micro_steps(), options.lanes * comm.world);
+    plan_print_batch(largest, options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,
@@ -6223,16 +5864,6 @@ template <class Work> static bool take_turns(GPT2* model, int64_t count, Work wo
     return !stopped;
 }
 
-// One rank has an element's value, and the others have 0. Afterwards all ranks have all values.
-static void merge_ranks(std::vector<double>* x) {
-    const size_t n = x->size();
-    std::vector<double> all(n * comm.world);
-    std::copy(x->begin(), x->end(), all.begin() + n * comm.rank);
-    comm_all_gather(all.data(), n * sizeof(double));
-    x->assign(n, 0.0);
-    for (size_t i = 0; i < all.size(); i++) { (*x)[i % n] += all[i]; }
-}
-
 // Prints and logs the mean loss over the first rows of the set (val_rows in run_config.h), or over all if
 // there are fewer. Each row counts once, so the last batch may be smaller. Ranks take batches in turns; their
 // sums are added in the batches' order. Gradients and weights do not change. A signal ends it early. False:
@@ -6246,7 +5877,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     dataloader_seek(loader, 0);
     const bool done = take_turns(model, batches, [&](int64_t i) {
         const int live = (int)std::min(B, rows - i * B);
-        next_batch(loader, model->step);      // always B rows: the first ones follow the last
+        data_next(loader, model->step);     // always B rows: the first ones follow the last
         gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&losses[i], &model->state->loss, sizeof(float), model->stream);
@@ -6254,16 +5885,14 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     std::vector<double> all(losses, losses + batches);
     pinned_free(losses);
     if (!done) { return true; }
-    merge_ranks(&all);
+    comm_merge(&all);
     double sum = 0.0;
     for (double part : all) { sum += part; }
     const float loss = (float)sum;
     DiskWait disk(step);
     report_val(*logger, run_task() == Task::Train ? step : -1, loss);
     logger_val(logger, step, loss);
-    if (isfinite(loss)) { return true; }
-    warn("the validation loss is not finite: the weights hold NaN or far too large numbers");
-    return false;
+    return report_finite("the validation loss is", loss);
 }
 
 // sums: for each row of the set, the summed loss of its completion. Ranks take batches in turns. Gradients
@@ -6278,9 +5907,10 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
         const int count = evalset_fill(set, batch, inputs.data(), counted.data(), targets.data());
         gpt2_feed(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly,
                   counted.data());
-        gpt2_forward(model, batch.rows, batch.T);
+        Forward e({model, batch.rows, batch.T});
+        gpt2_forward(e);
         gpt2_counted_losses(model, batch.rows * batch.T, count);
-        copy_to_host(losses + at, gpt2_acts(model, 0).losses, count * sizeof(float), model->stream);
+        copy_to_host(losses + at, e.acts(0).losses, count * sizeof(float), model->stream);
         at += count;
     });
     sums->assign(set->rows.size(), 0.0);
@@ -6289,7 +5919,7 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
         at += evalset_sum(set, set->batches[i], losses + at, &(*sums)[set->batches[i].first]);
     }
     pinned_free(losses);
-    if (done) { merge_ranks(sums); }
+    if (done) { comm_merge(sums); }
     return done;
 }
 
@@ -6299,18 +5929,9 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     if (!gpt2_evaluate(&sums, model, set)) { return true; }
     const EvalScore score = evalset_score(set, sums);
     DiskWait disk(step);
-    const std::string loss = logger_number("%.6f", score.loss);
-    if (score.asked) {
-        printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
-               logger_number("%.6f", score.acc).c_str(), loss.c_str());
-    } else {
-        printf("eval loss %s | word_ppl %s\n", loss.c_str(), logger_number("%.2f", score.word_ppl).c_str());
-    }
-    fflush(stdout);
+    report_eval(score);
     logger_eval(logger, step, score);
-    if (isfinite(score.loss)) { return true; }
-    warn("losses of the evaluation are not finite: the weights hold NaN or far too large numbers");
-    return false;
+    return report_finite("losses of the evaluation are", score.loss);
 }
 
 // Draws tokens for llmc/run/samples.h. A step's texts have random numbers of their own.
@@ -6325,15 +5946,10 @@ static TextDraw text_draw(Training* t) {
     };
 }
 
-static TextTask text_task(const Training& t) {
-    return {t.text(), prompt_tokens(t.text(), run.prompt, t.model.config.V, t.model.T), run.sample_tokens,
-            run.tells_speed};
-}
-
 // Writes samples, as many at once as memory allows. Rank 0 writes; the others wait at the next exchange.
 static void generate(Training* t) {
     if (comm.rank != 0 || stopping) { return; }
-    write_samples(text_task(*t),
+    write_samples(t->data.text_task(),
                   {run.num_samples, t->decoder.rows, t->step, run.prompt, run_task() == Task::Train},
                   text_draw(t));
 }
@@ -6379,14 +5995,7 @@ static void rewind_or_stop(Training* t) {
     if (!may_rewind(*t)) { save(t); }       // the weights are those from before the skipped updates
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
     comm_any(false);                        // no rank dies before rank 0 has printed what was skipped
-    if (!may_rewind(*t)) {
-        const std::string back = t->rewinds > 0 ? format(", after going back %d times", t->rewinds) : "";
-        const char* saved = t->saves ? "its state is saved" : "there is no checkpoint";
-        const char* on = t->saves ? "-y 1 goes on behind these data; " : "";
-        const char* rewind = t->rewinds > 0 ? "" : "--on-bad-loss rewind goes back by itself; ";
-        die("%s%s: the run stops after step %lld, and %s\nhint: %s%slook at the data; %s", what.c_str(),
-            back.c_str(), (long long)t->step, saved, on, rewind, cure);
-    }
+    if (!may_rewind(*t)) { reports_give_up(what, cure, t->step, t->rewinds, t->saves); }
     stream_sync(t->model.stream);
     stream_sync(t->model.exchange.stream);
     const int64_t from = t->step;
@@ -6396,13 +6005,12 @@ static void rewind_or_stop(Training* t) {
     std::vector<int64_t> steps;
     if (comm.rank == 0) { steps = checkpoint_before(folder, from, t->saver.retention.every); }
     Checkpoint c = checkpoint_find(folder, steps, bad);
-    checkpoint_resume(&t->model, &c, folder, steps, bad);
+    checkpoint_resume(&c, folder, steps, bad,
+                      [=](const Checkpoint& c) { return gpt2_load_state(&t->model, &c); });
     if (c.step < 0) {
         die("%s, and there is no checkpoint to go back to\nhint: look at the data; %s", what.c_str(), cure);
     }
-    DeviceState state = gpt2_read_state(&t->model);
-    state.update.skipped_in_a_row = 0;
-    gpt2_write_state(&t->model, state);
+    gpt2_forget_skips(&t->model);
     t->step = t->saver.step = c.step;
     t->rewinds++;
     logger_go_back(&t->logger, c.step, (int)fact_number(c.facts, "rewinds", 0, INT_MAX), t->rewinds);
@@ -6415,13 +6023,10 @@ static bool due(int every, int64_t step) { return every > 0 && step % every == 0
 
 static void train(Training* t) {
     GPT2* model = &t->model;
-    const LrSchedule schedule = {run.schedule,  run.lr,             run.warmup,
-                                 t->max_steps, run.final_fraction, run.cooldown};
-    LrSchedule muon_schedule = schedule;
-    muon_schedule.peak = run.muon_lr;
+    const LrSchedule schedule = t->data.schedule(run.lr), muon_schedule = t->data.schedule(run.muon_lr);
     Reports reports = {};
     reports_init(&reports, model->config, (double)report_parameters(model->param_specs), model->T, t->device,
-                 kLowPrecision, t->max_steps);
+                 kLowPrecision, t->data.max_steps);
     // Reports all steps but the newest `behind`. True: the run went back.
     auto report_rewinds = [&](int behind) {
         bool hopeless = false;
@@ -6439,8 +6044,8 @@ static void train(Training* t) {
         return true;
     };
 
-    dataloader_seek(&t->train_loader, t->position);
-    while (t->step < t->max_steps && !stop_agreed(t->step)) {
+    dataloader_seek(&t->data.train, t->position);
+    while (t->step < t->data.max_steps && !stop_agreed(t->step)) {
         const int64_t step = t->step;
         const bool val_due = due(run.val_every, step);
         const bool eval_due = run.evaluate && due(run.eval_every > 0 ? run.eval_every : run.val_every, step);
@@ -6450,27 +6055,27 @@ static void train(Training* t) {
         if ((val_due || eval_due || sample_due || save_due) && report_rewinds(0)) { continue; }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // the steps up to here
-        if (val_due) { validate(model, &t->val_loader, &t->logger, step); }
-        if (eval_due) { evaluate(model, &t->questions, &t->logger, step); }
+        if (val_due) { validate(model, &t->data.val, &t->logger, step); }
+        if (eval_due) { evaluate(model, &t->data.questions, &t->logger, step); }
         if (sample_due) { generate(t); }
 
         reports_begin(&reports, step, model->stream);
         const double lr = lr_at(schedule, step), muon_lr = lr_at(muon_schedule, step);
-        if (!train_step(model, &t->train_loader, t->saver, lr, muon_lr)) { break; }
+        if (!train_step(model, &t->data.train, t->saver, lr, muon_lr)) { break; }
         t->step++;
-        t->position = t->train_loader.position;
+        t->position = t->data.train.position;
         reports_end(&reports, step, model->state, model->stream);
         // the last step is awaited inside the loop, because it, too, may send the run back
-        report_rewinds(kDeviceIsAsync && t->step < t->max_steps ? 1 : 0);
+        report_rewinds(kDeviceIsAsync && t->step < t->data.max_steps ? 1 : 0);
     }
     report_rewinds(0);                          // if a signal ended the loop, a step is pending
     report_line(&reports.report);               // the last steps, fewer than --log-every
-    if (t->step < t->max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
+    if (t->step < t->data.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     check_ranks(model, t->step);                // a model on which the ranks disagree is not saved
     save(t);                                    // first: the rest takes time
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
-    if (run.val_every > 0) { validate(model, &t->val_loader, &t->logger, t->step); }
-    if (run.evaluate) { evaluate(model, &t->questions, &t->logger, t->step); }
+    if (run.val_every > 0) { validate(model, &t->data.val, &t->logger, t->step); }
+    if (run.evaluate) { evaluate(model, &t->data.questions, &t->logger, t->step); }
     if (run.sample_every > 0) { generate(t); }
     if (run.verbose >= 0) { report_end(reports.report, t->logger.best_val, t->logger.best_step); }
     reports_free(&reports);
@@ -6480,19 +6085,19 @@ static void train(Training* t) {
 #ifndef TESTING
 // -x 0 without --prompt. False: the loss is not finite.
 static bool validate_alone(Training* t) {
-    const DataLoader& loader = t->val_loader;
+    const DataLoader& loader = t->data.val;
     const int64_t rows = std::min(val_rows(), loader.samples_per_epoch);
     say("evaluating %s on %s: %lld of %lld rows of %d tokens\n", shown(run.model).c_str(),
         shown(run.val_data).c_str(), (long long)rows, (long long)loader.samples_per_epoch, run.T);
     fflush(stdout);
-    return validate(&t->model, &t->val_loader, &t->logger, 0);
+    return validate(&t->model, &t->data.val, &t->logger, 0);
 }
 
 // -x 0 with --prompt, or chat.
 static void write_alone(Training* t) {
     if (!run.chat) { generate(t); return; }
     // without -g a text goes on to the end of a sentence
-    if (comm.rank == 0) { chat(text_task(*t), run.model, !run_given("sample-tokens"), text_draw(t)); }
+    if (comm.rank == 0) { chat(t->data.text_task(), run.model, !run_given("sample-tokens"), text_draw(t)); }
 }
 
 int main(int argc, char** argv) {
@@ -6521,32 +6126,29 @@ int main(int argc, char** argv) {
     if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
     t.program = executable_hash();
     take_device(&t, config, &options);
-    open_data(&t, config);
-    const size_t prompted = open_text(&t, config);
-    check_same_job(t);
+    data_open(&t.data, config.V);
+    data_check_same(t.data, t.program);
     if (run.resumed) { resumed_check(resumed.facts, origin_facts(t), run.output_dir); }
 
     say("device: %s, precision %s\n", t.device.name.c_str(), PRECISION_NAME);
     if (task == Task::Train && run.verbose >= 0) { flags_print(kFlags, kNumFlags, run.verbose > 0); }
     load_model(&t, config, options, &resumed);
-    if (run.verbose >= 0) { evalset_print(&t.questions); }
-    surprises_print(prompted, t.max_steps); // settings that hardly do what was meant
+    if (run.verbose >= 0) { evalset_print(&t.data.questions); }
+    surprises_print(t.data.prompted(), t.data.max_steps);   // settings that hardly do what was meant
 
     bool fine = true;
     if (task == Task::Train) {
         begin_run(&t, resumed);
         train(&t);
         saver_free(&t.saver);
-        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.max_steps); }
+        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.data.max_steps); }
     } else {
         if (run_validates()) { fine = validate_alone(&t); }
-        if (run.evaluate) { fine = evaluate(&t.model, &t.questions, &t.logger, 0) && fine; }
+        if (run.evaluate) { fine = evaluate(&t.model, &t.data.questions, &t.logger, 0) && fine; }
         if (task == Task::Write) { write_alone(&t); }
     }
 
-    dataloader_free(&t.train_loader);
-    dataloader_free(&t.val_loader);
-    tokenizer_free(&t.tokenizer);
+    data_free(&t.data);
     logger_free(&t.logger);
     comm_any(false);                        // all ranks wait here, and not in NCCL, for rank 0's last sample
     decoder_free(&t.decoder);

@@ -182,11 +182,11 @@ static void test_encoder(int B, int T, int maxT, int Vp, int C, int different_to
 }
 
 // Rows of a text, each at its own place; where no token was drawn, it is read as the first.
-static void test_decode_encoder() {
-    const std::string shape = "decode_encoder";
+static void test_encoder_positions() {
+    const std::string shape = "encoder positions";
     const int C = 5, tokens[] = {6, 2, -1}, places[] = {0, 8, 3};
     Doubles wte = random_tensor(7 * C), wpe = random_tensor(9 * C), out(3 * C);
-    decode_encoder_cpu<double>({out, tokens, places, wte, wpe, 3, C}, 0);
+    encoder_forward_cpu<double>({out, tokens, wte, wpe, 3, 1, C, places}, 0);
     CHECK_EACH(out, 0.0, wte[std::max(tokens[i / C], 0) * C + i % C] + wpe[places[i / C] * C + i % C]);
 }
 
@@ -839,7 +839,7 @@ int main() {
         for (int T : {128, 129}) { test_encoder(1, T, T, 128, 3, 1); }      // a segment, and one more
         check_dies("token 4 of 4", [] { Buckets({0, 1, 4}, 4); }, {"token 4", "position 2", "0 to 3"});
         check_dies("a negative token", [] { Buckets({-1}, 4); }, {"token -1", "position 0"});
-        test_decode_encoder();
+        test_encoder_positions();
     }
     TEST("gelu") { test_gelu(33, 70); test_gelu(1, 1); }
     TEST("matmul") {

@@ -127,6 +127,16 @@ static inline void comm_all_gather(void* all, size_t bytes) {
     }
 }
 
+// One rank has an element's value, and the others have 0. Afterwards all ranks have all values.
+static inline void comm_merge(std::vector<double>* x) {
+    const size_t n = x->size();
+    std::vector<double> all(n * comm.world);
+    std::copy(x->begin(), x->end(), all.begin() + n * comm.rank);
+    comm_all_gather(all.data(), n * sizeof(double));
+    x->assign(n, 0.0);
+    for (size_t i = 0; i < all.size(); i++) { (*x)[i % n] += all[i]; }
+}
+
 static inline void comm_all_to_all(void* recv, const void* send, size_t bytes) {
     if (!comm_state) { memmove(recv, send, bytes); return; }
     CommWait waiting;

@@ -132,6 +132,20 @@ static inline Checkpoint checkpoint_find(const std::string& folder, std::vector<
     }
 }
 
+// Loads checkpoint *c, which checkpoint_find found among `steps`: load(*c) returns an error or "". If
+// one of its tensors is damaged, the checkpoint before is loaded. All ranks call this and load the same one;
+// c->step is -1 if none is left.
+template <class Load>
+static inline void checkpoint_resume(Checkpoint* c, const std::string& folder,
+                                     const std::vector<int64_t>& steps, std::set<int64_t>* bad, Load load) {
+    while (c->step >= 0) {
+        const int64_t step = c->step;
+        if (!checkpoint_refused(step, load(*c))) { return; }    // a rank reads its parts only
+        bad->insert(step);
+        *c = checkpoint_find(folder, steps, bad);
+    }
+}
+
 // A checkpoint that has lost its DONE and was found to be whole is marked again. False: it has its DONE.
 static inline bool checkpoint_mark_again(const std::string& folder, const Checkpoint& c) {
     if (file_size(checkpoint_marker(folder, c.step).c_str()) >= 0) { return false; }

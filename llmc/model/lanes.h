@@ -1,9 +1,11 @@
 /*
-How many lanes a step has. Lanes are groups of its micro-steps. The gradient is summed lane by lane and then
-over a binary tree of lanes, so its bits do not depend on the number of ranks (train_gpt2.cu, section 8).
+Lanes: groups of a step's micro-steps. The gradient is summed lane by lane and then over a binary tree of
+lanes, so its bits do not depend on the number of ranks (train_gpt2.cu, section 8, draws it). How many lanes
+there are, and in which buffer each is summed.
 
     const int64_t lanes = lanes_default(micro_steps, world, zero);
     const std::string error = lanes_error(lanes, micro_steps, world, zero);         // "": allowed
+    float* sum = buffers[lane_buffer(lane)];        // a lane's; then lane_merges(lane, lanes) additions
 */
 #pragma once
 
@@ -38,4 +40,24 @@ static inline std::string lanes_error(int64_t lanes, int64_t micro_steps, int wo
         return format("%lld lanes are too many", (long long)lanes);
     }
     return "";
+}
+
+// A rank sums its lanes like a binary counter, over a stack of buffers. Lane i is summed in buffer
+// lane_buffer(i), the top of the stack. Then the topmost buffer is added to the one below it, lane_merges(i)
+// times: once for each pair that lane i completes. After the last lane, all buffers are added into buffer 0.
+static inline int lane_buffer(int lane) { return __builtin_popcount((unsigned)lane); }
+static inline int lane_merges(int lane, int lanes) {
+    return lane == lanes - 1 ? lane_buffer(lane) : __builtin_ctz(~(unsigned)lane);
+}
+static inline int lane_buffers(int lanes) {     // number of buffers: 1 + floor(log2(lanes))
+    int count = 1;
+    for (; lanes > 1; lanes /= 2) { count++; }
+    return count;
+}
+// How many of the next `lanes` lanes, from `lane` on, form a whole subtree. Their sum can go directly into
+// lane_buffer(lane): the log2 merges inside the subtree are then done.
+static inline int lane_part(int lane, int lanes) {
+    int part = 1;
+    while (2 * part <= lanes && lane % (2 * part) == 0) { part *= 2; }
+    return part;
 }

@@ -21,7 +21,7 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 #include <vector>       // gives: std::vector
 
 #include "../numbers.h"         // gives: round_up, ceil_div
-#include "../ops/op_types.h"    // gives: kChunk
+#include "../ops/op_types.h"    // gives: kChunk, ChunkRange
 
 // Every tensor, and every layer's part of one, begins at a multiple of these bytes, as from cudaMalloc. The
 // kernels' vectors need 16 bytes, but cuBLASLt's choice of algorithms depends on the alignment.
@@ -103,6 +103,17 @@ static inline ActSpec act_spec(const char* name, size_t elem_bytes, size_t elems
     const ActSpec spec = {name, copies, elems, elem_bytes, bytes / elem_bytes, *offset, false};
     *offset += bytes * copies;
     return spec;
+}
+
+// The bytes of the largest tensor that begins `at` bytes from the arena's start.
+static inline size_t act_bytes_at(const ActSpec* specs, int count, size_t at) {
+    size_t bytes = 0;
+    for (const ActSpec* s = specs; s < specs + count; s++) {
+        const size_t copy = s->stride * s->elem_bytes, behind = at - s->offset;
+        const bool there = copy > 0 && behind % copy == 0 && behind / copy < (size_t)s->copies;
+        if (there) { bytes = std::max(bytes, s->elems * s->elem_bytes); }
+    }
+    return bytes;
 }
 
 // Fills in offset and stride of each tensor in its bucket (see Bucket).
@@ -220,6 +231,15 @@ static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, co
         else { layout.grads_bytes += b.padded * b.grad_bytes; }
     }
     return layout;
+}
+
+// Of each bucket: where the sums of its chunks stand in the ranks' records.
+static inline std::vector<ChunkRange> chunk_ranges(const Layout& layout) {
+    std::vector<ChunkRange> ranges;
+    for (const Bucket& b : layout.buckets) {
+        ranges.push_back({ceil_div(b.elems, kChunk), b.shard / kChunk, b.shards / kChunk});
+    }
+    return ranges;
 }
 
 // Where layer l's copy of tensor i begins: its bucket, and the elements before it there.

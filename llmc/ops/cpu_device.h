@@ -174,7 +174,7 @@ static inline void device_all_to_all(void* recv, const void* send, size_t bytes,
 static inline void device_all_gather(void* all, size_t bytes, Stream stream) {
     in_turn(stream, [=] { comm_all_gather(all, bytes); });
 }
-constexpr bool kDeviceHasNccl = false;
+constexpr bool kDeviceHasNccl = false, kDeviceIsCuda = false;
 
 // Names of llmc/ops/cublaslt.h and section 6.9 that the model calls: there is nothing to do here.
 static inline size_t gemm_workspace_bytes() { return 0; }

@@ -93,15 +93,16 @@ static inline void column_sums(GradOf<Real> dsum, const Real* x /*(N,C)*/, int N
 
 // ---- encoder: token and position embedding ----
 
-// out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c]
+// out[b,t,c] = wte[tokens[b,t],c] + wpe[t,c], or wpe[positions[b,t],c], or without wpe
 template <class Real> void encoder_forward_cpu(const EncoderForwardOf<Real, Real>& a) {
     const int B = a.B, T = a.T, C = a.C;
     const int N = B * T;
     #pragma omp parallel for
     for (int bt = 0; bt < N; bt++) {
         Real* out_bt = a.out + (size_t)bt * C;
-        const Real* wte_ix = a.wte + (size_t)a.tokens[bt] * C;
-        const Real* wpe_t = a.wpe + (size_t)(bt % T) * C;
+        const Real* wte_ix = a.wte + (size_t)std::max(a.tokens[bt], 0) * C;
+        if (!a.wpe) { std::copy_n(wte_ix, C, out_bt); continue; }
+        const Real* wpe_t = a.wpe + (size_t)(a.positions ? a.positions[bt] : bt % T) * C;
         #pragma omp simd
         for (int c = 0; c < C; c++) { out_bt[c] = wte_ix[c] + wpe_t[c]; }
     }
@@ -211,9 +212,9 @@ static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const std::vector<Rea
     stats->saturated += saturated;
 }
 
-// residual = inp + both branches after their dropouts, rounded once; then y[i] = norm(residual as stored).
-// Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. residual may
-// be the buffer of inp or of a branch: each element is read before it is written. y[i].fp8: its bytes.
+// sum = inp + both branches after their dropouts, rounded once; then y[i] = norm(sum as stored).
+// Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. sum may be
+// the buffer of inp or of a branch: each element is read before it is written. y[i].fp8: its bytes.
 template <class Real> void norm_forward_cpu(const NormForwardOf<Real, Real>& a) {
     const int N = a.N, C = a.C;
     std::vector<Real> unrounded[2];
@@ -224,14 +225,14 @@ template <class Real> void norm_forward_cpu(const NormForwardOf<Real, Real>& a) 
         #pragma omp for
         for (int n = 0; n < N; n++) {
             const size_t row = (size_t)n * C;
-            if (a.residual) {
+            if (a.sum) {
                 for (int c = 0; c < C; c++) { sum[c] = a.inp ? a.inp[row + c] : 0.0; }
                 for (int i = 0; i < 2; i++) {
                     if (a.branch[i]) { add_branch(sum.data(), a.branch[i] + row, a.dropout[i], n, C); }
                 }
-                for (int c = 0; c < C; c++) { a.residual[row + c] = (Real)sum[c]; }
+                for (int c = 0; c < C; c++) { a.sum[row + c] = (Real)sum[c]; }
             }
-            const Real* x = (a.residual ? a.residual : a.inp) + row;
+            const Real* x = (a.sum ? a.sum : a.inp) + row;
             Real mean;
             norm_statistics(&mean, a.rstd + n, x, a.kind, C);
             if (a.kind == NormKind::Layer) { a.mean[n] = mean; }
@@ -735,14 +736,6 @@ template <class Real> void classifier_cpu(const ClassifierOf<Real, Real>& a) {
     }
 }
 
-// out[n,c] = inp[rows[n],c]
-template <class Real> void gather_rows_cpu(const GatherRowsOf<Real, Real>& a) {
-    #pragma omp parallel for
-    for (int n = 0; n < a.N; n++) {
-        memcpy(a.out + (size_t)n * a.C, a.inp + (size_t)a.rows[n] * a.C, a.C * sizeof(Real));
-    }
-}
-
 // mean (=, +=) weight * sum over n of losses[n], added in order
 template <class Real> void loss_sum_cpu(const LossSumOf<Real, Real>& a) {
     double sum = 0.0;
@@ -906,15 +899,6 @@ template <class Real> void muon_update_cpu(const MuonUpdateOf<Real, Real>& a) {
 }
 
 // ---- writing text: one new token of each of N rows ----
-
-// out[n,c] = wte[tokens[n],c] + wpe[positions[n],c]
-template <class Real> void decode_encoder_cpu(const DecodeEncoderOf<Real, Real>& a) {
-    for (int n = 0; n < a.N; n++) {
-        const int token = a.tokens[n] < 0 ? 0 : a.tokens[n];        // the host stops where none was drawn
-        const Real *wte_ix = a.wte + (size_t)token * a.C, *wpe_t = a.wpe + (size_t)a.positions[n] * a.C;
-        for (int c = 0; c < a.C; c++) { a.out[(size_t)n * a.C + c] = wte_ix[c] + wpe_t[c]; }
-    }
-}
 
 // out[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o], or gelu of it. Plain sums, because BLAS may sum in
 // another order for another number of rows.

@@ -19,6 +19,7 @@ Everything is asynchronous on the stream it is given, unless its name or comment
 #include "ops.h"                // gives: op_name, Stream
 
 typedef cudaEvent_t Event;
+constexpr bool kDeviceIsCuda = true;
 constexpr bool kDeviceIsAsync = true;           // a call puts work on a stream and returns
 
 static inline void cuda_check(cudaError_t status, const char* call, const char* file, int line) {

@@ -23,9 +23,10 @@ its comment says so.
 
 template <class X, class S> struct EncoderForwardOf {     // token plus position embedding
     X* out;                             // (B,T,C)
-    const int* tokens;                  // (B,T)
-    const X *wte, *wpe;                 // (Vp,C) (maxT,C)
+    const int* tokens;                  // (B,T); below 0 it counts as 0
+    const X *wte, *wpe;                 // (Vp,C) (maxT,C); wpe: null: the tokens' rows alone, to the bit
     int B, T, C;
+    const int* positions = nullptr;     // (B,T), rows of wpe; null: 0 to T - 1
     template <class F> void outputs(F gives) const { gives("out", out, B, T, C); }
 };
 template <class X, class S> struct EncoderBackwardOf {  // dwte is only added to: the LM head stored its part
@@ -50,8 +51,8 @@ template <class X, class S> struct NormOutput {
 template <class X, class S> struct NormForwardOf {
     NormOutput<X, S> y[2];
     S *mean, *rstd;                     // (N); mean: not used by an RMSNorm
-    X* residual;                        // (N,C) the sum; may be inp or a branch. Null where there are no
-                                        // branches: inp is normalised
+    X* sum;                             // (N,C) may be inp or a branch. Null where there are no branches: inp
+                                        // is normalised
     const X* inp;                       // (N,C), or null where nothing comes before the branches
     const X* branch[2];                 // (N,C); null: fewer branches
     Dropout dropout[2];                 // of each branch
@@ -61,7 +62,7 @@ template <class X, class S> struct NormForwardOf {
         gives("y0", y[0].out, N, C); gives("y1", y[1].out, N, C); gives("fp8_y0", y[0].fp8, N, C);
         gives("fp8_y1", y[1].fp8, N, C); gives("fp8_amax0", y[0].stats ? &y[0].stats->amax : nullptr, 1);
         gives("mean", kind == NormKind::Layer ? mean : nullptr, N); gives("rstd", rstd, N);
-        gives("residual", residual, N, C);
+        gives("sum", sum, N, C);
     }
 };
 template <class X, class S> struct NormGrad {
@@ -262,13 +263,6 @@ template <class X, class S> struct ClassifierOf {       // softmax and cross-ent
         gives("fp8_inverse", fp8_tensor ? &fp8_tensor->inverse : nullptr, 1);
     }
 };
-template <class X, class S> struct GatherRowsOf {         // out[n,:] = inp[rows[n],:], to the bit
-    X* out;                             // (N,C)
-    const X* inp;
-    const int* rows;                    // (N)
-    int N, C;
-    template <class F> void outputs(F gives) const { gives("out", out, N, C); }
-};
 template <class X, class S> struct LossSumOf {            // mean (+)= weight * sum of losses
     S* mean;                            // one value
     const S* losses;                    // (N)
@@ -394,13 +388,6 @@ template <class X, class S> struct MuonUpdateOf {         // a skipped update ch
 
 // Writing text: each of N rows is one new token of its own text, whose earlier keys and values are kept. A
 // row's bits do not depend on the other rows or on their number.
-template <class X, class S> struct DecodeEncoderOf {      // token plus position embedding
-    X* out;                             // (N,C)
-    const int *tokens, *positions;      // (N)
-    const X *wte, *wpe;                 // (Vp,C) (maxT,C)
-    int N, C;
-    template <class F> void outputs(F gives) const { gives("out", out, N, C); }
-};
 template <class X, class S> struct DecodeMatmulOf {       // out = inp weight^T + bias
     X* out;                             // (N,OC)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
@@ -460,7 +447,6 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
     X(attention_forward, AttentionForward)          \
     X(attention_backward, AttentionBackward)        \
     X(classifier, Classifier)                       \
-    X(gather_rows, GatherRows)                      \
     X(loss_sum, LossSum)                            \
     X(lane_sum, LaneSum)                            \
     X(square_sums, SquareSums)                      \
@@ -469,7 +455,6 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
     X(muon_momentum, MuonMomentum)                  \
     X(muon_orthogonalise, MuonOrthogonalise)        \
     X(muon_update, MuonUpdate)                      \
-    X(decode_encoder, DecodeEncoder)                \
     X(decode_matmul, DecodeMatmul)                  \
     X(decode_attention, DecodeAttention)            \
     X(cache_store, CacheStore)                      \

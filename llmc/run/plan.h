@@ -16,6 +16,7 @@
 
 #include "../model/model_config.h"      // gives: Config
 #include "../ops/fp8.h"         // gives: fp8_layer
+#include "run_config.h"         // gives: run, rank_micro_steps
 
 // From NVIDIA's data sheets: dense BF16 and FP16 FLOP/s with sums in fp32, bytes/s, and memory as the driver
 // reports it.
@@ -83,6 +84,16 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double shares = batch.shards_state ? batch.world : 1;
     const double muon = batch.muon ? 300 * L * C * C * C / (kGemm * flops) / batch.world : 0;
     return {micro, params * (4 + 30 / shares) / (kUpdate * bytes) + muon};
+}
+
+// Prints whether -b fits. largest: the largest that does; 0: none, and then it dies.
+static inline void plan_print_batch(int largest, int lanes) {
+    if (largest == 0) {
+        die("not even -b 1 fits\nhint: choose a smaller model or -t, or another GPU; -r 2 needs less memory");
+    }
+    printf("-b %d %s; the largest that fits is -b %d\na step: %lld tokens, micro-steps: %d, lanes: %d\n",
+           run.B, run.B > largest ? "does not fit" : "fits", largest, (long long)run.total_batch,
+           rank_micro_steps(), lanes);
 }
 
 // Prints what a step and a run of `steps` take, or a billion tokens if steps is not known, -1. price: dollars

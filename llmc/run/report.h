@@ -9,6 +9,7 @@ Host only.
     report_show(&report);                                       // prints a line if one is due, else progress
     report_line(&report);                                       // at the end: the line of the last steps
     report_val(logger, 18000, 3.28);                            // `val loss 3.280000 @18000 (best, ...`
+    report_eval(score);                                         // of the questions
     report_end(report, 3.28, 18000);                            // and the run's last figures
 */
 #pragma once
@@ -21,7 +22,7 @@ Host only.
 #include "../ops/fp8.h"         // gives: kFp8MaxSaturated
 #include "../ops/op_types.h"    // gives: UpdateState, kWindow
 #include "flags.h"              // gives: flags_split
-#include "logger.h"             // gives: Logger, TrainMetrics, logger_number
+#include "logger.h"             // gives: Logger, TrainMetrics, logger_number, EvalScore
 #include "progress.h"           // gives: progress_show, progress_bar, progress_sparkline, text_columns
 #include "telemetry.h"          // gives: Telemetry, telemetry_read
 
@@ -195,6 +196,25 @@ static inline void report_val(const Logger& log, int64_t step, double loss) {
     if (isfinite(loss)) { printf(loss < 20 ? " | ppl %.2f" : " | ppl %.2e", exp(loss)); }
     printf("\n");
     fflush(stdout);
+}
+
+// Scripts look for `eval acc_norm X`.
+static inline void report_eval(const EvalScore& score) {
+    const std::string loss = logger_number("%.6f", score.loss);
+    if (score.asked) {
+        printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
+               logger_number("%.6f", score.acc).c_str(), loss.c_str());
+    } else {
+        printf("eval loss %s | word_ppl %s\n", loss.c_str(), logger_number("%.2f", score.word_ppl).c_str());
+    }
+    fflush(stdout);
+}
+
+// False, with a warning, for a loss that is not finite. what: "the validation loss is"
+static inline bool report_finite(const char* what, double loss) {
+    if (isfinite(loss)) { return true; }
+    warn("%s not finite: the weights hold NaN or far too large numbers", what);
+    return false;
 }
 
 // The run's last figures: steps, time and speed are of this start.

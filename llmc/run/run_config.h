@@ -36,7 +36,21 @@ enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
 enum class OnBadLoss { Stop, Rewind };
 
-struct RunConfig {
+// What the model itself goes by: its Options (train_gpt2.cu) hold these, too.
+struct ModelSettings {
+    double dropout = 0.0;           // probability, in training: of the embedding's and the branches' outputs
+    double weight_decay = 0.0, beta1 = 0.9, beta2 = 0.95, eps = 1e-8;   // AdamW's; decay: of matrices
+    double muon_momentum = 0.95, muon_decay = 0.0;
+    int64_t muon_warmup = 0;        // steps in which the momentum rises
+    double grad_clip = 1.0;         // largest norm of the gradient; 0: no clipping
+    double skip_loss = 0.0, skip_norm = 0.0;    // UpdatePolicy's max_loss_score, max_norm_score; 0: none
+    int recompute = 0;              // 0: save all activations; 1: recompute GELU in backward; 2: norms, too
+    int master = 0;                 // fp32 master copies of 16-bit parameters
+    int tf32 = 0;                   // FP32 builds: tensor cores for GEMMs and attention
+    Kernels kernels = Kernels::Auto;
+};
+
+struct RunConfig : ModelSettings {
     // data, model and sizes
     const char *train_data, *val_data, *eval_data, *model, *output_dir, *prompt;
     int B, T;
@@ -44,22 +58,17 @@ struct RunConfig {
     const char* max_steps;          // the user's text; run_max_steps() is the number
     Block block;
     NormKind norm;
-    double dropout;
 
     // training
-    double lr, final_fraction, cooldown, weight_decay, beta1, beta2, eps, grad_clip, skip_loss, skip_norm;
+    double lr, final_fraction, cooldown, muon_lr;
     int64_t warmup, seed;
     int schedule, overfit, shuffle; // schedule: LrKind
     OptimizerKind optimizer;
-    int64_t muon_warmup;
-    double muon_lr, muon_momentum, muon_decay;
     OnBadLoss on_bad_loss;
 
     // computation
-    int recompute, tf32, master;
     GradDtype grad_dtype;
     MatmulDtype matmul_dtype;
-    Kernels kernels;
     CommOptions comm;
     const char* plan;
     double price;
@@ -320,6 +329,11 @@ static inline Task run_task() {
     // as a text: config_check has not yet refused what is no number
     if (strcmp(run.max_steps, "0") != 0) { return Task::Train; }
     return run.chat || run_given("prompt") ? Task::Write : Task::Evaluate;
+}
+
+// Micro-steps of this rank in a step.
+static inline int rank_micro_steps() {
+    return (int)(run.total_batch / ((int64_t)run.B * run.T * comm.world));
 }
 
 // Does the run generate text, during training or instead of it?
@@ -616,6 +630,25 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
         settings.tells_speed = run.verbose >= 0;
         settings.B = 1;                     // a prompt is one row
         settings.verbose = -1;
+    }
+}
+
+// --gpus: `count` are here.
+static inline void gpus_check(int count) {
+    if (run.comm.gpus <= count) { return; }
+    die("--gpus %d%s: this machine has %d\n"
+        "hint: a rank takes a GPU; other machines join by mpirun, srun or -pi", run.comm.gpus,
+        run.own_launch ? ", as the run was started (--gpus N says otherwise)" : "", count);
+}
+
+// There is memory for `fit` lanes.
+static inline void lanes_lowered_print(int fit) {
+    if (fit < run.lanes && run.resumed) {
+        warn("memory is short: gradients are summed over %d lanes, and were over %d before: the run's bits "
+             "will differ", fit, run.lanes);
+    } else if (fit < run.lanes) {
+        say("memory is short: gradients are summed over %d lanes, not %d; --lanes %d gives the same bits "
+            "on another machine\n", fit, run.lanes, fit);
     }
 }
 

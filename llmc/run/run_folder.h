@@ -5,24 +5,25 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
     if (model_is_folder()) { folder_resolve(); }        // -e FOLDER: run.model becomes its newest model
     Checkpoint c = find_resumed(&bad, build);           // -y 1: the last checkpoint, and the run's settings
     run_folder_check(run.output_dir);                   // dies if the run cannot write there
+    folder_taken_up(c, retention, max_steps);           // -y 1: says where the run goes on, and tidies
     print_folder(argv[0], stopped);                     // a run's last lines: how to resume it
 */
 #pragma once
 
 #include <ctype.h>      // gives: isalnum
-#include <limits.h>     // gives: PATH_MAX
+#include <limits.h>     // gives: PATH_MAX, INT_MAX
 #include <sys/stat.h>   // gives: stat
 #include <unistd.h>     // gives: access
 
 #include <set>          // gives: std::set
 
 #include "../check.h"               // gives: die, shown, file_size, file_text
-#include "../facts.h"               // gives: Facts, facts_find
+#include "../facts.h"               // gives: Facts, facts_find, fact_number
 #include "../numbers.h"             // gives: parse_int
 #include "../comm/comm.h"           // gives: comm, comm_broadcast, comm_foreign, warn
-#include "../files/checkpoints.h"   // gives: checkpoint_model, checkpoint_steps, model_file_error
+#include "../files/checkpoints.h"   // gives: checkpoint_model, checkpoint_retain, Retention
 #include "../files/json.h"          // gives: json_file_read
-#include "../files/resume.h"        // gives: Checkpoint, checkpoint_find, facts_config
+#include "../files/resume.h"        // gives: Checkpoint, checkpoint_find, checkpoint_mark_again
 #include "run_config.h"             // gives: run, settings, kFlags, say, settings_known
 
 // ---- -e FOLDER: a run's folder ----
@@ -234,6 +235,26 @@ static inline std::string shell_quoted(const std::string& text) {
         else { quoted += c == '\'' ? "'\\''" : std::string(1, c); }
     }
     return quoted + "'";
+}
+
+// A run of max_steps goes on from checkpoint c: says so. Rank 0 tidies the folder, which a kill may have left
+// without a marker or with checkpoints that are no longer kept.
+static inline void folder_taken_up(const Checkpoint& c, const Retention& retention, int64_t max_steps) {
+    const std::string folder = run.output_dir;
+    const long long step = (long long)c.step;
+    if (comm.rank == 0) {
+        if (checkpoint_mark_again(folder, c)) {
+            say("the checkpoint of step %lld had no DONE file, but it is whole: it is marked again\n", step);
+        }
+        checkpoint_clean(folder);
+        checkpoint_retain(folder, c.step, retention);
+    }
+    say("resumed: %s goes on after step %lld\n", shown(folder).c_str(), step);
+    const int then = (int)fact_number(c.facts, "ranks", 1, INT_MAX);
+    if (then != comm.world) { say("launch: ranks now %d, before %d\n", comm.world, then); }
+    if (c.step >= max_steps) {
+        say("-x %lld: the run has come so far already; a larger -x makes it longer\n", (long long)max_steps);
+    }
 }
 
 // A run's last lines: how to resume it if it was stopped, and how to use its folder.

@@ -1,0 +1,117 @@
+/*
+What a run reads beside its model: token shards, questions, a tokenizer and a prompt. Host only.
+
+    RunData data;
+    data_open(&data, config.V);             // what the task needs; dies if it is not there
+    data_check_same(data, program);         // dies if the ranks do not have the same
+    surprises_print(data.prompted(), data.max_steps);
+    data_print(data);                       // a run's data, batch and schedule
+    data_free(&data);
+*/
+#pragma once
+
+#include "../check.h"               // gives: die, file_size
+#include "../facts.h"               // gives: Facts
+#include "../comm/comm.h"           // gives: comm, comm_check_same, DiskWait
+#include "../data/dataloader.h"     // gives: DataLoader
+#include "../data/evalloader.h"     // gives: EvalSet
+#include "../data/tokenizer.h"      // gives: Tokenizer, tokenizer_check
+#include "flags.h"                  // gives: flags_split
+#include "run_config.h"             // gives: run, run_task, run_validates, rank_micro_steps
+#include "schedulers.h"             // gives: LrSchedule, kLrKinds
+#include "samples.h"                // gives: TextTask, text_init, prompt_tokens
+
+struct RunData {
+    DataLoader train = {}, val = {};    // empty where the task does not need them
+    EvalSet questions = {};
+    Tokenizer tokenizer = {};           // without tokens: texts are printed as token ids
+    std::vector<int> prompt;            // behind the token that begins a text; empty: no text is written
+    std::string sample;                 // of a saved run's training data: shows later whether they changed
+    int64_t max_steps = 0;              // of the run: -x, or those of an epoch
+
+    LrSchedule schedule(double peak) const {
+        return {run.schedule, peak, run.warmup, max_steps, run.final_fraction, run.cooldown};
+    }
+    size_t prompted() const { return prompt.empty() ? 0 : prompt.size() - 1; }
+    TextTask text_task() const {
+        return {tokenizer.bytes.empty() ? nullptr : &tokenizer, prompt, run.sample_tokens, run.tells_speed};
+    }
+};
+
+static inline void data_open_shards(DataLoader* loader, const char* pattern, bool shuffle, DataShare share,
+                                    int V) {
+    dataloader_init(loader, pattern, run.B, run.T, shuffle, (uint64_t)run.seed, V, share);
+    tokenizer_check(loader->tokenizer, V, pattern);
+}
+
+static inline void data_open_training(RunData* d, int V) {
+    const bool has_data = run_given("train-data") || file_size(run.train_data) >= 0;
+    if (!has_data && run_given("prompt") && !run_given("max-steps")) {
+        die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
+            "hint: -x 0 writes a text after the prompt; -i names training data", run.train_data);
+    }
+    DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
+    if (run.overfit) { share = {}; }        // all ranks have the job's first batch
+    data_open_shards(&d->train, run.train_data, run.shuffle && !run.overfit, share, V);
+    if (run.output_dir[0] != '\0') { d->sample = dataloader_sample(&d->train); }
+    const int64_t epoch = d->train.samples_per_epoch * run.T / run.total_batch;
+    d->max_steps = run_max_steps() < 0 ? std::max((int64_t)1, epoch) : run_max_steps();
+}
+
+static inline void data_open(RunData* d, int V) {
+    const bool trains = run_task() == Task::Train;
+    if (trains) { data_open_training(d, V); }
+    if (run_validates()) { data_open_shards(&d->val, run.val_data, false, {comm.rank, comm.world}, V); }
+    const char* shared = trains && run_validates() ? dataloader_shared_file(&d->train, &d->val) : nullptr;
+    if (shared) {
+        die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
+            shared);
+    }
+    if (run.evaluate) {
+        evalset_init(&d->questions, run.eval_data, V, run.B, run.T);
+        tokenizer_check(d->questions.tokenizer, V, run.eval_data);
+    }
+    if (!run_writes_text()) { return; }
+    text_init(&d->tokenizer, V);
+    const Tokenizer* tokenizer = d->text_task().tokenizer;
+    if (run.chat && !tokenizer) {
+        die("chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
+    }
+    d->prompt = prompt_tokens(tokenizer, run.prompt, V, run.T);
+}
+
+// Ranks that differ in program, data or flags would train nonsense, or wait for each other for ever.
+static inline void data_check_same(const RunData& d, const std::string& program) {
+    if (comm.world == 1) { return; }
+    Facts facts = {{"the program", program}, {"training data", dataloader_facts(&d.train)},
+                   {"a sample of the training data", d.sample},
+                   {"validation data", dataloader_facts(&d.val)},
+                   {"evaluation data", evalset_facts(&d.questions)}};
+    for (const auto& fact : flag_facts()) { facts.push_back(fact); }
+    comm_check_same(facts);
+}
+
+static inline void data_print(const RunData& d) {
+    const int64_t rows = d.train.samples_per_epoch;
+    const char* each = comm.world > 1 ? "on each rank " : "";
+    say("data: %lld training tokens (%lld rows of %d)\n"
+        "batch: %lld tokens a step; %s%d rows at once, micro-steps a step: %d\n"
+        "schedule: %lld steps, %.3g epochs; lr %g, %s, warm-up %lld steps\n",
+        (long long)d.train.tokens, (long long)rows, run.T, (long long)run.total_batch, each, run.B,
+        rank_micro_steps(), (long long)d.max_steps,
+        (double)d.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
+        flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
+    fflush(stdout);                         // the first step may take long
+}
+
+// The next batch. A stalled disk must not end the job.
+static inline void data_next(DataLoader* loader, int64_t step) {
+    DiskWait disk(step);
+    dataloader_next(loader);
+}
+
+static inline void data_free(RunData* d) {
+    dataloader_free(&d->train);
+    dataloader_free(&d->val);
+    tokenizer_free(&d->tokenizer);
+}
