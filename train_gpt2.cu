@@ -371,8 +371,8 @@ template <int kRank> static CUtensorMap encode_map(const void* tensor, const Map
 }
 
 // A (B,T,slots,width) tensor in boxes of box_rows rows of box_slots slots, by coordinates {0, t, slot, b}.
-// Slots are heads, 3*NH of qkv, NH of dout; or blocks of columns of a matrix (1,rows,columns), 64 wide, or 32
-// for 64 FP8 bytes. (FP32 builds never call it.)
+// Slots are heads, NH + 2*NKV of qkv, NH of dout; or blocks of columns of a matrix (1,rows,columns), 64 wide,
+// or 32 for 64 FP8 bytes. (FP32 builds never call it.)
 [[maybe_unused]] static CUtensorMap tensor_map(const void* tensor, int B, int T, int slots, int box_rows = 64,
                                                int box_slots = 1, int width = 64) {
     const size_t slot = width * sizeof(floatX), row = slots * slot;
@@ -2504,9 +2504,12 @@ static void muon_update(const MuonUpdate& a, Stream stream) {
 // == 6.9 attention ==
 // Causal self-attention of each head, straight on the packed output of the qkv linear layer:
 //     S = Q K^T / sqrt(HS)     P = softmax(S) over keys <= query     O = P V
-// Forward:  qkv (B,T,3,NH,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
+// Forward:  qkv (B,T,NH+2*NKV,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
-//     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,3,NH,HS) =
+//     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,NH+2*NKV,HS) =
+//
+// A group of NH / NKV heads of queries, neighbours, shares a head of K and V. Its dK and dV are sums over the
+// group.
 //
 // Nothing of shape (T,T) is ever stored. A block owns rows of one side, queries or keys, and walks over tiles
 // of the other side. The piece of S where the two meet lives in registers only. The backward computes P
@@ -2533,26 +2536,36 @@ static void muon_update(const MuonUpdate& a, Stream stream) {
 // The last two are built from the same tile functions.
 
 
-// The rows of one head in a tensor.
+// The rows of one head in a tensor. head(i): those of the i-th head behind it.
 template <class X> struct HeadRows {
     X* data;                    // (T,HS), `stride` elements from one row to the next
     size_t stride;
     int T, HS;
+    __device__ __forceinline__ HeadRows head(int i) const { return {data + i * HS, stride, T, HS}; }
 };
 typedef HeadRows<const floatX> InputRows;
 
 // What one side brings: {Q, dO} or {K, V}.
-template <class Rows> struct Pair { Rows a, b; };
+template <class Rows> struct Pair {
+    Rows a, b;
+    __device__ __forceinline__ Pair head(int i) const { return {a.head(i), b.head(i)}; }
+};
 
 enum class Own { Queries, Keys };
 
 // Rows a head of the backward's scratch: T, padded to whole tiles of every kernel.
 LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
 
+// A step of a walk, the `it`-th: a tile of a head, both counted from where the walk begins.
+struct WalkStep { int it = 0, head = 0, tile = 0; };
+
 // The work of a thread block: Shape::kOwned rows of one head on side kOwn, and a walk over the tiles of the
 // other side, Shape::kTile rows each. The walk starts at the diagonal; it goes left if the block owns
 // queries, down if it owns keys. So only its first tiles are masked, and in the forward every row's maximum
-// is finite from its first tile on.
+// is finite from its first tile on. A block that owns keys walks over each query head of the group, one after
+// the other, so its sums have a fixed order:
+//
+//     for (WalkStep at; block.has(at); at = block.next(at)) { ... block.row(at) ... }
 //
 // Blocks come in sections of 32 heads, in a section the longest walks first. A section's K and V (8 MB at
 // T=1024, HS=64) stay in the L2 while its blocks run, and short walks fill the end of the grid.
@@ -2560,41 +2573,65 @@ constexpr int kSectionHeads = 32;
 
 template <Own kOwn, class Shape> struct AttentionBlock {
     static constexpr bool kQueries = kOwn == Own::Queries;
-    int bh, b, h;               // bh = b*NH + h
-    int T, HS;
-    size_t C;
+    int T, NH, NKV, HS;
+    int b;
+    int h;                      // a head of queries: the block's own, or the first of the group
+    int kv;                     // its head of keys and values
+    int heads;                  // that the walk sees: one, or the query heads of the group
     int row0;                   // the first row of its own
-    int tiles;                  // of the walk
+    int tiles;                  // of a head that the walk sees
 
-    __device__ __forceinline__ AttentionBlock(int B, int T, int NH, int HS)
-        : T(T), HS(HS), C((size_t)NH * HS) {
+    __device__ __forceinline__ AttentionBlock(int B, int T, int NH, int NKV, int HS)
+        : T(T), NH(NH), NKV(NKV), HS(HS) {
+        const int own_heads = kQueries ? NH : NKV;
         const int blocks = ceil_div(T, Shape::kOwned), per_section = kSectionHeads * blocks;
         const int first_head = (int)(blockIdx.x / per_section) * kSectionHeads;
         const int rest = (int)(blockIdx.x % per_section);
-        const int section_heads = min(kSectionHeads, B * NH - first_head);
-        bh = first_head + rest % section_heads;
-        b = bh / NH;
-        h = bh % NH;
+        const int section_heads = min(kSectionHeads, B * own_heads - first_head);
+        const int bh = first_head + rest % section_heads;
+        b = bh / own_heads;
+        h = kv = bh % own_heads;
+        heads = 1;
+        if (NH != NKV) {                                // else without a division
+            const int group = NH / NKV;
+            if (kQueries) { kv = h / group; } else { h = kv * group, heads = group; }
+        }
         const int rank = rest / section_heads;          // in the head; 0: the longest walk
         row0 = (kQueries ? blocks - 1 - rank : rank) * Shape::kOwned;
         tiles = kQueries ? ceil_div(min(row0 + Shape::kOwned, T), Shape::kTile)
                          : ceil_div(T, Shape::kTile) - row0 / Shape::kTile;
     }
 
-    // The first row of the walk's tile `it`.
-    __device__ __forceinline__ int tile(int it) const {
-        return (kQueries ? tiles - 1 - it : row0 / Shape::kTile + it) * Shape::kTile;
+    // The walk: whether it has a step, the next one or a later one, and the first row of a step's tile.
+    __device__ __forceinline__ bool has(const WalkStep& at) const {
+        return kQueries ? at.tile < tiles : at.head < heads;
+    }
+    __device__ __forceinline__ WalkStep next(WalkStep at, int steps = 1) const {
+        at.it += steps, at.tile += steps;
+        if (!kQueries) {
+            for (; at.tile >= tiles; at.head++) { at.tile -= tiles; }
+        }
+        return at;
+    }
+    __device__ __forceinline__ int row(const WalkStep& at) const {
+        return (kQueries ? tiles - 1 - at.tile : row0 / Shape::kTile + at.tile) * Shape::kTile;
     }
 
-    // The head's rows in qkv or dqkv (B,T,3,NH,HS), and in out or dout (B,T,NH,HS).
+    // A head's rows in qkv or dqkv (B,T,NH+2*NKV,HS), and in out or dout (B,T,NH,HS). In qkv Q's head is h,
+    // K's is k_head, and V's lies NKV heads behind that.
+    __device__ __forceinline__ int k_head() const { return NH + kv; }
+    template <class X> __device__ __forceinline__ HeadRows<X> rows(X* data, int of_heads, int head) const {
+        const size_t stride = (size_t)of_heads * HS;
+        return {data + b * (T * stride) + (size_t)head * HS, stride, T, HS};
+    }
     template <class X> __device__ __forceinline__ HeadRows<X> q(X* qkv) const {
-        return {qkv + b * (T * 3 * C) + (size_t)h * HS, 3 * C, T, HS};
+        return rows(qkv, NH + 2 * NKV, h);
     }
-    template <class X> __device__ __forceinline__ HeadRows<X> k(X* qkv) const { return q(qkv + C); }
-    template <class X> __device__ __forceinline__ HeadRows<X> v(X* qkv) const { return q(qkv + 2 * C); }
-    template <class X> __device__ __forceinline__ HeadRows<X> out(X* out) const {
-        return {out + b * (T * C) + (size_t)h * HS, C, T, HS};
+    template <class X> __device__ __forceinline__ HeadRows<X> k(X* qkv) const {
+        return rows(qkv, NH + 2 * NKV, k_head());
     }
+    template <class X> __device__ __forceinline__ HeadRows<X> v(X* qkv) const { return k(qkv).head(NKV); }
+    template <class X> __device__ __forceinline__ HeadRows<X> out(X* out) const { return rows(out, NH, h); }
     // What the block owns in the backward, and what it sees.
     __device__ __forceinline__ Pair<InputRows> own(const AttentionBackward& a) const {
         return kQueries ? Pair<InputRows>{q(a.qkv), out(a.dout)} : Pair<InputRows>{k(a.qkv), v(a.qkv)};
@@ -2602,10 +2639,12 @@ template <Own kOwn, class Shape> struct AttentionBlock {
     __device__ __forceinline__ Pair<InputRows> other(const AttentionBackward& a) const {
         return kQueries ? Pair<InputRows>{k(a.qkv), v(a.qkv)} : Pair<InputRows>{q(a.qkv), out(a.dout)};
     }
-    // The head's part of lse (B,NH,T), and of the backward's scratch (B,NH,padded_T).
-    template <class X> __device__ __forceinline__ X* lse(X* lse) const { return lse + (size_t)bh * T; }
+    // The part of head h in lse (B,NH,T), and in the backward's scratch (B,NH,padded_T).
+    template <class X> __device__ __forceinline__ X* lse(X* lse) const {
+        return lse + (size_t)(b * NH + h) * T;
+    }
     __device__ __forceinline__ float2* stats(float* scratch) const {
-        return (float2*)scratch + bh * padded_T(T);
+        return (float2*)scratch + (b * NH + h) * padded_T(T);
     }
 };
 
@@ -2613,21 +2652,22 @@ static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * NH * padded_T(T) * sizeof(float2);
 }
 
-// The size of a grid in which each block owns `rows` rows of a head.
-template <class Args> static unsigned attention_blocks(const Args& a, int rows) {
-    const size_t blocks = (size_t)ceil_div(a.T, rows) * a.B * a.NH;
-    if (a.B < 1 || a.T < 1 || a.NH < 1 || blocks > 0x7fffffffu) {
-        die("attention: B=%d T=%d NH=%d; all must be positive, and at most 2^31 blocks", a.B, a.T, a.NH);
+// The size of a grid in which each block owns `rows` rows of one of so many heads.
+template <class Args> static unsigned attention_blocks(const Args& a, int heads, int rows) {
+    const size_t blocks = (size_t)ceil_div(a.T, rows) * a.B * heads;
+    if (a.B < 1 || a.T < 1 || heads < 1 || blocks > 0x7fffffffu) {
+        die("attention: B=%d T=%d, %d heads; all must be positive, and at most 2^31 blocks", a.B, a.T, heads);
     }
     return (unsigned)blocks;
 }
 
 // Launches a kernel of any form. maps: what only sm90 kernels take.
-template <class Shape, class Args, class... Maps>
+template <Own kOwn, class Shape, class Args, class... Maps>
 static void attention_launch(void (*kernel)(Args, float, Maps...), const Args& a, size_t shared_bytes,
                              Stream stream, const Maps&... maps) {
+    const int heads = kOwn == Own::Queries ? a.NH : a.NKV;
     if (shared_bytes > 0) { allow_shared_memory(kernel, shared_bytes); }
-    kernel<<<attention_blocks(a, Shape::kOwned), Shape::kThreads, shared_bytes, stream>>>(
+    kernel<<<attention_blocks(a, heads, Shape::kOwned), Shape::kThreads, shared_bytes, stream>>>(
         a, 1.0f / sqrtf(a.HS), maps...);
 }
 
@@ -2652,7 +2692,7 @@ __device__ __forceinline__ void store_gradients(const Block& block, const Attent
     const uint2 of_warp = round.counts.of_warp();
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
     if (blockIdx.x + threadIdx.x > 0) { return; }
-    a.stats->elements += (block.kQueries ? 1 : 2) * (size_t)a.B * a.T * block.C;
+    a.stats->elements += (block.kQueries ? a.NH : 2 * a.NKV) * (size_t)a.B * a.T * a.HS;
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -2719,7 +2759,7 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_forward_plain_kernel(const AttentionForward a, float scale) {
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<Own::Queries, PlainShape> block(a.B, a.T, a.NH, a.HS);
+    const AttentionBlock<Own::Queries, PlainShape> block(a.B, a.T, a.NH, a.NKV, a.HS);
     const int query = block.row0 + warp;
     if (query >= a.T) { return; }
     plain_load(q[warp], block.q(a.qkv), query, lane);
@@ -2751,10 +2791,10 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     __shared__ PlainRow own_a[PlainShape::kOwned], own_b[PlainShape::kOwned];
     __shared__ PlainRow grad_a[PlainShape::kOwned], grad_b[PlainShape::kOwned];     // not yet scaled
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<kOwn, PlainShape> block(a.B, a.T, a.NH, a.HS);
+    const AttentionBlock<kOwn, PlainShape> block(a.B, a.T, a.NH, a.NKV, a.HS);
     const int row = block.row0 + warp;
     if (row >= a.T) { return; }
-    const Pair<InputRows> own = block.own(a), other = block.other(a);
+    const Pair<InputRows> own = block.own(a);
     plain_load(own_a[warp], own.a, row, lane);
     plain_load(own_b[warp], own.b, row, lane);
     plain_clear(grad_a[warp], a.HS, lane);
@@ -2773,18 +2813,22 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     }
 
     const int begin = kQueries ? 0 : row / kWarp * kWarp, end = kQueries ? row + 1 : a.T;
-    for (int first = begin; first < end; first += kWarp) {
-        // P, dP and dS
-        const int query = kQueries ? row : first + lane, key = kQueries ? first + lane : row;
-        if (!kQueries) { stats = block.stats(a.scratch)[min(query, a.T - 1)]; }
-        const float s = plain_dots(own_a[warp], other.a, first, lane) * scale;
-        const float dp = plain_dots(own_b[warp], other.b, first, lane);
-        const float p = key <= query && query < a.T ? expf(s - stats.x) : 0.0f;
-        const float ds = p * (dp - stats.y);
+    for (int head = 0; head < block.heads; head++) {
+        const Pair<InputRows> other = block.other(a).head(head);
+        const float2* all_stats = block.stats(a.scratch) + head * padded_T(a.T);
+        for (int first = begin; first < end; first += kWarp) {
+            // P, dP and dS
+            const int query = kQueries ? row : first + lane, key = kQueries ? first + lane : row;
+            if (!kQueries) { stats = all_stats[min(query, a.T - 1)]; }
+            const float s = plain_dots(own_a[warp], other.a, first, lane) * scale;
+            const float dp = plain_dots(own_b[warp], other.b, first, lane);
+            const float p = key <= query && query < a.T ? expf(s - stats.x) : 0.0f;
+            const float ds = p * (dp - stats.y);
 
-        // dQ += dS K, or dV += P^T dO and dK += dS^T Q
-        if (!kQueries) { plain_add(grad_b[warp], 1.0f, p, other.b, first, lane); }
-        plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
+            // dQ += dS K, or dV += P^T dO and dK += dS^T Q
+            if (!kQueries) { plain_add(grad_b[warp], 1.0f, p, other.b, first, lane); }
+            plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
+        }
     }
     store_gradients(block, a, [&](auto* dqkv, auto&& round) {
         plain_store(kQueries ? block.q(dqkv) : block.k(dqkv), row, grad_a[warp], scale, lane, round);
@@ -3187,27 +3231,30 @@ template <int kOwnTiles, class Shape> struct MmaShared {
     floatX b[2][Shape::kTile * kStride];
     alignas(16) float2 stats[2][Shape::kTile];      // (stage, kTile) {lse * log2(e), D}, if queries come
 
-    // Starts the copies of the walk's tile `it`. all_stats: the head's, or null.
+    // Starts the copies of the tile of a step. other, all_stats: of the walk's first head. Only walks over
+    // queries have statistics.
     template <class Block>
-    __device__ __forceinline__ void load(const Block& block, int it, const Pair<InputRows>& other,
-                                         const float2* all_stats = nullptr) {
+    __device__ __forceinline__ void load(const Block& block, const WalkStep& at,
+                                         const Pair<InputRows>& other, const float2* all_stats = nullptr) {
         static_assert(Shape::kTile <= 2 * Shape::kThreads, "a thread copies the statistics of two queries");
-        const int stage = it % 2, row0 = block.tile(it), i = 2 * (int)threadIdx.x;
-        load_tile<Shape, Shape::kTile>(a[stage], other.a, row0);
-        load_tile<Shape, Shape::kTile>(b[stage], other.b, row0);
-        if (all_stats && i < Shape::kTile) {
-            cp_async_16_or_zero(&stats[stage][i], all_stats + row0 + i, true);
+        const int stage = at.it % 2, row0 = block.row(at), i = 2 * (int)threadIdx.x;
+        const Pair<InputRows> from = other.head(at.head);
+        load_tile<Shape, Shape::kTile>(a[stage], from.a, row0);
+        load_tile<Shape, Shape::kTile>(b[stage], from.b, row0);
+        if (!Block::kQueries && i < Shape::kTile) {
+            cp_async_16_or_zero(&stats[stage][i], all_stats + at.head * padded_T(block.T) + row0 + i, true);
         }
         cp_async_commit();
     }
-    // Waits for tile `it`, starts the copies of the next one, and returns the tile's stage.
+    // Waits for the tile of a step, starts the copies of the next one, and returns the tile's stage.
     template <class Block>
-    __device__ __forceinline__ int wait(const Block& block, int it, const Pair<InputRows>& other,
+    __device__ __forceinline__ int wait(const Block& block, const WalkStep& at, const Pair<InputRows>& other,
                                         const float2* all_stats = nullptr) {
         cp_async_wait<0>();
         __syncthreads();
-        if (it + 1 < block.tiles) { load(block, it + 1, other, all_stats); }
-        return it % 2;
+        const WalkStep next = block.next(at);
+        if (block.has(next)) { load(block, next, other, all_stats); }
+        return at.it % 2;
     }
 };
 
@@ -3220,20 +3267,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<1, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<Own::Queries, Shape> block(a.B, a.T, a.NH, a.HS);
+    const AttentionBlock<Own::Queries, Shape> block(a.B, a.T, a.NH, a.NKV, a.HS);
     const int row0 = block.row0 + warp_row;                 // the warp's first query
     const Pair<InputRows> other = {block.k(a.qkv), block.v(a.qkv)};
     load_tile<Shape, Shape::kOwned>(shared.own[0], block.q(a.qkv), block.row0);
-    shared.load(block, 0, other);
+    shared.load(block, {}, other);
 
     const float scale_log2 = scale * kLog2e;                // exp(x) is calculated as exp2(x * log2(e))
     floatX* q_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
     uint32_t q_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> o = {};                          // not yet divided by the row's sum
     OnlineSoftmax<kGroups> softmax;
-    for (int it = 0; it < block.tiles; it++) {
-        const int stage = shared.wait(block, it, other), k0 = block.tile(it);
-        if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
+    for (WalkStep at; block.has(at); at = block.next(at)) {
+        const int stage = shared.wait(block, at, other), k0 = block.row(at);
+        if (at.it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
         if (all_future<Own::Queries>(row0, Shape::kRows, k0, kTile)) { continue; }      // for this warp
 
         // S = Q K^T
@@ -3271,13 +3318,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<2, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<kOwn, Shape> block(a.B, a.T, a.NH, a.HS);
+    const AttentionBlock<kOwn, Shape> block(a.B, a.T, a.NH, a.NKV, a.HS);
     const int row0 = block.row0 + warp_row;                 // the warp's
     const Pair<InputRows> own = block.own(a), other = block.other(a);
     const float2* all_stats = kQueries ? nullptr : block.stats(a.scratch);
     load_tile<Shape, Shape::kOwned>(shared.own[0], own.a, block.row0);
     load_tile<Shape, Shape::kOwned>(shared.own[1], own.b, block.row0);
-    shared.load(block, 0, other, all_stats);
+    shared.load(block, {}, other, all_stats);
     QueryStats<kOwn, kGroups> stats;                        // queries': calculated while the copies fly
     if constexpr (kQueries) { stats.template load_rows<kHS>(block, a, row0, lane); }
 
@@ -3286,9 +3333,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     floatX* b_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
     uint32_t a_frag[kGroups][kHS / kMmaK][4], b_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> grad_a = {}, grad_b = {};        // dQ; or dK and dV. Not yet scaled
-    for (int it = 0; it < block.tiles; it++) {
-        const int stage = shared.wait(block, it, other, all_stats), column0 = block.tile(it);
-        if (it == 0 && kKeepsOperands) {
+    for (WalkStep at; block.has(at); at = block.next(at)) {
+        const int stage = shared.wait(block, at, other, all_stats), column0 = block.row(at);
+        if (at.it == 0 && kKeepsOperands) {
             load_fragments<kHS>(a_frag, a_rows, lane);
             load_fragments<kHS>(b_frag, b_rows, lane);
         }
@@ -3330,9 +3377,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
 // ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA), head size 64 ----
 // A block is one warpgroup (4 warps): it owns 64 rows, and the tiles of the other side have 64 rows as well,
-// so the first tile is the only masked one. wgmma reads its operands from shared memory and runs on its own,
-// and one thread starts the copy of a whole tile; so the pipeline is drawn by what is under way. The forward,
-// with two stages:
+// so a head's first tile is its only masked one. wgmma reads its operands from shared memory and runs on its
+// own, and one thread starts the copy of a whole tile; so the pipeline is drawn by what is under way. The
+// forward, with two stages:
 //
 //     thread 0       K0 V0 -> 0, K1 V1 -> 1          K2 V2 -> 0                  K3 V3 -> 1
 //     wgmma          | S0 |           | S1 | O += P0 V0 |    | S2 | O += P1 V1 |    | S3 | O += P2 V2 |
@@ -3359,7 +3406,11 @@ typedef Tile<1, 8> Sm90Tile;                            // a warp's 16 rows of a
 
 // The rows of one head as the copy engine knows them: a slot of a tensor_map. qkv's slots are the heads
 // of Q, of K, of V.
-struct Sm90Rows { const CUtensorMap* map; int slot; };
+struct Sm90Rows {
+    const CUtensorMap* map;
+    int slot;
+    __device__ __forceinline__ Sm90Rows head(int i) const { return {map, slot + i}; }
+};
 
 // The block's own tiles, Q or a pair, which at the end are the staging of stores; and kStages for pairs of
 // the other side.
@@ -3371,16 +3422,21 @@ template <int kOwnTiles, class Shape> struct Sm90Shared {
     uint64_t own_full, full[Shape::kStages];                    // mbarriers
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    // One thread: starts the copies of the walk's tile `it`. all_stats: the head's, or null.
+    // One thread: starts the copies of the tile of a step. other, all_stats: of the walk's first head. Only
+    // walks over queries have statistics.
     template <class Block>
-    __device__ __forceinline__ void load(const Block& block, int it, const Pair<Sm90Rows>& other,
+    __device__ __forceinline__ void load(const Block& block, const WalkStep& at, const Pair<Sm90Rows>& other,
                                          const float2* all_stats) {
-        const int stage = it % Shape::kStages, row0 = block.tile(it);
-        const int stats_bytes = all_stats ? sizeof(stats[stage]) : 0;
+        const int stage = at.it % Shape::kStages, row0 = block.row(at);
+        const int stats_bytes = Block::kQueries ? 0 : sizeof(stats[stage]);
+        const Pair<Sm90Rows> from = other.head(at.head);
         mbarrier_expect(&full[stage], 2 * sizeof(a[stage]) + stats_bytes);
-        tma_load_4d(a[stage], other.a.map, &full[stage], 0, row0, other.a.slot, block.b);
-        if (all_stats) { bulk_load(stats[stage], all_stats + row0, &full[stage], stats_bytes); }
-        tma_load_4d(b[stage], other.b.map, &full[stage], 0, row0, other.b.slot, block.b);
+        tma_load_4d(a[stage], from.a.map, &full[stage], 0, row0, from.a.slot, block.b);
+        if (!Block::kQueries) {
+            bulk_load(stats[stage], all_stats + at.head * padded_T(block.T) + row0, &full[stage],
+                      stats_bytes);
+        }
+        tma_load_4d(b[stage], from.b.map, &full[stage], 0, row0, from.b.slot, block.b);
     }
     // Starts the first copies: the block's own rows and kStages tiles. Each barrier expects one arrival a
     // phase, that of the thread which starts copies.
@@ -3395,23 +3451,25 @@ template <int kOwnTiles, class Shape> struct Sm90Shared {
             for (int i = 0; i < kOwnTiles; i++) {
                 tma_load_4d(own[i], from[i].map, &own_full, 0, block.row0, from[i].slot, block.b);
             }
-            const int first = min(Shape::kStages, block.tiles);
-            for (int it = 0; it < first; it++) { load(block, it, other, all_stats); }
+            WalkStep at;
+            for (int i = 0; i < Shape::kStages && block.has(at); i++, at = block.next(at)) {
+                load(block, at, other, all_stats);
+            }
         }
         __syncthreads();                                // the barriers exist
     }
-    // Waits for tile `it` and returns its stage.
-    __device__ __forceinline__ int wait(int it) {
-        mbarrier_wait(&full[it % Shape::kStages], it / Shape::kStages % 2);
-        return it % Shape::kStages;
+    // Waits for the tile of a step and returns its stage.
+    __device__ __forceinline__ int wait(const WalkStep& at) {
+        mbarrier_wait(&full[at.it % Shape::kStages], at.it / Shape::kStages % 2);
+        return at.it % Shape::kStages;
     }
-    // Waits until all threads are done with tile `it`, and starts the copy of a later tile into its stage.
+    // Waits until all threads are done with a step, and starts the copy of a later tile into its stage.
     template <class Block>
-    __device__ __forceinline__ void release(const Block& block, int it, const Pair<Sm90Rows>& other,
-                                            const float2* all_stats = nullptr) {
+    __device__ __forceinline__ void release(const Block& block, const WalkStep& at,
+                                            const Pair<Sm90Rows>& other, const float2* all_stats = nullptr) {
         __syncthreads();
-        const int next = it + Shape::kStages;
-        if (threadIdx.x == 0 && next < block.tiles) { load(block, next, other, all_stats); }
+        const WalkStep later = block.next(at, Shape::kStages);
+        if (threadIdx.x == 0 && block.has(later)) { load(block, later, other, all_stats); }
     }
 #endif
 };
@@ -3452,9 +3510,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<1, Shape>*)sm90_bytes;
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
-    const AttentionBlock<Own::Queries, Shape> block(args.B, args.T, args.NH, 64);
+    const AttentionBlock<Own::Queries, Shape> block(args.B, args.T, args.NH, args.NKV, 64);
     const int row0 = block.row0 + warp_row;             // the warp's first query
-    const Pair<Sm90Rows> other = {{&qkv_map, args.NH + block.h}, {&qkv_map, 2 * args.NH + block.h}};
+    const Pair<Sm90Rows> other = {{&qkv_map, block.k_head()}, {&qkv_map, block.k_head() + args.NKV}};
     shared.start(block, {{&qkv_map, block.h}}, other);
 
     const float scale_log2 = scale * kLog2e;            // exp(x) is calculated as exp2(x * log2(e))
@@ -3464,7 +3522,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
     // The tile on the diagonal: S, mask, P
     mbarrier_wait(&shared.own_full, 0);
-    int stage = shared.wait(0);
+    WalkStep previous;
+    int stage = shared.wait(previous);
     wgmma_fence();
     wgmma_rows(s, shared.own[0], shared.a[stage]);
     wgmma_end<0>(s);
@@ -3473,9 +3532,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     to_fragments(p_frag, s);
 
     // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
-    for (int it = 1; it < block.tiles; it++) {
+    for (WalkStep at = block.next(previous); block.has(at); previous = at, at = block.next(at)) {
         const int before = stage;
-        stage = shared.wait(it);
+        stage = shared.wait(at);
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_columns(o, p_frag, shared.b[before]);
@@ -3484,7 +3543,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_end<0>(o, p_frag);
         if (rescale) { scale_rows(o, softmax.correction); }
         to_fragments(p_frag, s);
-        shared.release(block, it - 1, other);
+        shared.release(block, previous, other);
     }
     wgmma_fence();
     wgmma_columns(o, p_frag, shared.b[stage]);
@@ -3514,10 +3573,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<2, Shape>*)sm90_bytes;
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
-    const AttentionBlock<kOwn, Shape> block(args.B, args.T, args.NH, 64);
+    const AttentionBlock<kOwn, Shape> block(args.B, args.T, args.NH, args.NKV, 64);
     const int row0 = block.row0 + warp_row;             // the warp's first
     const Pair<Sm90Rows> queries = {{&qkv_map, block.h}, {&dout_map, block.h}};
-    const Pair<Sm90Rows> keys = {{&qkv_map, args.NH + block.h}, {&qkv_map, 2 * args.NH + block.h}};
+    const Pair<Sm90Rows> keys = {{&qkv_map, block.k_head()}, {&qkv_map, block.k_head() + args.NKV}};
     const Pair<Sm90Rows>&own = kQueries ? queries : keys, &other = kQueries ? keys : queries;
     const float2* all_stats = kQueries ? nullptr : block.stats(args.scratch);
     shared.start(block, {own.a, own.b}, other, all_stats);
@@ -3528,15 +3587,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     Sm90Tile grad_a = {}, grad_b = {}, s, dp;           // dQ; or dK and dV. Not yet scaled
     uint32_t p_frag[1][4][4], ds_frag[1][4][4];
     mbarrier_wait(&shared.own_full, 0);
-    for (int it = 0; it < block.tiles; it++) {
+    for (WalkStep at; block.has(at); at = block.next(at)) {
         // S and dP start together; P is calculated from S while dP is under way
-        const int stage = shared.wait(it);
+        const int stage = shared.wait(at);
         if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
         wgmma_fence();
         wgmma_rows(s, shared.own[0], shared.a[stage]);
         wgmma_rows(dp, shared.own[1], shared.b[stage]);
         wgmma_end<1>(s);
-        if (it == 0) { mask_future<kOwn>(s, warp_row, 0, lane); }       // the diagonal
+        if (at.tile == 0) { mask_future<kOwn>(s, warp_row, 0, lane); }  // the diagonal
         probabilities(s, stats, scale_log2);
 
         // dV += P^T dO runs under the arithmetic of dS, which takes the place of dP
@@ -3554,7 +3613,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_columns(grad_a, ds_frag, shared.a[stage]);
         if constexpr (kQueries) { wgmma_end<0>(grad_a, ds_frag); }
         else { wgmma_end<0>(grad_b, grad_a, p_frag, ds_frag); }
-        shared.release(block, it, other, all_stats);
+        shared.release(block, at, other, all_stats);
     }
     store_gradients(block, args, [&](auto* dqkv, auto&& round) {
         store_tile<Swizzled>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0] + warp_row * 64,
@@ -3571,11 +3630,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
 // ---- launchers of each form, and which form runs ----
 static void attention_plain(const AttentionForward& a, Stream stream) {
-    attention_launch<PlainShape>(attention_forward_plain_kernel, a, 0, stream);
+    attention_launch<Own::Queries, PlainShape>(attention_forward_plain_kernel, a, 0, stream);
 }
 static void attention_plain(const AttentionBackward& a, Stream stream) {
-    attention_launch<PlainShape>(attention_backward_plain_kernel<Own::Queries>, a, 0, stream);
-    attention_launch<PlainShape>(attention_backward_plain_kernel<Own::Keys>, a, 0, stream);
+    attention_launch<Own::Queries, PlainShape>(attention_backward_plain_kernel<Own::Queries>, a, 0, stream);
+    attention_launch<Own::Keys, PlainShape>(attention_backward_plain_kernel<Own::Keys>, a, 0, stream);
 }
 
 // The shapes of the mma.sync kernels. NOTES.md and dev/cuda/attention.cu have others.
@@ -3608,9 +3667,10 @@ static const char* attention_form(int HS) {
     return sizeof(floatX) == 4 ? "mma.sync (TF32)" : "mma.sync";
 }
 
-// Why a head size cannot run, or nothing.
-static std::string attention_error(int HS) {
-    if (HS >= 1 && HS <= kPlainMaxHeadSize) { return ""; }
+// Why such heads cannot run, or nothing.
+static std::string attention_error(int NH, int NKV, int HS) {
+    const std::string error = attention_heads_error(NH, NKV);
+    if (!error.empty() || (HS >= 1 && HS <= kPlainMaxHeadSize)) { return error; }
     return format("attention: head size %d; 1 to %d are possible\n"
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
@@ -3619,38 +3679,40 @@ static std::string attention_error(int HS) {
 template <int kHS> static void attention_sm90(const AttentionForward& a, Stream stream) {
     static_assert(kHS == 64, "the head size of the sm90 kernels");
     typedef Sm90Shape<2, 4> Shape;
-    attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, a, sizeof(Sm90Shared<1, Shape>), stream,
-                            tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
+    attention_launch<Own::Queries, Shape>(attention_forward_sm90_kernel<Shape>, a,
+                                          sizeof(Sm90Shared<1, Shape>), stream,
+                                          tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV));
 }
 template <int kHS> static void attention_sm90(const AttentionBackward& a, Stream stream) {
     typedef Sm90Shape<2, 4> Dq;
     typedef Sm90Shape<3, 3> Dkv;
-    const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, 3 * a.NH);
+    const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV);
     const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH);
-    attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq>, a, sizeof(Sm90Shared<2, Dq>),
-                         stream, qkv, dout);
-    attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv>, a, sizeof(Sm90Shared<2, Dkv>),
-                          stream, qkv, dout);
+    attention_launch<Own::Queries, Dq>(attention_backward_sm90_kernel<Own::Queries, Dq>, a,
+                                       sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
+    attention_launch<Own::Keys, Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv>, a,
+                                     sizeof(Sm90Shared<2, Dkv>), stream, qkv, dout);
 }
 
 template <class Shapes> static void attention_mma(const AttentionForward& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
-    attention_launch<Shape>(attention_forward_mma_kernel<Shape>, a, sizeof(MmaShared<1, Shape>), stream);
+    attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape>, a,
+                                          sizeof(MmaShared<1, Shape>), stream);
 }
 template <class Shapes> static void attention_mma(const AttentionBackward& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
-    attention_launch<Dq>(attention_backward_mma_kernel<Own::Queries, Dq>, a, sizeof(MmaShared<2, Dq>),
-                         stream);
-    attention_launch<Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv>, a, sizeof(MmaShared<2, Dkv>),
-                          stream);
+    attention_launch<Own::Queries, Dq>(attention_backward_mma_kernel<Own::Queries, Dq>, a,
+                                       sizeof(MmaShared<2, Dq>), stream);
+    attention_launch<Own::Keys, Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv>, a,
+                                     sizeof(MmaShared<2, Dkv>), stream);
 }
 
 // Either pass, in the form that attention_form names.
 template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
-    die_if(attention_error(a.HS));
+    die_if(attention_error(a.NH, a.NKV, a.HS));
     if constexpr (sizeof(floatX) == 2) {
         if (attention_uses_sm90(a.HS)) { return attention_sm90<64>(a, stream); }
     }
@@ -4958,8 +5020,8 @@ struct Forward : Pass {
             cache_store({.keys = att.keys, .values = att.values, .qkv = qkv, .rows = cache->texts,
                          .count = cache->count, .T = model->T, .C = C}, stream());
         }
-        attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = NH, .HS = C / NH},
-                          stream());
+        attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = NH, .NKV = NH,
+                           .HS = C / NH}, stream());
     }
 
     // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
@@ -5135,7 +5197,7 @@ struct Backward : Pass {
                             const Attention& att, const Grad& dbias) {
         const int C = config().C, NH = config().NH;
         AttentionBackward a = {.dqkv = dqkv.data, .scratch = scratch, .dout = datty, .out = atty, .qkv = qkv,
-                               .lse = att.lse, .B = B, .T = T, .NH = NH, .HS = C / NH};
+                               .lse = att.lse, .B = B, .T = T, .NH = NH, .NKV = NH, .HS = C / NH};
         fresh(dqkv.data);
         if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
         ::attention_backward(a, stream());
@@ -6006,7 +6068,7 @@ static void take_device(Training* t, const Config& config, Options* options) {
     fit_texts(config, options, t->device);
     fit_lanes(config, options, t->device);
     gpt2_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
-    die_if(attention_error(config.C / config.NH));
+    die_if(attention_error(config.NH, config.NH, config.C / config.NH));
     if (options->fp8) { die_if(fp8_error()); }
 }
 

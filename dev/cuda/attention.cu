@@ -34,24 +34,26 @@ struct Step {
 
 template <int kHS, int kGroups, int kTile, int kBlocks> static void forward_mma(const Buffers& b) {
     typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
-    attention_launch<Shape>(attention_forward_mma_kernel<Shape>, b.forward, sizeof(MmaShared<1, Shape>), 0);
+    attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape>, b.forward,
+                                          sizeof(MmaShared<1, Shape>), 0);
 }
 template <Own kOwn, int kHS, int kGroups, int kTile, int kBlocks> static void backward_mma(const Buffers& b) {
     typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
-    attention_launch<Shape>(attention_backward_mma_kernel<kOwn, Shape>, b.backward,
-                            sizeof(MmaShared<2, Shape>), 0);
+    attention_launch<kOwn, Shape>(attention_backward_mma_kernel<kOwn, Shape>, b.backward,
+                                  sizeof(MmaShared<2, Shape>), 0);
 }
 template <int kStages, int kBlocks> static void forward_sm90(const Buffers& b) {
     typedef Sm90Shape<kStages, kBlocks> Shape;
-    attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, b.forward, sizeof(Sm90Shared<1, Shape>), 0,
-                            tensor_map(b.forward.qkv, B, T, 3 * b.forward.NH));
+    attention_launch<Own::Queries, Shape>(attention_forward_sm90_kernel<Shape>, b.forward,
+                                          sizeof(Sm90Shared<1, Shape>), 0,
+                                          tensor_map(b.forward.qkv, B, T, 3 * b.forward.NH));
 }
 template <Own kOwn, int kStages, int kBlocks> static void backward_sm90(const Buffers& b) {
     typedef Sm90Shape<kStages, kBlocks> Shape;
-    attention_launch<Shape>(attention_backward_sm90_kernel<kOwn, Shape>, b.backward,
-                            sizeof(Sm90Shared<2, Shape>), 0,
-                            tensor_map(b.backward.qkv, B, T, 3 * b.backward.NH),
-                            tensor_map(b.backward.dout, B, T, b.backward.NH));
+    attention_launch<kOwn, Shape>(attention_backward_sm90_kernel<kOwn, Shape>, b.backward,
+                                  sizeof(Sm90Shared<2, Shape>), 0,
+                                  tensor_map(b.backward.qkv, B, T, 3 * b.backward.NH),
+                                  tensor_map(b.backward.dout, B, T, b.backward.NH));
 }
 static void forward_plain(const Buffers& b) { attention_plain(b.forward, 0); }
 static void backward_plain(const Buffers& b) { attention_plain(b.backward, 0); }
@@ -163,7 +165,7 @@ static Buffers buffers_create(int NH, int HS, uint32_t seed) {
     fill_kernel<<<(unsigned)ceil_div(3 * n, (size_t)256), 256, 0, 0>>>(qkv, 3 * n, seed);
     fill_kernel<<<(unsigned)ceil_div(n, (size_t)256), 256, 0, 0>>>(dout, n, seed + 17);
     cudaCheck(cudaGetLastError());
-    return {{out, lse, qkv, B, T, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS}};
+    return {{out, lse, qkv, B, T, NH, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, NH, HS}};
 }
 static void buffers_free(const Buffers& b) {
     for (void* p : {(void*)b.forward.out, (void*)b.forward.lse, (void*)b.forward.qkv, (void*)b.backward.dqkv,
