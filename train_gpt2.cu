@@ -371,12 +371,13 @@ template <int kRank> static CUtensorMap encode_map(const void* tensor, const Map
 }
 
 // A (B,T,slots,width) tensor in boxes of box_rows rows of box_slots slots, by coordinates {0, t, slot, b}.
-// Slots are heads, NH + 2*NKV of qkv, NH of dout; or blocks of columns of a matrix (1,rows,columns), 64 wide,
-// or 32 for 64 FP8 bytes. (FP32 builds never call it.)
+// Slots are heads, NH + 2*NKV of qkv, NH of dout, of any width: boxes are 64 wide, with zeros behind the last
+// column. Or they are blocks of columns of a matrix (1,rows,columns), 64 wide, or 32 for 64 FP8 bytes. (FP32
+// builds never call it.)
 [[maybe_unused]] static CUtensorMap tensor_map(const void* tensor, int B, int T, int slots, int box_rows = 64,
                                                int box_slots = 1, int width = 64) {
     const size_t slot = width * sizeof(floatX), row = slots * slot;
-    return encode_map<4>(tensor, {{(size_t)width, 2, width}, {(size_t)T, row, box_rows},
+    return encode_map<4>(tensor, {{(size_t)width, 2, width == 32 ? 32 : 64}, {(size_t)T, row, box_rows},
                                   {(size_t)slots, slot, box_slots}, {(size_t)B, row * T, 1}});
 }
 
@@ -2532,7 +2533,7 @@ static void muon_update(const MuonUpdate& a, Stream stream) {
 // There are three forms, from the simplest to the fastest:
 //     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
 //     mma.sync    tensor cores of sm_80 and later: 16 bits or TF32, head sizes up to 128, multiples of kWidth
-//     sm90        Hopper's tensor cores and copy engine (wgmma, TMA): 16 bits, head size 64
+//     sm90        Hopper's tensor cores and copy engine (wgmma, TMA): 16 bits, head sizes 48 64 80 96 112 128
 // The last two are built from the same tile functions.
 
 
@@ -2556,20 +2557,15 @@ enum class Own { Queries, Keys };
 // Rows a head of the backward's scratch: T, padded to whole tiles of every kernel.
 LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
 
-// A step of a walk, the `it`-th: a tile of a head, both counted from where the walk begins.
-struct WalkStep { int it = 0, head = 0, tile = 0; };
-
 // The work of a thread block: Shape::kOwned rows of one head on side kOwn, and a walk over the tiles of the
 // other side, Shape::kTile rows each. The walk starts at the diagonal; it goes left if the block owns
 // queries, down if it owns keys. So only its first tiles are masked, and in the forward every row's maximum
 // is finite from its first tile on. A block that owns keys walks over each query head of the group, one after
-// the other, so its sums have a fixed order:
+// the other, so its sums have a fixed order.
 //
-//     for (WalkStep at; block.has(at); at = block.next(at)) { ... block.row(at) ... }
-//
-// Blocks come in sections of 32 heads, in a section the longest walks first. A section's K and V (8 MB at
+// Blocks come in sections of heads, in a section the longest walks first. A section's K and V (32 heads at
 // T=1024, HS=64) stay in the L2 while its blocks run, and short walks fill the end of the grid.
-constexpr int kSectionHeads = 32;
+constexpr int kSectionBytes = 8 << 20;
 
 template <Own kOwn, class Shape> struct AttentionBlock {
     static constexpr bool kQueries = kOwn == Own::Queries;
@@ -2577,44 +2573,33 @@ template <Own kOwn, class Shape> struct AttentionBlock {
     int b;
     int h;                      // a head of queries: the block's own, or the first of the group
     int kv;                     // its head of keys and values
-    int heads;                  // that the walk sees: one, or the query heads of the group
     int row0;                   // the first row of its own
     int tiles;                  // of a head that the walk sees
+    int steps;                  // of the walk: a tile each
 
-    __device__ __forceinline__ AttentionBlock(int B, int T, int NH, int NKV, int HS)
-        : T(T), NH(NH), NKV(NKV), HS(HS) {
-        const int own_heads = kQueries ? NH : NKV;
-        const int blocks = ceil_div(T, Shape::kOwned), per_section = kSectionHeads * blocks;
-        const int first_head = (int)(blockIdx.x / per_section) * kSectionHeads;
-        const int rest = (int)(blockIdx.x % per_section);
-        const int section_heads = min(kSectionHeads, B * own_heads - first_head);
+    template <class Args>
+    __device__ __forceinline__ explicit AttentionBlock(const Args& a)
+        : T(a.T), NH(a.NH), NKV(a.NKV), HS(a.HS) {
+        const int own_heads = kQueries ? NH : NKV, group = NH == NKV ? 1 : NH / NKV;
+        const int most = max(1, kSectionBytes / (2 * (int)sizeof(floatX)) / HS / T);
+        const int blocks = ceil_div(T, Shape::kOwned);
+        const int first_head = blockIdx.x / blocks / most * most, rest = blockIdx.x - first_head * blocks;
+        const int section_heads = min(most, a.B * own_heads - first_head);
         const int bh = first_head + rest % section_heads;
         b = bh / own_heads;
-        h = kv = bh % own_heads;
-        heads = 1;
-        if (NH != NKV) {                                // else without a division
-            const int group = NH / NKV;
-            if (kQueries) { kv = h / group; } else { h = kv * group, heads = group; }
-        }
+        kv = bh % own_heads / (kQueries ? group : 1);
+        h = bh % own_heads * (kQueries ? 1 : group);
         const int rank = rest / section_heads;          // in the head; 0: the longest walk
         row0 = (kQueries ? blocks - 1 - rank : rank) * Shape::kOwned;
         tiles = kQueries ? ceil_div(min(row0 + Shape::kOwned, T), Shape::kTile)
                          : ceil_div(T, Shape::kTile) - row0 / Shape::kTile;
+        steps = tiles * (kQueries ? 1 : group);
     }
 
-    // The walk: whether it has a step, the next one or a later one, and the first row of a step's tile.
-    __device__ __forceinline__ bool has(const WalkStep& at) const {
-        return kQueries ? at.tile < tiles : at.head < heads;
-    }
-    __device__ __forceinline__ WalkStep next(WalkStep at, int steps = 1) const {
-        at.it += steps, at.tile += steps;
-        if (!kQueries) {
-            for (; at.tile >= tiles; at.head++) { at.tile -= tiles; }
-        }
-        return at;
-    }
-    __device__ __forceinline__ int row(const WalkStep& at) const {
-        return (kQueries ? tiles - 1 - at.tile : row0 / Shape::kTile + at.tile) * Shape::kTile;
+    // Of a step: how many heads behind the walk's first its tile is, and the tile's first row.
+    __device__ __forceinline__ int head(int it) const { return kQueries || it < tiles ? 0 : it / tiles; }
+    __device__ __forceinline__ int row(int it) const {
+        return (kQueries ? tiles - 1 - it : row0 / Shape::kTile + it - head(it) * tiles) * Shape::kTile;
     }
 
     // A head's rows in qkv or dqkv (B,T,NH+2*NKV,HS), and in out or dout (B,T,NH,HS). In qkv Q's head is h,
@@ -2759,7 +2744,7 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_forward_plain_kernel(const AttentionForward a, float scale) {
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<Own::Queries, PlainShape> block(a.B, a.T, a.NH, a.NKV, a.HS);
+    const AttentionBlock<Own::Queries, PlainShape> block(a);
     const int query = block.row0 + warp;
     if (query >= a.T) { return; }
     plain_load(q[warp], block.q(a.qkv), query, lane);
@@ -2791,7 +2776,7 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     __shared__ PlainRow own_a[PlainShape::kOwned], own_b[PlainShape::kOwned];
     __shared__ PlainRow grad_a[PlainShape::kOwned], grad_b[PlainShape::kOwned];     // not yet scaled
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<kOwn, PlainShape> block(a.B, a.T, a.NH, a.NKV, a.HS);
+    const AttentionBlock<kOwn, PlainShape> block(a);
     const int row = block.row0 + warp;
     if (row >= a.T) { return; }
     const Pair<InputRows> own = block.own(a);
@@ -2813,7 +2798,7 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     }
 
     const int begin = kQueries ? 0 : row / kWarp * kWarp, end = kQueries ? row + 1 : a.T;
-    for (int head = 0; head < block.heads; head++) {
+    for (int head = 0; head * block.tiles < block.steps; head++) {
         const Pair<InputRows> other = block.other(a).head(head);
         const float2* all_stats = block.stats(a.scratch) + head * padded_T(a.T);
         for (int first = begin; first < end; first += kWarp) {
@@ -2916,9 +2901,9 @@ template <int kGroups> struct OnlineSoftmax {
     // costs no accuracy, and most tiles then leave O alone (2 to 4 % of the sm90 kernel).
     template <bool kLazy, int kN>
     __device__ __forceinline__ bool add(Tile<kGroups, kN>& s, float scale_log2) {
-        // 2^8 in units of S at head size 64, where scale is 1/8. A constant: a division at run time branches,
-        // and the compiler put it between the first products and their commit, where ptxas then added a fence
-        // (C7519)
+        // 2^8 in units of S at head size 64, where scale is 1/8; 2^6 at 128, 2^9 at 48. A constant: a
+        // division at run time branches, and the compiler put it between the first products and their commit,
+        // where ptxas then added a fence (C7519)
         constexpr float kSlack = 8.0f / (0.125f * kLog2e);
         float new_max[kGroups][2];
         bool above = false;
@@ -3231,30 +3216,27 @@ template <int kOwnTiles, class Shape> struct MmaShared {
     floatX b[2][Shape::kTile * kStride];
     alignas(16) float2 stats[2][Shape::kTile];      // (stage, kTile) {lse * log2(e), D}, if queries come
 
-    // Starts the copies of the tile of a step. other, all_stats: of the walk's first head. Only walks over
-    // queries have statistics.
+    // Starts the copies of a step's tile. other, all_stats: of the walk's first head; all_stats may be null.
     template <class Block>
-    __device__ __forceinline__ void load(const Block& block, const WalkStep& at,
-                                         const Pair<InputRows>& other, const float2* all_stats = nullptr) {
+    __device__ __forceinline__ void load(const Block& block, int it, const Pair<InputRows>& other,
+                                         const float2* all_stats = nullptr) {
         static_assert(Shape::kTile <= 2 * Shape::kThreads, "a thread copies the statistics of two queries");
-        const int stage = at.it % 2, row0 = block.row(at), i = 2 * (int)threadIdx.x;
-        const Pair<InputRows> from = other.head(at.head);
-        load_tile<Shape, Shape::kTile>(a[stage], from.a, row0);
-        load_tile<Shape, Shape::kTile>(b[stage], from.b, row0);
-        if (!Block::kQueries && i < Shape::kTile) {
-            cp_async_16_or_zero(&stats[stage][i], all_stats + at.head * padded_T(block.T) + row0 + i, true);
+        const int stage = it % 2, head = block.head(it), row0 = block.row(it), i = 2 * (int)threadIdx.x;
+        load_tile<Shape, Shape::kTile>(a[stage], other.a.head(head), row0);
+        load_tile<Shape, Shape::kTile>(b[stage], other.b.head(head), row0);
+        if (all_stats && i < Shape::kTile) {
+            cp_async_16_or_zero(&stats[stage][i], all_stats + head * padded_T(block.T) + row0 + i, true);
         }
         cp_async_commit();
     }
-    // Waits for the tile of a step, starts the copies of the next one, and returns the tile's stage.
+    // Waits for a step's tile, starts the copies of the next one, and returns the tile's stage.
     template <class Block>
-    __device__ __forceinline__ int wait(const Block& block, const WalkStep& at, const Pair<InputRows>& other,
+    __device__ __forceinline__ int wait(const Block& block, int it, const Pair<InputRows>& other,
                                         const float2* all_stats = nullptr) {
         cp_async_wait<0>();
         __syncthreads();
-        const WalkStep next = block.next(at);
-        if (block.has(next)) { load(block, next, other, all_stats); }
-        return at.it % 2;
+        if (it + 1 < block.steps) { load(block, it + 1, other, all_stats); }
+        return it % 2;
     }
 };
 
@@ -3267,20 +3249,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<1, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<Own::Queries, Shape> block(a.B, a.T, a.NH, a.NKV, a.HS);
+    const AttentionBlock<Own::Queries, Shape> block(a);
     const int row0 = block.row0 + warp_row;                 // the warp's first query
     const Pair<InputRows> other = {block.k(a.qkv), block.v(a.qkv)};
     load_tile<Shape, Shape::kOwned>(shared.own[0], block.q(a.qkv), block.row0);
-    shared.load(block, {}, other);
+    shared.load(block, 0, other);
 
     const float scale_log2 = scale * kLog2e;                // exp(x) is calculated as exp2(x * log2(e))
     floatX* q_rows = shared.own[0] + Padded<kHS>::at(warp_row, 0);
     uint32_t q_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> o = {};                          // not yet divided by the row's sum
     OnlineSoftmax<kGroups> softmax;
-    for (WalkStep at; block.has(at); at = block.next(at)) {
-        const int stage = shared.wait(block, at, other), k0 = block.row(at);
-        if (at.it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
+    for (int it = 0; it < block.steps; it++) {
+        const int stage = shared.wait(block, it, other), k0 = block.row(it);
+        if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
         if (all_future<Own::Queries>(row0, Shape::kRows, k0, kTile)) { continue; }      // for this warp
 
         // S = Q K^T
@@ -3318,13 +3300,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<2, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<kOwn, Shape> block(a.B, a.T, a.NH, a.NKV, a.HS);
+    const AttentionBlock<kOwn, Shape> block(a);
     const int row0 = block.row0 + warp_row;                 // the warp's
     const Pair<InputRows> own = block.own(a), other = block.other(a);
     const float2* all_stats = kQueries ? nullptr : block.stats(a.scratch);
     load_tile<Shape, Shape::kOwned>(shared.own[0], own.a, block.row0);
     load_tile<Shape, Shape::kOwned>(shared.own[1], own.b, block.row0);
-    shared.load(block, {}, other, all_stats);
+    shared.load(block, 0, other, all_stats);
     QueryStats<kOwn, kGroups> stats;                        // queries': calculated while the copies fly
     if constexpr (kQueries) { stats.template load_rows<kHS>(block, a, row0, lane); }
 
@@ -3333,9 +3315,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     floatX* b_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
     uint32_t a_frag[kGroups][kHS / kMmaK][4], b_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> grad_a = {}, grad_b = {};        // dQ; or dK and dV. Not yet scaled
-    for (WalkStep at; block.has(at); at = block.next(at)) {
-        const int stage = shared.wait(block, at, other, all_stats), column0 = block.row(at);
-        if (at.it == 0 && kKeepsOperands) {
+    for (int it = 0; it < block.steps; it++) {
+        const int stage = shared.wait(block, it, other, all_stats), column0 = block.row(it);
+        if (it == 0 && kKeepsOperands) {
             load_fragments<kHS>(a_frag, a_rows, lane);
             load_fragments<kHS>(b_frag, b_rows, lane);
         }
@@ -3375,34 +3357,39 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     });
 }
 
-// ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA), head size 64 ----
-// A block is one warpgroup (4 warps): it owns 64 rows, and the tiles of the other side have 64 rows as well,
-// so a head's first tile is its only masked one. wgmma reads its operands from shared memory and runs on its
-// own, and one thread starts the copy of a whole tile; so the pipeline is drawn by what is under way. The
-// forward, with two stages:
+// ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA) ---- A warpgroup (4 warps) owns 64 rows.
+// wgmma reads its operands from shared memory and runs on its own, and one thread starts the copies of a
+// whole tile; so the pipeline is drawn by what is under way. The forward, with two stages, of which each has
+// a K, and the V of the tile before:
 //
-//     thread 0       K0 V0 -> 0, K1 V1 -> 1          K2 V2 -> 0                  K3 V3 -> 1
+//     one thread     K0, K1 V0                       K2 V1                       K3 V2
 //     wgmma          | S0 |           | S1 | O += P0 V0 |    | S2 | O += P1 V1 |    | S3 | O += P2 V2 |
 //     ordinary cores      | P0=exp(S0)|    | P1=exp(S1) |         | P2=exp(S2) |         | P3=...
-//                    ^ full[0]        ^ full[1]         ^ barrier ^ full[0]     ^ barrier
+//                    ^ full[0]        ^ full[1]         ^ release ^ full[0]     ^ release
 //
 //     full[stage]    an mbarrier in shared memory that hears of the copy's bytes: all there, its phase ends
 //     wgmma_end      waits until only the last group of wgmma, <1>, or none, <0>, is under way: for S, for O
-//     barrier        all warps are done with a stage; thread 0 then starts the next copy into it
+//     release        all warps are done with a stage; the next copy into it may start
 //
 // The backward has no such overlap of one step's product with the next step's exponentials (it measured no
-// faster); dV += P^T dO runs under the arithmetic of dS. Three or four such blocks share an SM and fill each
-// other's waits; that measured faster than two warpgroups on one tile.
+// faster); dV += P^T dO runs under the arithmetic of dS. Two to four blocks of one warpgroup share an SM and
+// fill each other's waits. Only the forward at head size 128 takes two warpgroups on one walk: 64 queries
+// alone would read K and V faster than the L2 delivers. A third warpgroup then copies, so that the two need
+// not wait for each other, and gives them its registers; empty[stage] counts the warps that are done.
 //
-// Tiles are (64,64), Swizzled. The block's own rows in registers as A operands would spare shared memory a
-// third of its reads, but ptxas 13.0.88 then puts P into the registers that still hold Q: wrong from the
-// second tile on.
-template <int kNumStages, int kBlocks> struct Sm90Shape {
-    static constexpr int kOwned = 64, kTile = 64, kThreads = 4 * kWarp;
+// A tile is blocks of 64 columns, (rows,64) each, Swizzled. Columns from HS on are zeros, so that the kernels
+// of 64 and 128 columns serve all sizes from 40 on. The block's own rows in registers as A operands would
+// spare shared memory a third of its reads, but ptxas 13.0.88 then puts P into the registers that still hold
+// Q: wrong from the second tile on.
+template <int kColumns, int kGroups, int kRows, int kNumStages, int kBlocks> struct Sm90Shape {
+    static constexpr int kHS = kColumns, kWarpgroups = kGroups, kOwned = 64 * kGroups, kTile = kRows;
+    static constexpr bool kCopiers = kGroups > 1;                           // a warpgroup that copies
+    static constexpr int kThreads = (kGroups + kCopiers) * 4 * kWarp;
     static constexpr int kStages = kNumStages, kMinBlocks = kBlocks;        // blocks on an SM
+    typedef Tile<1, kTile / 8> Scores;                  // a warp's 16 rows of S or dP (64,kTile)
+    typedef Tile<1, kHS / 8> Sums;                      // of O or a gradient (64,kHS)
+    typedef uint32_t Fragments[1][kTile / 16][4];       // P or dS as an operand
 };
-constexpr int kSm90Tile = 64 * 64;                      // elements
-typedef Tile<1, 8> Sm90Tile;                            // a warp's 16 rows of an accumulator (64,64)
 
 // The rows of one head as the copy engine knows them: a slot of a tensor_map. qkv's slots are the heads
 // of Q, of K, of V.
@@ -3413,84 +3400,118 @@ struct Sm90Rows {
 };
 
 // The block's own tiles, Q or a pair, which at the end are the staging of stores; and kStages for pairs of
-// the other side.
+// the other side. kLag: how many steps b is behind a; a walk over n tiles has n + kLag steps.
 template <int kOwnTiles, class Shape> struct Sm90Shared {
-    alignas(1024) floatX own[kOwnTiles][kSm90Tile];
-    floatX a[Shape::kStages][kSm90Tile];
-    floatX b[Shape::kStages][kSm90Tile];
-    alignas(16) float2 stats[Shape::kStages][Shape::kTile];     // {lse * log2(e), D} of queries that come by
-    uint64_t own_full, full[Shape::kStages];                    // mbarriers
+    static constexpr int kLag = kOwnTiles == 1, kStages = Shape::kStages;
+    alignas(1024) floatX own[kOwnTiles][Shape::kOwned * Shape::kHS];
+    floatX a[kStages][Shape::kTile * Shape::kHS];
+    floatX b[kStages][Shape::kTile * Shape::kHS];
+    alignas(16) float2 stats[kLag ? 1 : kStages][Shape::kTile]; // {lse * log2(e), D} of queries that come by
+    uint64_t own_full, full[kStages], empty[kStages];           // mbarriers
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    // One thread: starts the copies of the tile of a step. other, all_stats: of the walk's first head. Only
-    // walks over queries have statistics.
-    template <class Block>
-    __device__ __forceinline__ void load(const Block& block, const WalkStep& at, const Pair<Sm90Rows>& other,
-                                         const float2* all_stats) {
-        const int stage = at.it % Shape::kStages, row0 = block.row(at);
-        const int stats_bytes = Block::kQueries ? 0 : sizeof(stats[stage]);
-        const Pair<Sm90Rows> from = other.head(at.head);
-        mbarrier_expect(&full[stage], 2 * sizeof(a[stage]) + stats_bytes);
-        tma_load_4d(a[stage], from.a.map, &full[stage], 0, row0, from.a.slot, block.b);
-        if (!Block::kQueries) {
-            bulk_load(stats[stage], all_stats + at.head * padded_T(block.T) + row0, &full[stage],
-                      stats_bytes);
+    // One thread: starts the copies of kRows rows of a head.
+    template <int kRows>
+    static __device__ __forceinline__ void copy(floatX* tile, uint64_t* barrier, const Sm90Rows& from,
+                                                int row0, int b) {
+        for (int column = 0; column < Shape::kHS; column += 64) {
+            for (int row = 0; row < kRows; row += 64) {
+                tma_load_4d(tile + column * kRows + row * 64, from.map, barrier, column, row0 + row,
+                            from.slot, b);
+            }
         }
-        tma_load_4d(b[stage], from.b.map, &full[stage], 0, row0, from.b.slot, block.b);
     }
-    // Starts the first copies: the block's own rows and kStages tiles. Each barrier expects one arrival a
-    // phase, that of the thread which starts copies.
+    // One thread: starts the copies of a step. other, all_stats: of the walk's first head; all_stats may be
+    // null.
+    template <class Block>
+    __device__ __forceinline__ void load(const Block& block, int it, const Pair<Sm90Rows>& other,
+                                         const float2* all_stats) {
+        const int stage = it % kStages, head = block.head(it), row0 = block.row(it);
+        const bool has_a = it < block.steps, has_b = it >= kLag;
+        const int stats_bytes = all_stats ? sizeof(stats[0]) : 0;
+        mbarrier_expect(&full[stage], (has_a + has_b) * sizeof(a[stage]) + stats_bytes);
+        if (has_a) { copy<Shape::kTile>(a[stage], &full[stage], other.a.head(head), row0, block.b); }
+        if (all_stats) {
+            bulk_load(stats[stage], all_stats + head * padded_T(block.T) + row0, &full[stage], stats_bytes);
+        }
+        if (has_b) {
+            copy<Shape::kTile>(b[stage], &full[stage], other.b.head(head), block.row(it - kLag), block.b);
+        }
+    }
+    // Starts the copies: the block's own rows and the first steps. A `full` expects one arrival a phase, that
+    // of the thread which starts copies.
     template <class Block>
     __device__ __forceinline__ void start(const Block& block, const Sm90Rows (&from)[kOwnTiles],
                                           const Pair<Sm90Rows>& other, const float2* all_stats = nullptr) {
         if (threadIdx.x == 0) {
             mbarrier_init(&own_full, 1);
-            for (int i = 0; i < Shape::kStages; i++) { mbarrier_init(&full[i], 1); }
+            for (int i = 0; i < kStages; i++) {
+                mbarrier_init(&full[i], 1);
+                mbarrier_init(&empty[i], Shape::kOwned / 16);
+            }
             mbarrier_fence_init();
             mbarrier_expect(&own_full, sizeof(own));
             for (int i = 0; i < kOwnTiles; i++) {
-                tma_load_4d(own[i], from[i].map, &own_full, 0, block.row0, from[i].slot, block.b);
+                copy<Shape::kOwned>(own[i], &own_full, from[i], block.row0, block.b);
             }
-            WalkStep at;
-            for (int i = 0; i < Shape::kStages && block.has(at); i++, at = block.next(at)) {
-                load(block, at, other, all_stats);
-            }
+            const int first = min(kStages, block.steps + kLag);
+            for (int it = 0; it < first; it++) { load(block, it, other, all_stats); }
         }
         __syncthreads();                                // the barriers exist
     }
-    // Waits for the tile of a step and returns its stage.
-    __device__ __forceinline__ int wait(const WalkStep& at) {
-        mbarrier_wait(&full[at.it % Shape::kStages], at.it / Shape::kStages % 2);
-        return at.it % Shape::kStages;
-    }
-    // Waits until all threads are done with a step, and starts the copy of a later tile into its stage.
+    // Copiers, one thread: starts the copies of all further steps.
     template <class Block>
-    __device__ __forceinline__ void release(const Block& block, const WalkStep& at,
-                                            const Pair<Sm90Rows>& other, const float2* all_stats = nullptr) {
-        __syncthreads();
-        const WalkStep later = block.next(at, Shape::kStages);
-        if (threadIdx.x == 0 && block.has(later)) { load(block, later, other, all_stats); }
+    __device__ __forceinline__ void produce(const Block& block, const Pair<Sm90Rows>& other) {
+        for (int it = kStages; it < block.steps + kLag; it++) {
+            mbarrier_wait(&empty[it % kStages], it / kStages % 2 ^ 1);
+            load(block, it, other, nullptr);
+        }
+    }
+    // Waits for the copies of a step and returns its stage.
+    __device__ __forceinline__ int wait(int it) {
+        mbarrier_wait(&full[it % kStages], it / kStages % 2);
+        return it % kStages;
+    }
+    // The warp is done with a step. Where no others copy: waits for all, and starts the copies of a later
+    // step.
+    template <class Block>
+    __device__ __forceinline__ void release(const Block& block, int it, const Pair<Sm90Rows>& other,
+                                            const float2* all_stats = nullptr) {
+        if constexpr (Shape::kCopiers) {
+            __syncwarp();
+            if (threadIdx.x % kWarp == 0) { mbarrier_arrive(&empty[it % kStages]); }
+        } else {
+            __syncthreads();
+            const int next = it + kStages;
+            if (threadIdx.x == 0 && next < block.steps + kLag) { load(block, next, other, all_stats); }
+        }
     }
 #endif
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Starts d (64,64) = A (64,64) B^T, both tiles in shared memory, and closes the group.
-__device__ __forceinline__ void wgmma_rows(Sm90Tile& d, const floatX* a_tile, const floatX* b_tile) {
-    const uint64_t a = wgmma_descriptor(a_tile), b = wgmma_descriptor(b_tile);
+// Starts d (64,kTile) = A B^T, a warpgroup's rows of the own tile and a tile, and closes the group. 16
+// columns are 32 bytes, a block of 64 is 128 bytes a row; a descriptor counts in 16 bytes.
+template <class Shape>
+__device__ __forceinline__ void wgmma_rows(typename Shape::Scores& d, const floatX* own, const floatX* tile) {
+    const uint64_t a = wgmma_descriptor(own), b = wgmma_descriptor(tile);
     wgmma_shared<false>(d[0], a, b);
-    for (int kk = 1; kk < 4; kk++) {                    // 16 columns: 32 bytes
-        wgmma_shared<true>(d[0], a + 2 * kk, b + 2 * kk);
+#pragma unroll
+    for (int k = 1; k < Shape::kHS / 16; k++) {
+        wgmma_shared<true>(d[0], a + k / 4 * Shape::kOwned * 8 + k % 4 * 2,
+                           b + k / 4 * Shape::kTile * 8 + k % 4 * 2);
     }
     wgmma_commit();
 }
 
-// Starts d (64,64) += A (64,64) B, A in registers, and closes the group.
-__device__ __forceinline__ void wgmma_columns(Sm90Tile& d, const uint32_t (&a_frag)[1][4][4],
-                                              const floatX* b_tile) {
-    for (int kk = 0; kk < 4; kk++) {                    // 16 rows: 2048 bytes
-        wgmma_registers(d[0], a_frag[0][kk], wgmma_descriptor(b_tile) + 128 * kk);
-    }
+// Starts d (64,kHS) += A (64,kTile) B, A in registers, B a tile, and closes the group. 16 rows are 2048
+// bytes.
+template <class Shape>
+__device__ __forceinline__ void wgmma_columns(typename Shape::Sums& d, const typename Shape::Fragments& a,
+                                              const floatX* tile) {
+    const uint64_t b = wgmma_descriptor(tile, Shape::kTile * 128);
+#pragma unroll
+    for (int k = 0; k < Shape::kTile / 16; k++) { wgmma_registers(d[0], a[0][k], b + 128 * k); }
     wgmma_commit();
 }
 
@@ -3499,6 +3520,19 @@ template <int kPending, class... Registers>
 __device__ __forceinline__ void wgmma_end(Registers&... registers) {
     wgmma_wait<kPending>();
     (pin_registers(registers[0]), ...);
+}
+
+// store_tile of each block of 64 columns, through the warp's rows of an own tile.
+template <class Shape, class X, class Round = ToFloatX>
+__device__ __forceinline__ void sm90_store(const HeadRows<X>& to, int row0, floatX* own,
+                                           typename Shape::Sums& acc, float factor, Round&& round = {}) {
+    floatX* const staging = own + threadIdx.x % 128 / kWarp * 16 * 64;
+#pragma unroll
+    for (int c = 0; c < Shape::kHS / 64; c++) {
+        store_tile<Swizzled>(HeadRows<X>{to.data + c * 64, to.stride, to.T, to.HS - c * 64}, row0,
+                             staging + c * Shape::kOwned * 64, *(Tile<1, 8>*)&acc[0][c * 8], factor,
+                             threadIdx.x % kWarp, round);
+    }
 }
 #endif
 
@@ -3509,51 +3543,62 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<1, Shape>*)sm90_bytes;
-    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
-    const AttentionBlock<Own::Queries, Shape> block(args.B, args.T, args.NH, args.NKV, 64);
-    const int row0 = block.row0 + warp_row;             // the warp's first query
+    const AttentionBlock<Own::Queries, Shape> block(args);
     const Pair<Sm90Rows> other = {{&qkv_map, block.k_head()}, {&qkv_map, block.k_head() + args.NKV}};
     shared.start(block, {{&qkv_map, block.h}}, other);
+    const int lane = threadIdx.x % kWarp, warpgroup = threadIdx.x / 128;
+    if constexpr (Shape::kCopiers) {                    // all begin with 168 registers
+        if (warpgroup == Shape::kWarpgroups) {
+            registers_give<24>();
+            if (threadIdx.x % 128 == 0) { shared.produce(block, other); }
+            return;
+        }
+        registers_take<240>();
+    }
+    const int row0 = block.row0 + threadIdx.x / kWarp * 16;     // the warp's first query
+    floatX* const q = shared.own[0] + warpgroup * 64 * 64;
 
     const float scale_log2 = scale * kLog2e;            // exp(x) is calculated as exp2(x * log2(e))
-    Sm90Tile o = {}, s;                                 // o: not yet divided by the row's sum
-    uint32_t p_frag[1][4][4];
+    typename Shape::Sums o = {};                        // not yet divided by the row's sum
+    typename Shape::Scores s;
+    typename Shape::Fragments p_frag;
     OnlineSoftmax<1> softmax;
 
     // The tile on the diagonal: S, mask, P
+    static_assert(Shape::kTile == Shape::kOwned, "the first tile has a key for each row");
     mbarrier_wait(&shared.own_full, 0);
-    WalkStep previous;
-    int stage = shared.wait(previous);
+    int stage = shared.wait(0);
     wgmma_fence();
-    wgmma_rows(s, shared.own[0], shared.a[stage]);
+    wgmma_rows<Shape>(s, q, shared.a[stage]);
     wgmma_end<0>(s);
-    mask_future<Own::Queries>(s, warp_row, 0, lane);
+    shared.release(block, 0, other);
+    mask_future<Own::Queries>(s, row0, block.row0, lane);
     softmax.template add<true>(s, scale_log2);
     to_fragments(p_frag, s);
 
     // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
-    for (WalkStep at = block.next(previous); block.has(at); previous = at, at = block.next(at)) {
-        const int before = stage;
-        stage = shared.wait(at);
+    for (int it = 1; it < block.steps; it++) {
+        stage = shared.wait(it);
         wgmma_fence();
-        wgmma_rows(s, shared.own[0], shared.a[stage]);
-        wgmma_columns(o, p_frag, shared.b[before]);
+        wgmma_rows<Shape>(s, q, shared.a[stage]);
+        wgmma_columns<Shape>(o, p_frag, shared.b[stage]);
         wgmma_end<1>(s);
         const bool rescale = softmax.template add<true>(s, scale_log2);
         wgmma_end<0>(o, p_frag);
+        shared.release(block, it, other);
         if (rescale) { scale_rows(o, softmax.correction); }
         to_fragments(p_frag, s);
-        shared.release(block, previous, other);
     }
+    stage = shared.wait(block.steps);
     wgmma_fence();
-    wgmma_columns(o, p_frag, shared.b[stage]);
+    wgmma_columns<Shape>(o, p_frag, shared.b[stage]);
     wgmma_end<0>(o, p_frag);
 
     float factor[1][2];
     softmax.finish(factor, block.lse(args.lse), row0, args.T, scale, lane);
     scale_rows(o, factor);
-    __syncthreads();                                    // all are done with Q
-    store_tile<Swizzled>(block.out(args.out), row0, shared.own[0] + warp_row * 64, o, 1.0f, lane);
+    named_barrier(1 + warpgroup, 128);                  // all are done with Q
+    sm90_store<Shape>(block.out(args.out), row0, q, o, 1.0f);
 #else
     __trap();
 #endif
@@ -3561,7 +3606,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
 // The backward for either side. A step:
 //     wgmma           | S | dP |                 | only keys: dV += P^T dO | dQ += dS K or dK += dS^T Q |
-//     ordinary cores      | P = exp(S - lse), packed | dS, packed          |             barrier, copy |
+//     ordinary cores      | P = exp(S - lse), packed | dS, packed          |            release, copy |
 //                     ^ full[stage]
 template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
@@ -3569,11 +3614,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                                    const __grid_constant__ CUtensorMap qkv_map,
                                    const __grid_constant__ CUtensorMap dout_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    static_assert(!Shape::kCopiers && Shape::kTile == 64, "only a head's first tile is masked");
     constexpr bool kQueries = kOwn == Own::Queries;
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<2, Shape>*)sm90_bytes;
+    const AttentionBlock<kOwn, Shape> block(args);
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
-    const AttentionBlock<kOwn, Shape> block(args.B, args.T, args.NH, args.NKV, 64);
     const int row0 = block.row0 + warp_row;             // the warp's first
     const Pair<Sm90Rows> queries = {{&qkv_map, block.h}, {&dout_map, block.h}};
     const Pair<Sm90Rows> keys = {{&qkv_map, block.k_head()}, {&qkv_map, block.k_head() + args.NKV}};
@@ -3581,21 +3627,25 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     const float2* all_stats = kQueries ? nullptr : block.stats(args.scratch);
     shared.start(block, {own.a, own.b}, other, all_stats);
     QueryStats<kOwn, 1> stats;                          // queries': calculated while the copies fly
-    if constexpr (kQueries) { stats.template load_rows<64>(block, args, row0, lane); }
+    if constexpr (kQueries) { stats.template load_rows<Shape::kHS>(block, args, row0, lane); }
 
     const float scale_log2 = scale * kLog2e;
-    Sm90Tile grad_a = {}, grad_b = {}, s, dp;           // dQ; or dK and dV. Not yet scaled
-    uint32_t p_frag[1][4][4], ds_frag[1][4][4];
+    typename Shape::Sums grad_a = {}, grad_b = {};      // dQ; or dK and dV. Not yet scaled
+    typename Shape::Scores s, dp;
+    typename Shape::Fragments p_frag, ds_frag;
     mbarrier_wait(&shared.own_full, 0);
-    for (WalkStep at; block.has(at); at = block.next(at)) {
+    for (int it = 0, diagonal = 0; it < block.steps; it++) {
         // S and dP start together; P is calculated from S while dP is under way
-        const int stage = shared.wait(at);
+        const int stage = shared.wait(it);
         if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
         wgmma_fence();
-        wgmma_rows(s, shared.own[0], shared.a[stage]);
-        wgmma_rows(dp, shared.own[1], shared.b[stage]);
+        wgmma_rows<Shape>(s, shared.own[0], shared.a[stage]);
+        wgmma_rows<Shape>(dp, shared.own[1], shared.b[stage]);
         wgmma_end<1>(s);
-        if (at.tile == 0) { mask_future<kOwn>(s, warp_row, 0, lane); }  // the diagonal
+        if (it == diagonal) {                           // of the next head, too
+            mask_future<kOwn>(s, warp_row, 0, lane);
+            diagonal += block.tiles;
+        }
         probabilities(s, stats, scale_log2);
 
         // dV += P^T dO runs under the arithmetic of dS, which takes the place of dP
@@ -3603,24 +3653,23 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_end<0>(dp);
         if constexpr (!kQueries) {
             wgmma_fence();
-            wgmma_columns(grad_b, p_frag, shared.b[stage]);
+            wgmma_columns<Shape>(grad_b, p_frag, shared.b[stage]);
         }
         score_gradients(dp, s, stats);
 
         // dQ += dS K or dK += dS^T Q
         to_fragments(ds_frag, dp);
         wgmma_fence();
-        wgmma_columns(grad_a, ds_frag, shared.a[stage]);
+        wgmma_columns<Shape>(grad_a, ds_frag, shared.a[stage]);
         if constexpr (kQueries) { wgmma_end<0>(grad_a, ds_frag); }
         else { wgmma_end<0>(grad_b, grad_a, p_frag, ds_frag); }
-        shared.release(block, at, other, all_stats);
+        shared.release(block, it, other, all_stats);
     }
     store_gradients(block, args, [&](auto* dqkv, auto&& round) {
-        store_tile<Swizzled>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0] + warp_row * 64,
-                             grad_a, scale, lane, round);
+        sm90_store<Shape>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0], grad_a, scale,
+                          round);
         if constexpr (!kQueries) {
-            store_tile<Swizzled>(block.v(dqkv), row0, shared.own[1] + warp_row * 64, grad_b, 1.0f, lane,
-                                 round);
+            sm90_store<Shape>(block.v(dqkv), row0, shared.own[1], grad_b, 1.0f, round);
         }
     });
 #else
@@ -3649,7 +3698,22 @@ template <int kHS> struct MmaShapes {
         {sizeof(MmaShared<1, Forward>), sizeof(MmaShared<2, Dq>), sizeof(MmaShared<2, Dkv>)});
 };
 
-static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && sm90_kernels_run() && HS == 64; }
+// The shapes of the sm90 kernels, which copy whole tiles of 64 or 128 columns. NOTES.md has others, too.
+template <int kHS> struct Sm90Shapes {
+    typedef Sm90Shape<64, 1, 64, 2, 4> Forward, Dq;
+    typedef Sm90Shape<64, 1, 64, 2, 3> Dkv;
+};
+template <> struct Sm90Shapes<128> {
+    typedef Sm90Shape<128, 2, 128, 2, 1> Forward;
+    typedef Sm90Shape<128, 1, 64, 1, 3> Dq;
+    typedef Sm90Shape<128, 1, 64, 2, 2> Dkv;
+};
+
+// 16 bits are whole sectors of 32 bytes then; head size 40 measured slower than by mma.sync. Below 48 the
+// columns of zeros cost more.
+static bool attention_uses_sm90(int HS) {
+    return sizeof(floatX) == 2 && sm90_kernels_run() && HS >= 48 && HS <= 128 && HS % 16 == 0;
+}
 
 // The head size of the mma.sync kernels that serve HS here: the next multiple of 32. 0: there are none.
 static int mma_head_size(int HS) {
@@ -3675,19 +3739,17 @@ static std::string attention_error(int NH, int NKV, int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-// Templates, because FP32 builds have no such kernels and must not instantiate them.
-template <int kHS> static void attention_sm90(const AttentionForward& a, Stream stream) {
-    static_assert(kHS == 64, "the head size of the sm90 kernels");
-    typedef Sm90Shape<2, 4> Shape;
+template <class Shapes> static void attention_sm90(const AttentionForward& a, Stream stream) {
+    typedef typename Shapes::Forward Shape;
     attention_launch<Own::Queries, Shape>(attention_forward_sm90_kernel<Shape>, a,
                                           sizeof(Sm90Shared<1, Shape>), stream,
-                                          tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV));
+                                          tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV, 64, 1, a.HS));
 }
-template <int kHS> static void attention_sm90(const AttentionBackward& a, Stream stream) {
-    typedef Sm90Shape<2, 4> Dq;
-    typedef Sm90Shape<3, 3> Dkv;
-    const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV);
-    const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH);
+template <class Shapes> static void attention_sm90(const AttentionBackward& a, Stream stream) {
+    typedef typename Shapes::Dq Dq;
+    typedef typename Shapes::Dkv Dkv;
+    const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV, 64, 1, a.HS);
+    const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH, 64, 1, a.HS);
     attention_launch<Own::Queries, Dq>(attention_backward_sm90_kernel<Own::Queries, Dq>, a,
                                        sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
     attention_launch<Own::Keys, Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv>, a,
@@ -3714,7 +3776,10 @@ template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
     die_if(attention_error(a.NH, a.NKV, a.HS));
     if constexpr (sizeof(floatX) == 2) {
-        if (attention_uses_sm90(a.HS)) { return attention_sm90<64>(a, stream); }
+        if (attention_uses_sm90(a.HS)) {            // FP32 builds have no such kernels
+            return a.HS <= 64 ? attention_sm90<Sm90Shapes<64>>(a, stream)
+                              : attention_sm90<Sm90Shapes<128>>(a, stream);
+        }
     }
     switch (mma_head_size(a.HS)) {
         case 32: return attention_mma<MmaShapes<32>>(a, stream);

@@ -523,6 +523,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
         : "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
 // Arrives at the barrier which block `rank` of the cluster has at this address. (With .release.cluster the
 // warp would first wait until all its stores are visible to the GPU.)
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) {
