@@ -2563,13 +2563,15 @@ LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 
 // is finite from its first tile on. A block that owns keys walks over each query head of the group, one after
 // the other, so its sums have a fixed order.
 //
-// Blocks come in sections of heads, in a section the longest walks first. A section's K and V (32 heads at
-// T=1024, HS=64) stay in the L2 while its blocks run, and short walks fill the end of the grid.
+// A grid is (heads of a section, blocks of a head, sections). Blocks start in this order, x first, so in a
+// section the longest walks come first. A section's K and V (32 heads at T=1024, HS=64) stay in the L2 while
+// its blocks run, and short walks fill the end of the grid. The last section may have too many heads.
 constexpr int kSectionBytes = 8 << 20;
 
 template <Own kOwn, class Shape> struct AttentionBlock {
     static constexpr bool kQueries = kOwn == Own::Queries;
     int T, NH, NKV, HS;
+    bool exists;
     int b;
     int h;                      // a head of queries: the block's own, or the first of the group
     int kv;                     // its head of keys and values
@@ -2581,15 +2583,12 @@ template <Own kOwn, class Shape> struct AttentionBlock {
     __device__ __forceinline__ explicit AttentionBlock(const Args& a)
         : T(a.T), NH(a.NH), NKV(a.NKV), HS(a.HS) {
         const int own_heads = kQueries ? NH : NKV, group = NH == NKV ? 1 : NH / NKV;
-        const int most = max(1, kSectionBytes / (2 * (int)sizeof(floatX)) / HS / T);
-        const int blocks = ceil_div(T, Shape::kOwned);
-        const int first_head = blockIdx.x / blocks / most * most, rest = blockIdx.x - first_head * blocks;
-        const int section_heads = min(most, a.B * own_heads - first_head);
-        const int bh = first_head + rest % section_heads;
+        const int bh = blockIdx.z * gridDim.x + blockIdx.x, head = bh % own_heads;
+        exists = bh < a.B * own_heads;
         b = bh / own_heads;
-        kv = bh % own_heads / (kQueries ? group : 1);
-        h = bh % own_heads * (kQueries ? 1 : group);
-        const int rank = rest / section_heads;          // in the head; 0: the longest walk
+        h = kQueries ? head : head * group;
+        kv = kQueries && group > 1 ? head / group : head;
+        const int blocks = gridDim.y, rank = blockIdx.y;    // 0: the longest walk
         row0 = (kQueries ? blocks - 1 - rank : rank) * Shape::kOwned;
         tiles = kQueries ? ceil_div(min(row0 + Shape::kOwned, T), Shape::kTile)
                          : ceil_div(T, Shape::kTile) - row0 / Shape::kTile;
@@ -2637,23 +2636,20 @@ static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * NH * padded_T(T) * sizeof(float2);
 }
 
-// The size of a grid in which each block owns `rows` rows of one of so many heads.
-template <class Args> static unsigned attention_blocks(const Args& a, int heads, int rows) {
-    const size_t blocks = (size_t)ceil_div(a.T, rows) * a.B * heads;
-    if (a.B < 1 || a.T < 1 || heads < 1 || blocks > 0x7fffffffu) {
-        die("attention: B=%d T=%d, %d heads; all must be positive, and at most 2^31 blocks", a.B, a.T, heads);
-    }
-    return (unsigned)blocks;
-}
-
 // Launches a kernel of any form. maps: what only sm90 kernels take.
 template <Own kOwn, class Shape, class Args, class... Maps>
 static void attention_launch(void (*kernel)(Args, float, Maps...), const Args& a, size_t shared_bytes,
                              Stream stream, const Maps&... maps) {
-    const int heads = kOwn == Own::Queries ? a.NH : a.NKV;
+    const int heads = a.B * (kOwn == Own::Queries ? a.NH : a.NKV), blocks = ceil_div(a.T, Shape::kOwned);
+    const int most = std::max(1, kSectionBytes / 2 / (int)sizeof(floatX) / a.HS / a.T);
+    const int sections = ceil_div(heads, most);
+    if (a.T < 1 || heads < 1 || blocks > 65535 || sections > 65535) {
+        die("attention: B=%d T=%d NH=%d; all must be positive, and at most 65535 blocks a head", a.B, a.T,
+            a.NH);
+    }
     if (shared_bytes > 0) { allow_shared_memory(kernel, shared_bytes); }
-    kernel<<<attention_blocks(a, heads, Shape::kOwned), Shape::kThreads, shared_bytes, stream>>>(
-        a, 1.0f / sqrtf(a.HS), maps...);
+    const dim3 grid(ceil_div(heads, sections), blocks, sections);
+    kernel<<<grid, Shape::kThreads, shared_bytes, stream>>>(a, 1.0f / sqrtf(a.HS), maps...);
 }
 
 // Functors that round an output: to floatX, or to FP8.
@@ -2676,7 +2672,7 @@ __device__ __forceinline__ void store_gradients(const Block& block, const Attent
     store(a.fp8, round);
     const uint2 of_warp = round.counts.of_warp();
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
-    if (blockIdx.x + threadIdx.x > 0) { return; }
+    if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x > 0) { return; }
     a.stats->elements += (block.kQueries ? a.NH : 2 * a.NKV) * (size_t)a.B * a.T * a.HS;
 }
 
@@ -2745,6 +2741,7 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const AttentionBlock<Own::Queries, PlainShape> block(a);
+    if (!block.exists) { return; }
     const int query = block.row0 + warp;
     if (query >= a.T) { return; }
     plain_load(q[warp], block.q(a.qkv), query, lane);
@@ -2777,6 +2774,7 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     __shared__ PlainRow grad_a[PlainShape::kOwned], grad_b[PlainShape::kOwned];     // not yet scaled
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const AttentionBlock<kOwn, PlainShape> block(a);
+    if (!block.exists) { return; }
     const int row = block.row0 + warp;
     if (row >= a.T) { return; }
     const Pair<InputRows> own = block.own(a);
@@ -3250,6 +3248,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
     const AttentionBlock<Own::Queries, Shape> block(a);
+    if (!block.exists) { return; }
     const int row0 = block.row0 + warp_row;                 // the warp's first query
     const Pair<InputRows> other = {block.k(a.qkv), block.v(a.qkv)};
     load_tile<Shape, Shape::kOwned>(shared.own[0], block.q(a.qkv), block.row0);
@@ -3301,6 +3300,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
     const AttentionBlock<kOwn, Shape> block(a);
+    if (!block.exists) { return; }
     const int row0 = block.row0 + warp_row;                 // the warp's
     const Pair<InputRows> own = block.own(a), other = block.other(a);
     const float2* all_stats = kQueries ? nullptr : block.stats(a.scratch);
@@ -3378,7 +3378,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 // not wait for each other, and gives them its registers; empty[stage] counts the warps that are done.
 //
 // A tile is blocks of 64 columns, (rows,64) each, Swizzled. Columns from HS on are zeros, so that the kernels
-// of 64 and 128 columns serve all sizes from 40 on. The block's own rows in registers as A operands would
+// of 64 and 128 columns serve all sizes from 48 on. The block's own rows in registers as A operands would
 // spare shared memory a third of its reads, but ptxas 13.0.88 then puts P into the registers that still hold
 // Q: wrong from the second tile on.
 template <int kColumns, int kGroups, int kRows, int kNumStages, int kBlocks> struct Sm90Shape {
@@ -3544,6 +3544,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<1, Shape>*)sm90_bytes;
     const AttentionBlock<Own::Queries, Shape> block(args);
+    if (!block.exists) { return; }
     const Pair<Sm90Rows> other = {{&qkv_map, block.k_head()}, {&qkv_map, block.k_head() + args.NKV}};
     shared.start(block, {{&qkv_map, block.h}}, other);
     const int lane = threadIdx.x % kWarp, warpgroup = threadIdx.x / 128;
@@ -3619,6 +3620,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<2, Shape>*)sm90_bytes;
     const AttentionBlock<kOwn, Shape> block(args);
+    if (!block.exists) { return; }
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
     const int row0 = block.row0 + warp_row;             // the warp's first
     const Pair<Sm90Rows> queries = {{&qkv_map, block.h}, {&dout_map, block.h}};
@@ -3701,7 +3703,7 @@ template <int kHS> struct MmaShapes {
 // The shapes of the sm90 kernels, which copy whole tiles of 64 or 128 columns. NOTES.md has others, too.
 template <int kHS> struct Sm90Shapes {
     typedef Sm90Shape<64, 1, 64, 2, 4> Forward, Dq;
-    typedef Sm90Shape<64, 1, 64, 2, 3> Dkv;
+    typedef Sm90Shape<64, 1, 64, 3, 3> Dkv;
 };
 template <> struct Sm90Shapes<128> {
     typedef Sm90Shape<128, 2, 128, 2, 1> Forward;
