@@ -3703,7 +3703,7 @@ template <int kHS> struct MmaShapes {
 // The shapes of the sm90 kernels, which copy whole tiles of 64 or 128 columns. NOTES.md has others, too.
 template <int kHS> struct Sm90Shapes {
     typedef Sm90Shape<64, 1, 64, 2, 4> Forward, Dq;
-    typedef Sm90Shape<64, 1, 64, 3, 3> Dkv;
+    typedef Sm90Shape<64, 1, 64, 2, 3> Dkv;
 };
 template <> struct Sm90Shapes<128> {
     typedef Sm90Shape<128, 2, 128, 2, 1> Forward;
