@@ -2159,6 +2159,37 @@ static void test_attention_groups(int HS, const char* form = nullptr) {
     }
 }
 
+// Copies and products that overlap by chance: a thousand runs beside a kernel that takes SMs and memory away.
+static void test_attention_repeats(int HS) {
+    constexpr int B = 1, T = 300, NH = 4, NKV = 2;
+    Case k(format("attention, repeated, HS=%d", HS));
+    const size_t n = (size_t)B * T * NH * HS, all = (size_t)B * T * (NH + 2 * NKV) * HS;
+    const auto run = [&](auto at) {
+        auto *qkv = at.x("qkv", In(all)), *out = at.x("out", Out(n)), *dout = at.x("dout", In(n));
+        auto* lse = at.s("lse", Out((size_t)B * NH * T));
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS});
+        op<AttentionBackwardOf>(at, {at.x("dqkv", Out(all)),
+                                   at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
+                                   dout, out, qkv, lse, B, T, NH, NKV, HS});
+    };
+    const Stream beside = stream_create();
+    const size_t bytes = 16 << 20;
+    void* filled = device_malloc(bytes, "a test");
+    std::vector<unsigned char> out, dqkv;
+    int differ = 0;
+    for (int i = 0; i < (small_shapes ? 10 : 1000); i++) {
+        if (i > 0) { device_fill(filled, i, bytes, beside); }
+        run(OnDevice{&k});
+        stream_sync(0);
+        if (i == 0) { out = k["out"].read<unsigned char>(), dqkv = k["dqkv"].read<unsigned char>(); }
+        differ += out != k["out"].read<unsigned char>() || dqkv != k["dqkv"].read<unsigned char>();
+    }
+    CHECK(differ == 0, "%s: %d runs differ from the first", k.title.c_str(), differ);
+    stream_sync(beside);
+    stream_destroy(beside);
+    device_free(filled);
+}
+
 // Every form at the head sizes that it serves, by all that chooses one: head size, --kernels, -f, and how
 // much shared memory the GPU has.
 static void test_attention_forms() {
@@ -2184,12 +2215,14 @@ static void test_attention_forms() {
     }
     select_kernels(false, false);
     if (attention_uses_sm90(64)) {
-        for (int T : {1, 63, 64, 65, 130}) { test_attention(2, T, 2, 2, 64, "sm90 (wgmma)"); }
-        test_attention_groups(64, "sm90 (wgmma)");
-        if (!small_shapes) {
-            test_attention(2, 257, 3, 3, 64);
-            test_attention(1, 1024, 2, 2, 64);
+        const char* sm90 = "sm90 (wgmma)";
+        for (int HS : {64, 128, 48, 80, 96, 112}) {
+            for (int T : {1, 63, 64, 65, 130, 257}) { test_attention(2, T, 2, 2, HS, sm90); }
+            test_attention_repeats(HS);
+            if (!small_shapes && HS % 64 == 0) { test_attention(1, 1024, 2, 2, HS, sm90); }
         }
+        for (int HS : {64, 96, 128}) { test_attention_groups(HS, sm90); }
+        test_attention(1, 130, 2, 2, 56, "mma.sync");
     }
 
     // GPUs with 99 KiB a block, and one with so little that the tensor cores' tiles do not fit

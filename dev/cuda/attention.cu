@@ -3,7 +3,7 @@ Ladder of the attention kernels (section 6.9): every step is checked against the
 arithmetic), then timed on rotated buffers. "shipped" is what training runs here; the first mma.sync step of a
 kind is what it runs where there is no sm90 form.
 Build and run, from the repository root:
-    make build/cuda/attention && build/cuda/attention [B [T [HS [NH]]]]      e.g. build/cuda/attention 64 1024 64 12
+    make build/cuda/attention && build/cuda/attention [B [T [HS [NH]]]]         e.g. 64 1024 64 12
         without HS: every head size that has steps, C = 768 (or the next multiple of HS below) for all
 TF32:
     nvcc -std=c++17 -O3 -I. -DENABLE_FP32 -gencode arch=compute_90a,code=sm_90a dev/cuda/attention.cu \
