@@ -30,9 +30,11 @@ static double elements(const Rows& rows, size_t n) { return (double)rows.count *
 static Work product(double N, double C, double OC, double inp, double weight, double out) {
     return {N * C * inp + C * OC * weight + N * OC * out, 2 * N * C * OC};
 }
-// Of n queries over T keys: causal, so half of each product.
-static Work attention_work(double n, double T, double tensors, double products) {
-    return {kX * tensors * n, products * n * T};
+// Tensors of the queries' and of the keys' heads, in floatX, and products. Causal: half of each product.
+template <class Args>
+static Work attention_work(const Args& a, double of_queries, double of_keys, double products) {
+    const double rows = (double)a.B * a.T * a.HS;
+    return {kX * rows * (of_queries * a.NH + of_keys * a.NKV), products * rows * a.NH * a.T};
 }
 
 template <class Args> static Work work(const Args&) { return {}; }
@@ -64,9 +66,10 @@ WORK(BiasBackward) { return {kX * a.N * a.OC * (a.of_qkv ? 2 / 3.0 : 1), 0}; }
 WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
 WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
 WORK(GeluBackward) { return {3 * kX * a.N * a.OC, 0}; }
-WORK(AttentionForward) { return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, 4, 2); }
+WORK(AttentionForward) { return attention_work(a, 2, 2, 2); }
 WORK(AttentionBackward) {
-    return attention_work((double)a.B * a.T * a.NH * a.HS, a.T, a.fp8 ? 5 + 3 / kX : 8, 5);
+    const double gradient = a.fp8 ? 1 / kX : 1;
+    return attention_work(a, 3 + gradient, 2 + 2 * gradient, 5);
 }
 WORK(Classifier) {
     const double grad = a.mode == ClassifierMode::LossOnly ? 0 : a.fp8_grad ? 1 : kX;

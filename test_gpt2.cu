@@ -2001,65 +2001,70 @@ static void add_scaled(double* sum, double factor, const double* x, int n) {
 // Attention as tensor cores must do it: exact products and sums, P, dS and O rounded where they become
 // operands. In fp32 builds without TF32 it rounds to fp32 and so says what that type can do.
 static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*/,
-                             double* dqkv /*(B,T,3,NH,HS) zeros*/, Doubles qkv, const Doubles& dout, int B,
-                             int T, int NH, int HS, bool tf32) {
+                             double* dqkv /*(B,T,NH+2*NKV,HS) zeros*/, Doubles qkv, const Doubles& dout,
+                             int B, int T, int NH, int NKV, int HS, bool tf32) {
     const Type type = type_of<floatX>();
     const double scale = 1.0 / sqrt((double)HS);
     Doubles dout_operand = dout;
     for (double& x : qkv) { x = to_operand(x, tf32); }
     for (double& x : dout_operand) { x = to_operand(x, tf32); }
+    const int group = NH / NKV, row_heads = NH + 2 * NKV;
     #pragma omp parallel for
-    for (int bh = 0; bh < B * NH; bh++) {
-        auto row = [&](int t) { return ((size_t)(bh / NH * T + t) * NH + bh % NH) * HS; };
-        auto part = [&](int t, int i) { return ((size_t)((bh / NH * T + t) * 3 + i) * NH + bh % NH) * HS; };
+    for (int bkv = 0; bkv < B * NKV; bkv++) {
+        const int b = bkv / NKV, kv = bkv % NKV, k_head = NH + kv, v_head = k_head + NKV;
+        auto of = [&](int t, int head) { return ((size_t)(b * T + t) * row_heads + head) * HS; };
         Doubles p(T);
-        for (int t = 0; t < T; t++) {
-            const double *q = &qkv[part(t, 0)], *dO = &dout_operand[row(t)];
-            double *O = out + row(t), *dq = dqkv + part(t, 0), max = -HUGE_VAL, sum = 0.0;
-            for (int u = 0; u <= t; u++) {
-                p[u] = scale * dot(q, &qkv[part(u, 1)], HS);
-                max = std::max(max, p[u]);
-            }
-            for (int u = 0; u <= t; u++) { p[u] = exp(p[u] - max); sum += p[u]; }
-            lse[(size_t)bh * T + t] = max + log(sum);
-            std::fill(O, O + HS, 0.0);
-            for (int u = 0; u <= t; u++) { add_scaled(O, to_operand(p[u], tf32), &qkv[part(u, 2)], HS); }
-            for (int i = 0; i < HS; i++) { O[i] = round_to(type, O[i] / sum); }
-            const double D = dot(O, &dout[row(t)], HS);
-            for (int u = 0; u <= t; u++) {
-                const double prob = p[u] / sum, dp = dot(dO, &qkv[part(u, 2)], HS);
-                const double ds = to_operand(prob * (dp - D), tf32);
-                add_scaled(dq, ds, &qkv[part(u, 1)], HS);
-                add_scaled(dqkv + part(u, 1), ds, q, HS);
-                add_scaled(dqkv + part(u, 2), to_operand(prob, tf32), dO, HS);
+        for (int h = kv * group; h < (kv + 1) * group; h++) {
+            for (int t = 0; t < T; t++) {
+                const size_t row = ((size_t)(b * T + t) * NH + h) * HS;
+                const double *q = &qkv[of(t, h)], *dO = &dout_operand[row];
+                double *O = out + row, *dq = dqkv + of(t, h), max = -HUGE_VAL, sum = 0.0;
+                for (int u = 0; u <= t; u++) {
+                    p[u] = scale * dot(q, &qkv[of(u, k_head)], HS);
+                    max = std::max(max, p[u]);
+                }
+                for (int u = 0; u <= t; u++) { p[u] = exp(p[u] - max); sum += p[u]; }
+                lse[(size_t)(b * NH + h) * T + t] = max + log(sum);
+                std::fill(O, O + HS, 0.0);
+                for (int u = 0; u <= t; u++) {
+                    add_scaled(O, to_operand(p[u], tf32), &qkv[of(u, v_head)], HS);
+                }
+                for (int i = 0; i < HS; i++) { O[i] = round_to(type, O[i] / sum); }
+                const double D = dot(O, &dout[row], HS);
+                for (int u = 0; u <= t; u++) {
+                    const double prob = p[u] / sum, dp = dot(dO, &qkv[of(u, v_head)], HS);
+                    const double ds = to_operand(prob * (dp - D), tf32);
+                    add_scaled(dq, ds, &qkv[of(u, k_head)], HS);
+                    add_scaled(dqkv + of(u, k_head), ds, q, HS);
+                    add_scaled(dqkv + of(u, v_head), to_operand(prob, tf32), dO, HS);
+                }
             }
         }
-        for (int t = 0; t < T; t++) {
-            for (int i = 0; i < 3; i++) {
-                double* d = dqkv + part(t, i);
-                for (int k = 0; k < HS; k++) { d[k] = round_to(type, i < 2 ? d[k] * scale : d[k]); }
-            }
-        }
+    }
+    for (size_t i = 0; i < qkv.size(); i++) {
+        const bool is_v = i / HS % row_heads >= (size_t)(NH + NKV);
+        dqkv[i] = round_to(type, is_v ? dqkv[i] : dqkv[i] * scale);
     }
 }
 
 // `form`: what must run it, as attention_form says it; null: whatever does.
-static void test_attention(int B, int T, int NH, int HS, const char* form = nullptr) {
+static void test_attention(int B, int T, int NH, int NKV, int HS, const char* form = nullptr) {
     const char* runs = attention_form(HS);
     const bool tf32 = strcmp(runs, "mma.sync (TF32)") == 0;
-    Case k(format("attention B=%d T=%d NH=%d HS=%d %s", B, T, NH, HS, runs));
+    Case k(format("attention B=%d T=%d NH=%d NKV=%d HS=%d %s", B, T, NH, NKV, HS, runs));
     CHECK(!form || strcmp(form, runs) == 0, "%s: '%s' was to run it", k.title.c_str(), form);
-    const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
+    const size_t n = (size_t)B * T * NH * HS, all = (size_t)B * T * (NH + 2 * NKV) * HS;
+    const size_t rows = (size_t)B * NH * T;
     compute(k, [&](auto at) {
-        auto *qkv = at.x("qkv", In(3 * n)), *out = at.x("out", Out(n, 5e-6)), *dout = at.x("dout", In(n));
+        auto *qkv = at.x("qkv", In(all)), *out = at.x("out", Out(n, 5e-6)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out(rows, 5e-6));
-        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, HS});
-        op<AttentionBackwardOf>(at, {at.x("dqkv", Out(3 * n, 2e-5)),
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS});
+        op<AttentionBackwardOf>(at, {at.x("dqkv", Out(all, 2e-5)),
                                    at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
-                                   dout, out, qkv, lse, B, T, NH, HS});
+                                   dout, out, qkv, lse, B, T, NH, NKV, HS});
     });
-    Doubles out(n), lse(rows), dqkv(3 * n);
-    direct_attention(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, HS,
+    Doubles out(n), lse(rows), dqkv(all);
+    direct_attention(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, NKV, HS,
                      tf32);
     k["out"].expect_as_good_as(out);
     k["dqkv"].expect_as_good_as(dqkv);
@@ -2068,20 +2073,21 @@ static void test_attention(int B, int T, int NH, int HS, const char* form = null
 }
 
 // Bytes of the gradient: next to what the same form stores as floatX, which is rounded from the same fp32.
-static void test_fp8_attention(int B, int T, int NH, int HS) {
-    Case k(format("attention_backward, FP8 B=%d T=%d NH=%d HS=%d %s", B, T, NH, HS, attention_form(HS)));
+static void test_fp8_attention(int B, int T, int NH, int NKV, int HS) {
+    Case k(format("attention_backward, FP8 B=%d T=%d NH=%d NKV=%d HS=%d %s", B, T, NH, NKV, HS,
+                  attention_form(HS)));
     std::vector<Fp8Tensor> tensor(1);
     fp8_set_scale(&tensor[0], 256.0f);                  // 448/256 = 1.75: some saturate
-    const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T;
+    const size_t n = (size_t)B * T * NH * HS, all = (size_t)B * T * (NH + 2 * NKV) * HS;
     compute(k, [&](auto at) {
-        auto *qkv = at.x("qkv", In(3 * n)), *out = at.x("out", Out(n)), *dout = at.x("dout", In(n));
-        auto* lse = at.s("lse", Out(rows));
-        auto* dqkv = at.x("dqkv", Out(3 * n));
+        auto *qkv = at.x("qkv", In(all)), *out = at.x("out", Out(n)), *dout = at.x("dout", In(n));
+        auto* lse = at.s("lse", Out((size_t)B * NH * T));
+        auto* dqkv = at.x("dqkv", Out(all));
         auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4));
-        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, HS});
-        op<AttentionBackwardOf>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS});
-        op<AttentionBackwardOf>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS,
-                                   at.exact_out("bytes", std::vector<uint8_t>(3 * n)),
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS});
+        op<AttentionBackwardOf>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS});
+        op<AttentionBackwardOf>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS,
+                                   at.exact_out("bytes", std::vector<uint8_t>(all)),
                                    at.exact("tensor", tensor), at.exact("stats", std::vector<Fp8Stats>(1))});
     });
     const std::vector<uint8_t> got = k["bytes"].read<uint8_t>();
@@ -2096,7 +2102,7 @@ static void test_fp8_attention(int B, int T, int NH, int HS) {
         least += size * (1.0 - gap) > 448.0, at_most += size * (1.0 + gap) > 448.0;
     }
     CHECK(wrong == 0, "%s: %lld bytes are wrong", k.title.c_str(), (long long)wrong);
-    CHECK(fabs(float_of(stats.amax) - most) <= gap * most && stats.elements == 3 * n &&
+    CHECK(fabs(float_of(stats.amax) - most) <= gap * most && stats.elements == all &&
               stats.saturated >= least && stats.saturated <= at_most,
           "%s: amax %g, not %g; %lld of %lld saturated, not %lld to %lld", k.title.c_str(),
           float_of(stats.amax), most, (long long)stats.saturated, (long long)stats.elements,
@@ -2106,9 +2112,10 @@ static void test_fp8_attention(int B, int T, int NH, int HS) {
 static void test_fp8_attention_forms() {
     for (bool portable : {false, true}) {
         select_kernels(portable, false);
-        for (int T : {1, 65, 130}) { test_fp8_attention(2, T, 2, 64); }
-        for (int HS : {16, 40, 96, 128, 20}) { test_fp8_attention(1, 70, 2, HS); }
-        if (!small_shapes) { test_fp8_attention(1, 1024, 3, 64); }
+        for (int T : {1, 65, 130}) { test_fp8_attention(2, T, 2, 2, 64); }
+        for (int HS : {16, 40, 96, 128, 20}) { test_fp8_attention(1, 70, 2, 2, HS); }
+        for (int HS : {64, 128, 20}) { test_fp8_attention(2, 70, 6, 2, HS); }
+        if (!small_shapes) { test_fp8_attention(1, 1024, 3, 3, 64); }
     }
     select_kernels(false, false);
 }
@@ -2135,7 +2142,7 @@ static void test_fp8_nan() {
             call(norm);
             auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(1, N, 1) / 4));
             op<AttentionBackwardOf>(at, {nullptr, scratch, x, out, at.x("qkv", In(3 * N * C)),
-                                       at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, C,
+                                       at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, 1, C,
                                        at.exact("attention bytes", bytes), t, at.exact("attention", zero)});
         });
         for (const char* name : {"cast", "norm", "attention"}) {
@@ -2144,6 +2151,49 @@ static void test_fp8_nan() {
                   "%s: not seen in %s", k.title.c_str(), name);
         }
     }
+}
+
+// Groups of 3, 4 and 8 query heads. Where a head has fewer tiles than copies are under way, these are of the
+// next heads. The last shape has 40 heads of keys, more than a section of blocks.
+static void test_attention_groups(int HS, const char* form = nullptr) {
+    struct { int B, T, NH, NKV; } shapes[] = {
+        {2, 65, 3, 1}, {1, 130, 6, 2}, {2, 63, 4, 1}, {1, 257, 8, 2}, {1, 1, 8, 1}, {1, 200, 16, 2},
+        {5, 33, 32, 8}};
+    for (auto& s : shapes) {
+        if (small_shapes && s.T > 65) { continue; }
+        test_attention(s.B, s.T, s.NH, s.NKV, HS, form);
+    }
+}
+
+// Copies and products that overlap by chance: a thousand runs beside a kernel that takes SMs and memory away.
+static void test_attention_repeats(int HS) {
+    constexpr int B = 1, T = 300, NH = 4, NKV = 2;
+    Case k(format("attention, repeated, HS=%d", HS));
+    const size_t n = (size_t)B * T * NH * HS, all = (size_t)B * T * (NH + 2 * NKV) * HS;
+    const auto run = [&](auto at) {
+        auto *qkv = at.x("qkv", In(all)), *out = at.x("out", Out(n)), *dout = at.x("dout", In(n));
+        auto* lse = at.s("lse", Out((size_t)B * NH * T));
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS});
+        op<AttentionBackwardOf>(at, {at.x("dqkv", Out(all)),
+                                   at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
+                                   dout, out, qkv, lse, B, T, NH, NKV, HS});
+    };
+    const Stream beside = stream_create();
+    const size_t bytes = 16 << 20;
+    void* filled = device_malloc(bytes, "a test");
+    std::vector<unsigned char> out, dqkv;
+    int differ = 0;
+    for (int i = 0; i < (small_shapes ? 10 : 1000); i++) {
+        if (i > 0) { device_fill(filled, i, bytes, beside); }
+        run(OnDevice{&k});
+        stream_sync(0);
+        if (i == 0) { out = k["out"].read<unsigned char>(), dqkv = k["dqkv"].read<unsigned char>(); }
+        differ += out != k["out"].read<unsigned char>() || dqkv != k["dqkv"].read<unsigned char>();
+    }
+    CHECK(differ == 0, "%s: %d runs differ from the first", k.title.c_str(), differ);
+    stream_sync(beside);
+    stream_destroy(beside);
+    device_free(filled);
 }
 
 // Every form at the head sizes that it serves, by all that chooses one: head size, --kernels, -f, and how
@@ -2159,21 +2209,26 @@ static void test_attention_forms() {
             const char* form = HS % kWidth == 0 && fits && (kLowPrecision || tf32) ? mma : "plain";
             for (int T : {1, 63, 64, 65, 257}) {
                 if (small_shapes && T != 1 && T != 65) { continue; }
-                test_attention(T == 1 ? 1 : 2, T, T == 1 ? 1 : 2, HS, form);
+                const int many = T == 1 ? 1 : 2;
+                test_attention(many, T, many, many, HS, form);
             }
         }
-        test_attention(1, 34, 1, 512, "plain");
+        for (int HS : {64, 32, 80, 128, 20}) { test_attention_groups(HS); }
+        test_attention(1, 34, 1, 1, 512, "plain");
         if (small_shapes) { continue; }
-        test_attention(1, 1024, 2, 64);
-        test_attention(1, 1000, 2, 128);
+        test_attention(1, 1024, 2, 2, 64);
+        test_attention(1, 1000, 2, 2, 128);
     }
     select_kernels(false, false);
     if (attention_uses_sm90(64)) {
-        for (int T : {1, 63, 64, 65, 130}) { test_attention(2, T, 2, 64, "sm90 (wgmma)"); }
-        if (!small_shapes) {
-            test_attention(2, 257, 3, 64);
-            test_attention(1, 1024, 2, 64);
+        const char* sm90 = "sm90 (wgmma)";
+        for (int HS : {64, 128, 48, 80, 96, 112}) {
+            for (int T : {1, 63, 64, 65, 130, 257}) { test_attention(2, T, 2, 2, HS, sm90); }
+            test_attention_repeats(HS);
+            if (!small_shapes && HS % 64 == 0) { test_attention(1, 1024, 2, 2, HS, sm90); }
         }
+        for (int HS : {64, 96, 128}) { test_attention_groups(HS, sm90); }
+        test_attention(1, 130, 2, 2, 56, "mma.sync");
     }
 
     // GPUs with 99 KiB a block, and one with so little that the tensor cores' tiles do not fit
@@ -2183,10 +2238,11 @@ static void test_attention_forms() {
     select_kernels(true, true);
     for (auto& l : limits) {
         hooks.shared_memory = l.cap;
-        test_attention(2, 33, 2, l.HS, l.form);
+        test_attention(2, 33, 2, 2, l.HS, l.form);
     }
     hooks.shared_memory = SIZE_MAX;
-    for (int HS : {0, -1, 513}) { CHECK(!attention_error(HS).empty(), "head size %d is taken", HS); }
+    for (int HS : {0, -1, 513}) { CHECK(!attention_error(4, 2, HS).empty(), "head size %d is taken", HS); }
+    CHECK(!attention_error(4, 3, 64).empty(), "4 heads of queries, 3 of keys are taken");
     select_kernels(false, false);
 }
 

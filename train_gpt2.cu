@@ -2440,9 +2440,12 @@ static void muon_update(const MuonUpdate& a, Stream stream) {
 // == 6.9 attention ==
 // Causal self-attention of each head, straight on the packed output of the qkv linear layer:
 //     S = Q K^T / sqrt(HS)     P = softmax(S) over keys <= query     O = P V
-// Forward:  qkv (B,T,3,NH,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
+// Forward:  qkv (B,T,NH+2*NKV,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
-//     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,3,NH,HS) =
+//     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,NH+2*NKV,HS) =
+//
+// A group of NH / NKV heads of queries, neighbours, shares a head of K and V. Its dK and dV are sums over the
+// group.
 //
 // Nothing of shape (T,T) is ever stored. A block owns rows of one side, queries or keys, and walks over tiles
 // of the other side. The piece of S where the two meet lives in registers only. The backward computes P
@@ -2465,20 +2468,24 @@ static void muon_update(const MuonUpdate& a, Stream stream) {
 // There are three forms, from the simplest to the fastest:
 //     plain       fp32 arithmetic on the ordinary cores: any type, any head size up to 512
 //     mma.sync    tensor cores of sm_80 and later: 16 bits or TF32, head sizes up to 128, multiples of kWidth
-//     sm90        Hopper's tensor cores and copy engine (wgmma, TMA): 16 bits, head size 64
+//     sm90        Hopper's tensor cores and copy engine (wgmma, TMA): 16 bits, head sizes 48 64 80 96 112 128
 // The last two are built from the same tile functions.
 
 
-// The rows of one head in a tensor.
+// The rows of one head in a tensor. head(i): those of the i-th head behind it.
 template <class X> struct HeadRows {
     X* data;                    // (T,HS), `stride` elements from one row to the next
     size_t stride;
     int T, HS;
+    __device__ __forceinline__ HeadRows head(int i) const { return {data + i * HS, stride, T, HS}; }
 };
 typedef HeadRows<const floatX> InputRows;
 
 // What one side brings: {Q, dO} or {K, V}.
-template <class Rows> struct Pair { Rows a, b; };
+template <class Rows> struct Pair {
+    Rows a, b;
+    __device__ __forceinline__ Pair head(int i) const { return {a.head(i), b.head(i)}; }
+};
 
 enum class Own { Queries, Keys };
 
@@ -2488,49 +2495,62 @@ LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 
 // The work of a thread block: Shape::kOwned rows of one head on side kOwn, and a walk over the tiles of the
 // other side, Shape::kTile rows each. The walk starts at the diagonal; it goes left if the block owns
 // queries, down if it owns keys. So only its first tiles are masked, and in the forward every row's maximum
-// is finite from its first tile on.
+// is finite from its first tile on. A block that owns keys walks over each query head of the group, one after
+// the other, so its sums have a fixed order.
 //
-// Blocks come in sections of 32 heads, in a section the longest walks first. A section's K and V (8 MB at
-// T=1024, HS=64) stay in the L2 while its blocks run, and short walks fill the end of the grid.
-constexpr int kSectionHeads = 32;
+// A grid is (heads of a section, blocks of a head, sections). Blocks start in this order, x first, so in a
+// section the longest walks come first. A section's K and V (32 heads at T=1024, HS=64) stay in the L2 while
+// its blocks run, and short walks fill the end of the grid. The last section may have too many heads.
+constexpr int kSectionBytes = 8 << 20;
 
 template <Own kOwn, class Shape> struct AttentionBlock {
     static constexpr bool kQueries = kOwn == Own::Queries;
-    int bh, b, h;               // bh = b*NH + h
-    int T, HS;
-    size_t C;
+    int T, NH, NKV, HS;
+    bool exists;
+    int b;
+    int h;                      // a head of queries: the block's own, or the first of the group
+    int kv;                     // its head of keys and values
     int row0;                   // the first row of its own
-    int tiles;                  // of the walk
+    int tiles;                  // of a head that the walk sees
+    int steps;                  // of the walk: a tile each
 
-    __device__ __forceinline__ AttentionBlock(int B, int T, int NH, int HS)
-        : T(T), HS(HS), C((size_t)NH * HS) {
-        const int blocks = ceil_div(T, Shape::kOwned), per_section = kSectionHeads * blocks;
-        const int first_head = (int)(blockIdx.x / per_section) * kSectionHeads;
-        const int rest = (int)(blockIdx.x % per_section);
-        const int section_heads = min(kSectionHeads, B * NH - first_head);
-        bh = first_head + rest % section_heads;
-        b = bh / NH;
-        h = bh % NH;
-        const int rank = rest / section_heads;          // in the head; 0: the longest walk
+    template <class Args>
+    __device__ __forceinline__ explicit AttentionBlock(const Args& a)
+        : T(a.T), NH(a.NH), NKV(a.NKV), HS(a.HS) {
+        const int own_heads = kQueries ? NH : NKV, group = NH == NKV ? 1 : NH / NKV;
+        const int bh = blockIdx.z * gridDim.x + blockIdx.x, head = bh % own_heads;
+        exists = bh < a.B * own_heads;
+        b = bh / own_heads;
+        h = kQueries ? head : head * group;
+        kv = kQueries && group > 1 ? head / group : head;
+        const int blocks = gridDim.y, rank = blockIdx.y;    // 0: the longest walk
         row0 = (kQueries ? blocks - 1 - rank : rank) * Shape::kOwned;
         tiles = kQueries ? ceil_div(min(row0 + Shape::kOwned, T), Shape::kTile)
                          : ceil_div(T, Shape::kTile) - row0 / Shape::kTile;
+        steps = tiles * (kQueries ? 1 : group);
     }
 
-    // The first row of the walk's tile `it`.
-    __device__ __forceinline__ int tile(int it) const {
-        return (kQueries ? tiles - 1 - it : row0 / Shape::kTile + it) * Shape::kTile;
+    // Of a step: how many heads behind the walk's first its tile is, and the tile's first row.
+    __device__ __forceinline__ int head(int it) const { return kQueries || it < tiles ? 0 : it / tiles; }
+    __device__ __forceinline__ int row(int it) const {
+        return (kQueries ? tiles - 1 - it : row0 / Shape::kTile + it - head(it) * tiles) * Shape::kTile;
     }
 
-    // The head's rows in qkv or dqkv (B,T,3,NH,HS), and in out or dout (B,T,NH,HS).
+    // A head's rows in qkv or dqkv (B,T,NH+2*NKV,HS), and in out or dout (B,T,NH,HS). In qkv Q's head is h,
+    // K's is k_head, and V's lies NKV heads behind that.
+    __device__ __forceinline__ int k_head() const { return NH + kv; }
+    template <class X> __device__ __forceinline__ HeadRows<X> rows(X* data, int of_heads, int head) const {
+        const size_t stride = (size_t)of_heads * HS;
+        return {data + b * (T * stride) + (size_t)head * HS, stride, T, HS};
+    }
     template <class X> __device__ __forceinline__ HeadRows<X> q(X* qkv) const {
-        return {qkv + b * (T * 3 * C) + (size_t)h * HS, 3 * C, T, HS};
+        return rows(qkv, NH + 2 * NKV, h);
     }
-    template <class X> __device__ __forceinline__ HeadRows<X> k(X* qkv) const { return q(qkv + C); }
-    template <class X> __device__ __forceinline__ HeadRows<X> v(X* qkv) const { return q(qkv + 2 * C); }
-    template <class X> __device__ __forceinline__ HeadRows<X> out(X* out) const {
-        return {out + b * (T * C) + (size_t)h * HS, C, T, HS};
+    template <class X> __device__ __forceinline__ HeadRows<X> k(X* qkv) const {
+        return rows(qkv, NH + 2 * NKV, k_head());
     }
+    template <class X> __device__ __forceinline__ HeadRows<X> v(X* qkv) const { return k(qkv).head(NKV); }
+    template <class X> __device__ __forceinline__ HeadRows<X> out(X* out) const { return rows(out, NH, h); }
     // What the block owns in the backward, and what it sees.
     __device__ __forceinline__ Pair<InputRows> own(const AttentionBackward& a) const {
         return kQueries ? Pair<InputRows>{q(a.qkv), out(a.dout)} : Pair<InputRows>{k(a.qkv), v(a.qkv)};
@@ -2538,10 +2558,12 @@ template <Own kOwn, class Shape> struct AttentionBlock {
     __device__ __forceinline__ Pair<InputRows> other(const AttentionBackward& a) const {
         return kQueries ? Pair<InputRows>{k(a.qkv), v(a.qkv)} : Pair<InputRows>{q(a.qkv), out(a.dout)};
     }
-    // The head's part of lse (B,NH,T), and of the backward's scratch (B,NH,padded_T).
-    template <class X> __device__ __forceinline__ X* lse(X* lse) const { return lse + (size_t)bh * T; }
+    // The part of head h in lse (B,NH,T), and in the backward's scratch (B,NH,padded_T).
+    template <class X> __device__ __forceinline__ X* lse(X* lse) const {
+        return lse + (size_t)(b * NH + h) * T;
+    }
     __device__ __forceinline__ float2* stats(float* scratch) const {
-        return (float2*)scratch + bh * padded_T(T);
+        return (float2*)scratch + (b * NH + h) * padded_T(T);
     }
 };
 
@@ -2549,22 +2571,20 @@ static size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * NH * padded_T(T) * sizeof(float2);
 }
 
-// The size of a grid in which each block owns `rows` rows of a head.
-template <class Args> static unsigned attention_blocks(const Args& a, int rows) {
-    const size_t blocks = (size_t)ceil_div(a.T, rows) * a.B * a.NH;
-    if (a.B < 1 || a.T < 1 || a.NH < 1 || blocks > 0x7fffffffu) {
-        die("attention: B=%d T=%d NH=%d; all must be positive, and at most 2^31 blocks", a.B, a.T, a.NH);
-    }
-    return (unsigned)blocks;
-}
-
 // Launches a kernel of any form. maps: what only sm90 kernels take.
-template <class Shape, class Args, class... Maps>
+template <Own kOwn, class Shape, class Args, class... Maps>
 static void attention_launch(void (*kernel)(Args, float, Maps...), const Args& a, size_t shared_bytes,
                              Stream stream, const Maps&... maps) {
+    const int heads = a.B * (kOwn == Own::Queries ? a.NH : a.NKV), blocks = ceil_div(a.T, Shape::kOwned);
+    const int most = std::max(1, kSectionBytes / 2 / (int)sizeof(floatX) / a.HS / a.T);
+    const int sections = ceil_div(heads, most);
+    if (a.T < 1 || heads < 1 || blocks > 65535 || sections > 65535) {
+        die("attention: B=%d T=%d NH=%d; all must be positive, and at most 65535 blocks a head", a.B, a.T,
+            a.NH);
+    }
     if (shared_bytes > 0) { allow_shared_memory(kernel, shared_bytes); }
-    kernel<<<attention_blocks(a, Shape::kOwned), Shape::kThreads, shared_bytes, stream>>>(
-        a, 1.0f / sqrtf(a.HS), maps...);
+    const dim3 grid(ceil_div(heads, sections), blocks, sections);
+    kernel<<<grid, Shape::kThreads, shared_bytes, stream>>>(a, 1.0f / sqrtf(a.HS), maps...);
 }
 
 // Functors that round an output: to floatX, or to FP8.
@@ -2587,8 +2607,8 @@ __device__ __forceinline__ void store_gradients(const Block& block, const Attent
     store(a.fp8, round);
     const uint2 of_warp = round.counts.of_warp();
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
-    if (blockIdx.x + threadIdx.x > 0) { return; }
-    a.stats->elements += (block.kQueries ? 1 : 2) * (size_t)a.B * a.T * block.C;
+    if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x > 0) { return; }
+    a.stats->elements += (block.kQueries ? a.NH : 2 * a.NKV) * (size_t)a.B * a.T * a.HS;
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -2655,7 +2675,8 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_forward_plain_kernel(const AttentionForward a, float scale) {
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<Own::Queries, PlainShape> block(a.B, a.T, a.NH, a.HS);
+    const AttentionBlock<Own::Queries, PlainShape> block(a);
+    if (!block.exists) { return; }
     const int query = block.row0 + warp;
     if (query >= a.T) { return; }
     plain_load(q[warp], block.q(a.qkv), query, lane);
@@ -2687,10 +2708,11 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     __shared__ PlainRow own_a[PlainShape::kOwned], own_b[PlainShape::kOwned];
     __shared__ PlainRow grad_a[PlainShape::kOwned], grad_b[PlainShape::kOwned];     // not yet scaled
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<kOwn, PlainShape> block(a.B, a.T, a.NH, a.HS);
+    const AttentionBlock<kOwn, PlainShape> block(a);
+    if (!block.exists) { return; }
     const int row = block.row0 + warp;
     if (row >= a.T) { return; }
-    const Pair<InputRows> own = block.own(a), other = block.other(a);
+    const Pair<InputRows> own = block.own(a);
     plain_load(own_a[warp], own.a, row, lane);
     plain_load(own_b[warp], own.b, row, lane);
     plain_clear(grad_a[warp], a.HS, lane);
@@ -2709,18 +2731,22 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     }
 
     const int begin = kQueries ? 0 : row / kWarp * kWarp, end = kQueries ? row + 1 : a.T;
-    for (int first = begin; first < end; first += kWarp) {
-        // P, dP and dS
-        const int query = kQueries ? row : first + lane, key = kQueries ? first + lane : row;
-        if (!kQueries) { stats = block.stats(a.scratch)[min(query, a.T - 1)]; }
-        const float s = plain_dots(own_a[warp], other.a, first, lane) * scale;
-        const float dp = plain_dots(own_b[warp], other.b, first, lane);
-        const float p = key <= query && query < a.T ? expf(s - stats.x) : 0.0f;
-        const float ds = p * (dp - stats.y);
+    for (int head = 0; head * block.tiles < block.steps; head++) {
+        const Pair<InputRows> other = block.other(a).head(head);
+        const float2* all_stats = block.stats(a.scratch) + head * padded_T(a.T);
+        for (int first = begin; first < end; first += kWarp) {
+            // P, dP and dS
+            const int query = kQueries ? row : first + lane, key = kQueries ? first + lane : row;
+            if (!kQueries) { stats = all_stats[min(query, a.T - 1)]; }
+            const float s = plain_dots(own_a[warp], other.a, first, lane) * scale;
+            const float dp = plain_dots(own_b[warp], other.b, first, lane);
+            const float p = key <= query && query < a.T ? expf(s - stats.x) : 0.0f;
+            const float ds = p * (dp - stats.y);
 
-        // dQ += dS K, or dV += P^T dO and dK += dS^T Q
-        if (!kQueries) { plain_add(grad_b[warp], 1.0f, p, other.b, first, lane); }
-        plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
+            // dQ += dS K, or dV += P^T dO and dK += dS^T Q
+            if (!kQueries) { plain_add(grad_b[warp], 1.0f, p, other.b, first, lane); }
+            plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
+        }
     }
     store_gradients(block, a, [&](auto* dqkv, auto&& round) {
         plain_store(kQueries ? block.q(dqkv) : block.k(dqkv), row, grad_a[warp], scale, lane, round);
@@ -2808,9 +2834,9 @@ template <int kGroups> struct OnlineSoftmax {
     // costs no accuracy, and most tiles then leave O alone (2 to 4 % of the sm90 kernel).
     template <bool kLazy, int kN>
     __device__ __forceinline__ bool add(Tile<kGroups, kN>& s, float scale_log2) {
-        // 2^8 in units of S at head size 64, where scale is 1/8. A constant: a division at run time branches,
-        // and the compiler put it between the first products and their commit, where ptxas then added a fence
-        // (C7519)
+        // 2^8 in units of S at head size 64, where scale is 1/8; 2^6 at 128, 2^9 at 48. A constant: a
+        // division at run time branches, and the compiler put it between the first products and their commit,
+        // where ptxas then added a fence (C7519)
         constexpr float kSlack = 8.0f / (0.125f * kLog2e);
         float new_max[kGroups][2];
         bool above = false;
@@ -3123,26 +3149,26 @@ template <int kOwnTiles, class Shape> struct MmaShared {
     floatX b[2][Shape::kTile * kStride];
     alignas(16) float2 stats[2][Shape::kTile];      // (stage, kTile) {lse * log2(e), D}, if queries come
 
-    // Starts the copies of the walk's tile `it`. all_stats: the head's, or null.
+    // Starts the copies of a step's tile. other, all_stats: of the walk's first head; all_stats may be null.
     template <class Block>
     __device__ __forceinline__ void load(const Block& block, int it, const Pair<InputRows>& other,
                                          const float2* all_stats = nullptr) {
         static_assert(Shape::kTile <= 2 * Shape::kThreads, "a thread copies the statistics of two queries");
-        const int stage = it % 2, row0 = block.tile(it), i = 2 * (int)threadIdx.x;
-        load_tile<Shape, Shape::kTile>(a[stage], other.a, row0);
-        load_tile<Shape, Shape::kTile>(b[stage], other.b, row0);
+        const int stage = it % 2, head = block.head(it), row0 = block.row(it), i = 2 * (int)threadIdx.x;
+        load_tile<Shape, Shape::kTile>(a[stage], other.a.head(head), row0);
+        load_tile<Shape, Shape::kTile>(b[stage], other.b.head(head), row0);
         if (all_stats && i < Shape::kTile) {
-            cp_async_16_or_zero(&stats[stage][i], all_stats + row0 + i, true);
+            cp_async_16_or_zero(&stats[stage][i], all_stats + head * padded_T(block.T) + row0 + i, true);
         }
         cp_async_commit();
     }
-    // Waits for tile `it`, starts the copies of the next one, and returns the tile's stage.
+    // Waits for a step's tile, starts the copies of the next one, and returns the tile's stage.
     template <class Block>
     __device__ __forceinline__ int wait(const Block& block, int it, const Pair<InputRows>& other,
                                         const float2* all_stats = nullptr) {
         cp_async_wait<0>();
         __syncthreads();
-        if (it + 1 < block.tiles) { load(block, it + 1, other, all_stats); }
+        if (it + 1 < block.steps) { load(block, it + 1, other, all_stats); }
         return it % 2;
     }
 };
@@ -3156,7 +3182,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<1, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<Own::Queries, Shape> block(a.B, a.T, a.NH, a.HS);
+    const AttentionBlock<Own::Queries, Shape> block(a);
+    if (!block.exists) { return; }
     const int row0 = block.row0 + warp_row;                 // the warp's first query
     const Pair<InputRows> other = {block.k(a.qkv), block.v(a.qkv)};
     load_tile<Shape, Shape::kOwned>(shared.own[0], block.q(a.qkv), block.row0);
@@ -3167,8 +3194,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     uint32_t q_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> o = {};                          // not yet divided by the row's sum
     OnlineSoftmax<kGroups> softmax;
-    for (int it = 0; it < block.tiles; it++) {
-        const int stage = shared.wait(block, it, other), k0 = block.tile(it);
+    for (int it = 0; it < block.steps; it++) {
+        const int stage = shared.wait(block, it, other), k0 = block.row(it);
         if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
         if (all_future<Own::Queries>(row0, Shape::kRows, k0, kTile)) { continue; }      // for this warp
 
@@ -3207,7 +3234,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<2, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<kOwn, Shape> block(a.B, a.T, a.NH, a.HS);
+    const AttentionBlock<kOwn, Shape> block(a);
+    if (!block.exists) { return; }
     const int row0 = block.row0 + warp_row;                 // the warp's
     const Pair<InputRows> own = block.own(a), other = block.other(a);
     const float2* all_stats = kQueries ? nullptr : block.stats(a.scratch);
@@ -3222,8 +3250,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     floatX* b_rows = shared.own[1] + Padded<kHS>::at(warp_row, 0);
     uint32_t a_frag[kGroups][kHS / kMmaK][4], b_frag[kGroups][kHS / kMmaK][4];
     Tile<kGroups, kHS / 8> grad_a = {}, grad_b = {};        // dQ; or dK and dV. Not yet scaled
-    for (int it = 0; it < block.tiles; it++) {
-        const int stage = shared.wait(block, it, other, all_stats), column0 = block.tile(it);
+    for (int it = 0; it < block.steps; it++) {
+        const int stage = shared.wait(block, it, other, all_stats), column0 = block.row(it);
         if (it == 0 && kKeepsOperands) {
             load_fragments<kHS>(a_frag, a_rows, lane);
             load_fragments<kHS>(b_frag, b_rows, lane);
@@ -3264,111 +3292,161 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     });
 }
 
-// ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA), head size 64 ----
-// A block is one warpgroup (4 warps): it owns 64 rows, and the tiles of the other side have 64 rows as well,
-// so the first tile is the only masked one. wgmma reads its operands from shared memory and runs on its own,
-// and one thread starts the copy of a whole tile; so the pipeline is drawn by what is under way. The forward,
-// with two stages:
+// ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA) ---- A warpgroup (4 warps) owns 64 rows.
+// wgmma reads its operands from shared memory and runs on its own, and one thread starts the copies of a
+// whole tile; so the pipeline is drawn by what is under way. The forward, with two stages, of which each has
+// a K, and the V of the tile before:
 //
-//     thread 0       K0 V0 -> 0, K1 V1 -> 1          K2 V2 -> 0                  K3 V3 -> 1
+//     one thread     K0, K1 V0                       K2 V1                       K3 V2
 //     wgmma          | S0 |           | S1 | O += P0 V0 |    | S2 | O += P1 V1 |    | S3 | O += P2 V2 |
 //     ordinary cores      | P0=exp(S0)|    | P1=exp(S1) |         | P2=exp(S2) |         | P3=...
-//                    ^ full[0]        ^ full[1]         ^ barrier ^ full[0]     ^ barrier
+//                    ^ full[0]        ^ full[1]         ^ release ^ full[0]     ^ release
 //
 //     full[stage]    an mbarrier in shared memory that hears of the copy's bytes: all there, its phase ends
 //     wgmma_end      waits until only the last group of wgmma, <1>, or none, <0>, is under way: for S, for O
-//     barrier        all warps are done with a stage; thread 0 then starts the next copy into it
+//     release        all warps are done with a stage; the next copy into it may start
 //
 // The backward has no such overlap of one step's product with the next step's exponentials (it measured no
-// faster); dV += P^T dO runs under the arithmetic of dS. Three or four such blocks share an SM and fill each
-// other's waits; that measured faster than two warpgroups on one tile.
+// faster); dV += P^T dO runs under the arithmetic of dS. Two to four blocks of one warpgroup share an SM and
+// fill each other's waits. Only the forward at head size 128 takes two warpgroups on one walk: 64 queries
+// alone would read K and V faster than the L2 delivers. A third warpgroup then copies, so that the two need
+// not wait for each other, and gives them its registers; empty[stage] counts the warps that are done.
 //
-// Tiles are (64,64), Swizzled. The block's own rows in registers as A operands would spare shared memory a
-// third of its reads, but ptxas 13.0.88 then puts P into the registers that still hold Q: wrong from the
-// second tile on.
-template <int kNumStages, int kBlocks> struct Sm90Shape {
-    static constexpr int kOwned = 64, kTile = 64, kThreads = 4 * kWarp;
+// A tile is blocks of 64 columns, (rows,64) each, Swizzled. Columns from HS on are zeros, so that the kernels
+// of 64 and 128 columns serve all sizes from 48 on. The block's own rows in registers as A operands would
+// spare shared memory a third of its reads, but ptxas 13.0.88 then puts P into the registers that still hold
+// Q: wrong from the second tile on.
+template <int kColumns, int kGroups, int kRows, int kNumStages, int kBlocks> struct Sm90Shape {
+    static constexpr int kHS = kColumns, kWarpgroups = kGroups, kOwned = 64 * kGroups, kTile = kRows;
+    static constexpr bool kCopiers = kGroups > 1;                           // a warpgroup that copies
+    static constexpr int kThreads = (kGroups + kCopiers) * 4 * kWarp;
     static constexpr int kStages = kNumStages, kMinBlocks = kBlocks;        // blocks on an SM
+    typedef Tile<1, kTile / 8> Scores;                  // a warp's 16 rows of S or dP (64,kTile)
+    typedef Tile<1, kHS / 8> Sums;                      // of O or a gradient (64,kHS)
+    typedef uint32_t Fragments[1][kTile / 16][4];       // P or dS as an operand
 };
-constexpr int kSm90Tile = 64 * 64;                      // elements
-typedef Tile<1, 8> Sm90Tile;                            // a warp's 16 rows of an accumulator (64,64)
 
 // The rows of one head as the copy engine knows them: a slot of a tensor_map. qkv's slots are the heads
 // of Q, of K, of V.
-struct Sm90Rows { const CUtensorMap* map; int slot; };
+struct Sm90Rows {
+    const CUtensorMap* map;
+    int slot;
+    __device__ __forceinline__ Sm90Rows head(int i) const { return {map, slot + i}; }
+};
 
 // The block's own tiles, Q or a pair, which at the end are the staging of stores; and kStages for pairs of
-// the other side.
+// the other side. kLag: how many steps b is behind a; a walk over n tiles has n + kLag steps.
 template <int kOwnTiles, class Shape> struct Sm90Shared {
-    alignas(1024) floatX own[kOwnTiles][kSm90Tile];
-    floatX a[Shape::kStages][kSm90Tile];
-    floatX b[Shape::kStages][kSm90Tile];
-    alignas(16) float2 stats[Shape::kStages][Shape::kTile];     // {lse * log2(e), D} of queries that come by
-    uint64_t own_full, full[Shape::kStages];                    // mbarriers
+    static constexpr int kLag = kOwnTiles == 1, kStages = Shape::kStages;
+    alignas(1024) floatX own[kOwnTiles][Shape::kOwned * Shape::kHS];
+    floatX a[kStages][Shape::kTile * Shape::kHS];
+    floatX b[kStages][Shape::kTile * Shape::kHS];
+    alignas(16) float2 stats[kLag ? 1 : kStages][Shape::kTile]; // {lse * log2(e), D} of queries that come by
+    uint64_t own_full, full[kStages], empty[kStages];           // mbarriers
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    // One thread: starts the copies of the walk's tile `it`. all_stats: the head's, or null.
+    // One thread: starts the copies of kRows rows of a head.
+    template <int kRows>
+    static __device__ __forceinline__ void copy(floatX* tile, uint64_t* barrier, const Sm90Rows& from,
+                                                int row0, int b) {
+        for (int column = 0; column < Shape::kHS; column += 64) {
+            for (int row = 0; row < kRows; row += 64) {
+                tma_load_4d(tile + column * kRows + row * 64, from.map, barrier, column, row0 + row,
+                            from.slot, b);
+            }
+        }
+    }
+    // One thread: starts the copies of a step. other, all_stats: of the walk's first head; all_stats may be
+    // null.
     template <class Block>
     __device__ __forceinline__ void load(const Block& block, int it, const Pair<Sm90Rows>& other,
                                          const float2* all_stats) {
-        const int stage = it % Shape::kStages, row0 = block.tile(it);
-        const int stats_bytes = all_stats ? sizeof(stats[stage]) : 0;
-        mbarrier_expect(&full[stage], 2 * sizeof(a[stage]) + stats_bytes);
-        tma_load_4d(a[stage], other.a.map, &full[stage], 0, row0, other.a.slot, block.b);
-        if (all_stats) { bulk_load(stats[stage], all_stats + row0, &full[stage], stats_bytes); }
-        tma_load_4d(b[stage], other.b.map, &full[stage], 0, row0, other.b.slot, block.b);
+        const int stage = it % kStages, head = block.head(it), row0 = block.row(it);
+        const bool has_a = it < block.steps, has_b = it >= kLag;
+        const int stats_bytes = all_stats ? sizeof(stats[0]) : 0;
+        mbarrier_expect(&full[stage], (has_a + has_b) * sizeof(a[stage]) + stats_bytes);
+        if (has_a) { copy<Shape::kTile>(a[stage], &full[stage], other.a.head(head), row0, block.b); }
+        if (all_stats) {
+            bulk_load(stats[stage], all_stats + head * padded_T(block.T) + row0, &full[stage], stats_bytes);
+        }
+        if (has_b) {
+            copy<Shape::kTile>(b[stage], &full[stage], other.b.head(head), block.row(it - kLag), block.b);
+        }
     }
-    // Starts the first copies: the block's own rows and kStages tiles. Each barrier expects one arrival a
-    // phase, that of the thread which starts copies.
+    // Starts the copies: the block's own rows and the first steps. A `full` expects one arrival a phase, that
+    // of the thread which starts copies.
     template <class Block>
     __device__ __forceinline__ void start(const Block& block, const Sm90Rows (&from)[kOwnTiles],
                                           const Pair<Sm90Rows>& other, const float2* all_stats = nullptr) {
         if (threadIdx.x == 0) {
             mbarrier_init(&own_full, 1);
-            for (int i = 0; i < Shape::kStages; i++) { mbarrier_init(&full[i], 1); }
+            for (int i = 0; i < kStages; i++) {
+                mbarrier_init(&full[i], 1);
+                mbarrier_init(&empty[i], Shape::kOwned / 16);
+            }
             mbarrier_fence_init();
             mbarrier_expect(&own_full, sizeof(own));
             for (int i = 0; i < kOwnTiles; i++) {
-                tma_load_4d(own[i], from[i].map, &own_full, 0, block.row0, from[i].slot, block.b);
+                copy<Shape::kOwned>(own[i], &own_full, from[i], block.row0, block.b);
             }
-            const int first = min(Shape::kStages, block.tiles);
+            const int first = min(kStages, block.steps + kLag);
             for (int it = 0; it < first; it++) { load(block, it, other, all_stats); }
         }
         __syncthreads();                                // the barriers exist
     }
-    // Waits for tile `it` and returns its stage.
-    __device__ __forceinline__ int wait(int it) {
-        mbarrier_wait(&full[it % Shape::kStages], it / Shape::kStages % 2);
-        return it % Shape::kStages;
+    // Copiers, one thread: starts the copies of all further steps.
+    template <class Block>
+    __device__ __forceinline__ void produce(const Block& block, const Pair<Sm90Rows>& other) {
+        for (int it = kStages; it < block.steps + kLag; it++) {
+            mbarrier_wait(&empty[it % kStages], it / kStages % 2 ^ 1);
+            load(block, it, other, nullptr);
+        }
     }
-    // Waits until all threads are done with tile `it`, and starts the copy of a later tile into its stage.
+    // Waits for the copies of a step and returns its stage.
+    __device__ __forceinline__ int wait(int it) {
+        mbarrier_wait(&full[it % kStages], it / kStages % 2);
+        return it % kStages;
+    }
+    // The warp is done with a step. Where no others copy: waits for all, and starts the copies of a later
+    // step.
     template <class Block>
     __device__ __forceinline__ void release(const Block& block, int it, const Pair<Sm90Rows>& other,
                                             const float2* all_stats = nullptr) {
-        __syncthreads();
-        const int next = it + Shape::kStages;
-        if (threadIdx.x == 0 && next < block.tiles) { load(block, next, other, all_stats); }
+        if constexpr (Shape::kCopiers) {
+            __syncwarp();
+            if (threadIdx.x % kWarp == 0) { mbarrier_arrive(&empty[it % kStages]); }
+        } else {
+            __syncthreads();
+            const int next = it + kStages;
+            if (threadIdx.x == 0 && next < block.steps + kLag) { load(block, next, other, all_stats); }
+        }
     }
 #endif
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Starts d (64,64) = A (64,64) B^T, both tiles in shared memory, and closes the group.
-__device__ __forceinline__ void wgmma_rows(Sm90Tile& d, const floatX* a_tile, const floatX* b_tile) {
-    const uint64_t a = wgmma_descriptor(a_tile), b = wgmma_descriptor(b_tile);
+// Starts d (64,kTile) = A B^T, a warpgroup's rows of the own tile and a tile, and closes the group. 16
+// columns are 32 bytes, a block of 64 is 128 bytes a row; a descriptor counts in 16 bytes.
+template <class Shape>
+__device__ __forceinline__ void wgmma_rows(typename Shape::Scores& d, const floatX* own, const floatX* tile) {
+    const uint64_t a = wgmma_descriptor(own), b = wgmma_descriptor(tile);
     wgmma_shared<false>(d[0], a, b);
-    for (int kk = 1; kk < 4; kk++) {                    // 16 columns: 32 bytes
-        wgmma_shared<true>(d[0], a + 2 * kk, b + 2 * kk);
+#pragma unroll
+    for (int k = 1; k < Shape::kHS / 16; k++) {
+        wgmma_shared<true>(d[0], a + k / 4 * Shape::kOwned * 8 + k % 4 * 2,
+                           b + k / 4 * Shape::kTile * 8 + k % 4 * 2);
     }
     wgmma_commit();
 }
 
-// Starts d (64,64) += A (64,64) B, A in registers, and closes the group.
-__device__ __forceinline__ void wgmma_columns(Sm90Tile& d, const uint32_t (&a_frag)[1][4][4],
-                                              const floatX* b_tile) {
-    for (int kk = 0; kk < 4; kk++) {                    // 16 rows: 2048 bytes
-        wgmma_registers(d[0], a_frag[0][kk], wgmma_descriptor(b_tile) + 128 * kk);
-    }
+// Starts d (64,kHS) += A (64,kTile) B, A in registers, B a tile, and closes the group. 16 rows are 2048
+// bytes.
+template <class Shape>
+__device__ __forceinline__ void wgmma_columns(typename Shape::Sums& d, const typename Shape::Fragments& a,
+                                              const floatX* tile) {
+    const uint64_t b = wgmma_descriptor(tile, Shape::kTile * 128);
+#pragma unroll
+    for (int k = 0; k < Shape::kTile / 16; k++) { wgmma_registers(d[0], a[0][k], b + 128 * k); }
     wgmma_commit();
 }
 
@@ -3377,6 +3455,19 @@ template <int kPending, class... Registers>
 __device__ __forceinline__ void wgmma_end(Registers&... registers) {
     wgmma_wait<kPending>();
     (pin_registers(registers[0]), ...);
+}
+
+// store_tile of each block of 64 columns, through the warp's rows of an own tile.
+template <class Shape, class X, class Round = ToFloatX>
+__device__ __forceinline__ void sm90_store(const HeadRows<X>& to, int row0, floatX* own,
+                                           typename Shape::Sums& acc, float factor, Round&& round = {}) {
+    floatX* const staging = own + threadIdx.x % 128 / kWarp * 16 * 64;
+#pragma unroll
+    for (int c = 0; c < Shape::kHS / 64; c++) {
+        store_tile<Swizzled>(HeadRows<X>{to.data + c * 64, to.stride, to.T, to.HS - c * 64}, row0,
+                             staging + c * Shape::kOwned * 64, *(Tile<1, 8>*)&acc[0][c * 8], factor,
+                             threadIdx.x % kWarp, round);
+    }
 }
 #endif
 
@@ -3387,50 +3478,63 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<1, Shape>*)sm90_bytes;
-    const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
-    const AttentionBlock<Own::Queries, Shape> block(args.B, args.T, args.NH, 64);
-    const int row0 = block.row0 + warp_row;             // the warp's first query
-    const Pair<Sm90Rows> other = {{&qkv_map, args.NH + block.h}, {&qkv_map, 2 * args.NH + block.h}};
+    const AttentionBlock<Own::Queries, Shape> block(args);
+    if (!block.exists) { return; }
+    const Pair<Sm90Rows> other = {{&qkv_map, block.k_head()}, {&qkv_map, block.k_head() + args.NKV}};
     shared.start(block, {{&qkv_map, block.h}}, other);
+    const int lane = threadIdx.x % kWarp, warpgroup = threadIdx.x / 128;
+    if constexpr (Shape::kCopiers) {                    // all begin with 168 registers
+        if (warpgroup == Shape::kWarpgroups) {
+            registers_give<24>();
+            if (threadIdx.x % 128 == 0) { shared.produce(block, other); }
+            return;
+        }
+        registers_take<240>();
+    }
+    const int row0 = block.row0 + threadIdx.x / kWarp * 16;     // the warp's first query
+    floatX* const q = shared.own[0] + warpgroup * 64 * 64;
 
     const float scale_log2 = scale * kLog2e;            // exp(x) is calculated as exp2(x * log2(e))
-    Sm90Tile o = {}, s;                                 // o: not yet divided by the row's sum
-    uint32_t p_frag[1][4][4];
+    typename Shape::Sums o = {};                        // not yet divided by the row's sum
+    typename Shape::Scores s;
+    typename Shape::Fragments p_frag;
     OnlineSoftmax<1> softmax;
 
     // The tile on the diagonal: S, mask, P
+    static_assert(Shape::kTile == Shape::kOwned, "the first tile has a key for each row");
     mbarrier_wait(&shared.own_full, 0);
     int stage = shared.wait(0);
     wgmma_fence();
-    wgmma_rows(s, shared.own[0], shared.a[stage]);
+    wgmma_rows<Shape>(s, q, shared.a[stage]);
     wgmma_end<0>(s);
-    mask_future<Own::Queries>(s, warp_row, 0, lane);
+    shared.release(block, 0, other);
+    mask_future<Own::Queries>(s, row0, block.row0, lane);
     softmax.template add<true>(s, scale_log2);
     to_fragments(p_frag, s);
 
     // Each further tile: its S, and then O += P V of the tile before, which runs under this tile's softmax
-    for (int it = 1; it < block.tiles; it++) {
-        const int before = stage;
+    for (int it = 1; it < block.steps; it++) {
         stage = shared.wait(it);
         wgmma_fence();
-        wgmma_rows(s, shared.own[0], shared.a[stage]);
-        wgmma_columns(o, p_frag, shared.b[before]);
+        wgmma_rows<Shape>(s, q, shared.a[stage]);
+        wgmma_columns<Shape>(o, p_frag, shared.b[stage]);
         wgmma_end<1>(s);
         const bool rescale = softmax.template add<true>(s, scale_log2);
         wgmma_end<0>(o, p_frag);
+        shared.release(block, it, other);
         if (rescale) { scale_rows(o, softmax.correction); }
         to_fragments(p_frag, s);
-        shared.release(block, it - 1, other);
     }
+    stage = shared.wait(block.steps);
     wgmma_fence();
-    wgmma_columns(o, p_frag, shared.b[stage]);
+    wgmma_columns<Shape>(o, p_frag, shared.b[stage]);
     wgmma_end<0>(o, p_frag);
 
     float factor[1][2];
     softmax.finish(factor, block.lse(args.lse), row0, args.T, scale, lane);
     scale_rows(o, factor);
-    __syncthreads();                                    // all are done with Q
-    store_tile<Swizzled>(block.out(args.out), row0, shared.own[0] + warp_row * 64, o, 1.0f, lane);
+    named_barrier(1 + warpgroup, 128);                  // all are done with Q
+    sm90_store<Shape>(block.out(args.out), row0, q, o, 1.0f);
 #else
     __trap();
 #endif
@@ -3438,7 +3542,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
 // The backward for either side. A step:
 //     wgmma           | S | dP |                 | only keys: dV += P^T dO | dQ += dS K or dK += dS^T Q |
-//     ordinary cores      | P = exp(S - lse), packed | dS, packed          |             barrier, copy |
+//     ordinary cores      | P = exp(S - lse), packed | dS, packed          |            release, copy |
 //                     ^ full[stage]
 template <Own kOwn, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
@@ -3446,33 +3550,39 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                                    const __grid_constant__ CUtensorMap qkv_map,
                                    const __grid_constant__ CUtensorMap dout_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    static_assert(!Shape::kCopiers && Shape::kTile == 64, "only a head's first tile is masked");
     constexpr bool kQueries = kOwn == Own::Queries;
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<2, Shape>*)sm90_bytes;
+    const AttentionBlock<kOwn, Shape> block(args);
+    if (!block.exists) { return; }
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
-    const AttentionBlock<kOwn, Shape> block(args.B, args.T, args.NH, 64);
     const int row0 = block.row0 + warp_row;             // the warp's first
     const Pair<Sm90Rows> queries = {{&qkv_map, block.h}, {&dout_map, block.h}};
-    const Pair<Sm90Rows> keys = {{&qkv_map, args.NH + block.h}, {&qkv_map, 2 * args.NH + block.h}};
+    const Pair<Sm90Rows> keys = {{&qkv_map, block.k_head()}, {&qkv_map, block.k_head() + args.NKV}};
     const Pair<Sm90Rows>&own = kQueries ? queries : keys, &other = kQueries ? keys : queries;
     const float2* all_stats = kQueries ? nullptr : block.stats(args.scratch);
     shared.start(block, {own.a, own.b}, other, all_stats);
     QueryStats<kOwn, 1> stats;                          // queries': calculated while the copies fly
-    if constexpr (kQueries) { stats.template load_rows<64>(block, args, row0, lane); }
+    if constexpr (kQueries) { stats.template load_rows<Shape::kHS>(block, args, row0, lane); }
 
     const float scale_log2 = scale * kLog2e;
-    Sm90Tile grad_a = {}, grad_b = {}, s, dp;           // dQ; or dK and dV. Not yet scaled
-    uint32_t p_frag[1][4][4], ds_frag[1][4][4];
+    typename Shape::Sums grad_a = {}, grad_b = {};      // dQ; or dK and dV. Not yet scaled
+    typename Shape::Scores s, dp;
+    typename Shape::Fragments p_frag, ds_frag;
     mbarrier_wait(&shared.own_full, 0);
-    for (int it = 0; it < block.tiles; it++) {
+    for (int it = 0, diagonal = 0; it < block.steps; it++) {
         // S and dP start together; P is calculated from S while dP is under way
         const int stage = shared.wait(it);
         if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
         wgmma_fence();
-        wgmma_rows(s, shared.own[0], shared.a[stage]);
-        wgmma_rows(dp, shared.own[1], shared.b[stage]);
+        wgmma_rows<Shape>(s, shared.own[0], shared.a[stage]);
+        wgmma_rows<Shape>(dp, shared.own[1], shared.b[stage]);
         wgmma_end<1>(s);
-        if (it == 0) { mask_future<kOwn>(s, warp_row, 0, lane); }       // the diagonal
+        if (it == diagonal) {                           // of the next head, too
+            mask_future<kOwn>(s, warp_row, 0, lane);
+            diagonal += block.tiles;
+        }
         probabilities(s, stats, scale_log2);
 
         // dV += P^T dO runs under the arithmetic of dS, which takes the place of dP
@@ -3480,24 +3590,23 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_end<0>(dp);
         if constexpr (!kQueries) {
             wgmma_fence();
-            wgmma_columns(grad_b, p_frag, shared.b[stage]);
+            wgmma_columns<Shape>(grad_b, p_frag, shared.b[stage]);
         }
         score_gradients(dp, s, stats);
 
         // dQ += dS K or dK += dS^T Q
         to_fragments(ds_frag, dp);
         wgmma_fence();
-        wgmma_columns(grad_a, ds_frag, shared.a[stage]);
+        wgmma_columns<Shape>(grad_a, ds_frag, shared.a[stage]);
         if constexpr (kQueries) { wgmma_end<0>(grad_a, ds_frag); }
         else { wgmma_end<0>(grad_b, grad_a, p_frag, ds_frag); }
         shared.release(block, it, other, all_stats);
     }
     store_gradients(block, args, [&](auto* dqkv, auto&& round) {
-        store_tile<Swizzled>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0] + warp_row * 64,
-                             grad_a, scale, lane, round);
+        sm90_store<Shape>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0], grad_a, scale,
+                          round);
         if constexpr (!kQueries) {
-            store_tile<Swizzled>(block.v(dqkv), row0, shared.own[1] + warp_row * 64, grad_b, 1.0f, lane,
-                                 round);
+            sm90_store<Shape>(block.v(dqkv), row0, shared.own[1], grad_b, 1.0f, round);
         }
     });
 #else
@@ -3507,11 +3616,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
 // ---- launchers of each form, and which form runs ----
 static void attention_plain(const AttentionForward& a, Stream stream) {
-    attention_launch<PlainShape>(attention_forward_plain_kernel, a, 0, stream);
+    attention_launch<Own::Queries, PlainShape>(attention_forward_plain_kernel, a, 0, stream);
 }
 static void attention_plain(const AttentionBackward& a, Stream stream) {
-    attention_launch<PlainShape>(attention_backward_plain_kernel<Own::Queries>, a, 0, stream);
-    attention_launch<PlainShape>(attention_backward_plain_kernel<Own::Keys>, a, 0, stream);
+    attention_launch<Own::Queries, PlainShape>(attention_backward_plain_kernel<Own::Queries>, a, 0, stream);
+    attention_launch<Own::Keys, PlainShape>(attention_backward_plain_kernel<Own::Keys>, a, 0, stream);
 }
 
 // The shapes of the mma.sync kernels. NOTES.md and dev/cuda/attention.cu have others.
@@ -3526,7 +3635,22 @@ template <int kHS> struct MmaShapes {
         {sizeof(MmaShared<1, Forward>), sizeof(MmaShared<2, Dq>), sizeof(MmaShared<2, Dkv>)});
 };
 
-static bool attention_uses_sm90(int HS) { return sizeof(floatX) == 2 && sm90_kernels_run() && HS == 64; }
+// The shapes of the sm90 kernels, which copy whole tiles of 64 or 128 columns. NOTES.md has others, too.
+template <int kHS> struct Sm90Shapes {
+    typedef Sm90Shape<64, 1, 64, 2, 4> Forward, Dq;
+    typedef Sm90Shape<64, 1, 64, 2, 3> Dkv;
+};
+template <> struct Sm90Shapes<128> {
+    typedef Sm90Shape<128, 2, 128, 2, 1> Forward;
+    typedef Sm90Shape<128, 1, 64, 1, 3> Dq;
+    typedef Sm90Shape<128, 1, 64, 2, 2> Dkv;
+};
+
+// 16 bits are whole sectors of 32 bytes then; head size 40 measured slower than by mma.sync. Below 48 the
+// columns of zeros cost more.
+static bool attention_uses_sm90(int HS) {
+    return sizeof(floatX) == 2 && sm90_kernels_run() && HS >= 48 && HS <= 128 && HS % 16 == 0;
+}
 
 // The head size of the mma.sync kernels that serve HS here: the next multiple of 32. 0: there are none.
 static int mma_head_size(int HS) {
@@ -3544,51 +3668,55 @@ static const char* attention_form(int HS) {
     return sizeof(floatX) == 4 ? "mma.sync (TF32)" : "mma.sync";
 }
 
-// Why a head size cannot run, or nothing.
-static std::string attention_error(int HS) {
-    if (HS >= 1 && HS <= kPlainMaxHeadSize) { return ""; }
+// Why such heads cannot run, or nothing.
+static std::string attention_error(int NH, int NKV, int HS) {
+    const std::string error = attention_heads_error(NH, NKV);
+    if (!error.empty() || (HS >= 1 && HS <= kPlainMaxHeadSize)) { return error; }
     return format("attention: head size %d; 1 to %d are possible\n"
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-// Templates, because FP32 builds have no such kernels and must not instantiate them.
-template <int kHS> static void attention_sm90(const AttentionForward& a, Stream stream) {
-    static_assert(kHS == 64, "the head size of the sm90 kernels");
-    typedef Sm90Shape<2, 4> Shape;
-    attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, a, sizeof(Sm90Shared<1, Shape>), stream,
-                            tensor_map(a.qkv, a.B, a.T, 3 * a.NH));
+template <class Shapes> static void attention_sm90(const AttentionForward& a, Stream stream) {
+    typedef typename Shapes::Forward Shape;
+    attention_launch<Own::Queries, Shape>(attention_forward_sm90_kernel<Shape>, a,
+                                          sizeof(Sm90Shared<1, Shape>), stream,
+                                          tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV, 64, 1, a.HS));
 }
-template <int kHS> static void attention_sm90(const AttentionBackward& a, Stream stream) {
-    typedef Sm90Shape<2, 4> Dq;
-    typedef Sm90Shape<3, 3> Dkv;
-    const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, 3 * a.NH);
-    const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH);
-    attention_launch<Dq>(attention_backward_sm90_kernel<Own::Queries, Dq>, a, sizeof(Sm90Shared<2, Dq>),
-                         stream, qkv, dout);
-    attention_launch<Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv>, a, sizeof(Sm90Shared<2, Dkv>),
-                          stream, qkv, dout);
+template <class Shapes> static void attention_sm90(const AttentionBackward& a, Stream stream) {
+    typedef typename Shapes::Dq Dq;
+    typedef typename Shapes::Dkv Dkv;
+    const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV, 64, 1, a.HS);
+    const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH, 64, 1, a.HS);
+    attention_launch<Own::Queries, Dq>(attention_backward_sm90_kernel<Own::Queries, Dq>, a,
+                                       sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
+    attention_launch<Own::Keys, Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv>, a,
+                                     sizeof(Sm90Shared<2, Dkv>), stream, qkv, dout);
 }
 
 template <class Shapes> static void attention_mma(const AttentionForward& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
-    attention_launch<Shape>(attention_forward_mma_kernel<Shape>, a, sizeof(MmaShared<1, Shape>), stream);
+    attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape>, a,
+                                          sizeof(MmaShared<1, Shape>), stream);
 }
 template <class Shapes> static void attention_mma(const AttentionBackward& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
-    attention_launch<Dq>(attention_backward_mma_kernel<Own::Queries, Dq>, a, sizeof(MmaShared<2, Dq>),
-                         stream);
-    attention_launch<Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv>, a, sizeof(MmaShared<2, Dkv>),
-                          stream);
+    attention_launch<Own::Queries, Dq>(attention_backward_mma_kernel<Own::Queries, Dq>, a,
+                                       sizeof(MmaShared<2, Dq>), stream);
+    attention_launch<Own::Keys, Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv>, a,
+                                     sizeof(MmaShared<2, Dkv>), stream);
 }
 
 // Either pass, in the form that attention_form names.
 template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
-    die_if(attention_error(a.HS));
+    die_if(attention_error(a.NH, a.NKV, a.HS));
     if constexpr (sizeof(floatX) == 2) {
-        if (attention_uses_sm90(a.HS)) { return attention_sm90<64>(a, stream); }
+        if (attention_uses_sm90(a.HS)) {            // FP32 builds have no such kernels
+            return a.HS <= 64 ? attention_sm90<Sm90Shapes<64>>(a, stream)
+                              : attention_sm90<Sm90Shapes<128>>(a, stream);
+        }
     }
     switch (mma_head_size(a.HS)) {
         case 32: return attention_mma<MmaShapes<32>>(a, stream);
@@ -4788,8 +4916,8 @@ struct Forward : Pass {
             cache_store({.keys = att.keys, .values = att.values, .qkv = qkv, .rows = cache->texts,
                          .count = cache->count, .T = model->T, .C = C}, stream());
         }
-        attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = NH, .HS = C / NH},
-                          stream());
+        attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = NH, .NKV = NH,
+                           .HS = C / NH}, stream());
     }
 
     // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
@@ -4954,7 +5082,7 @@ struct Backward : Pass {
                             const Attention& att, const Grad& dbias) {
         const int C = config().C, NH = config().NH;
         AttentionBackward a = {.dqkv = dqkv.data, .scratch = scratch, .dout = datty, .out = atty, .qkv = qkv,
-                               .lse = att.lse, .B = B, .T = T, .NH = NH, .HS = C / NH};
+                               .lse = att.lse, .B = B, .T = T, .NH = NH, .NKV = NH, .HS = C / NH};
         fresh(dqkv.data);
         if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
         ::attention_backward(a, stream());
@@ -5734,7 +5862,7 @@ static void take_device(Training* t, const Config& config, Options* options) {
         lanes_lowered_print(options->lanes * comm.world);
     }
     gpt2_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
-    die_if(attention_error(config.C / config.NH));
+    die_if(attention_error(config.NH, config.NH, config.C / config.NH));
     if (options->fp8) { die_if(fp8_error()); }
 }
 

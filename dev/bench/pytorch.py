@@ -2,7 +2,7 @@
 """PyTorch's side of bench.py, which starts this: the back ends of its attention, and a training step in the
 fastest form that we know.
 
-    python3 dev/bench/pytorch.py -e d12 -b 64           # attention; other flags of the trainer are ignored
+    python3 dev/bench/pytorch.py -e d12 -b 64 -t 1024   # attention; other flags of the trainer are ignored
     python3 dev/bench/pytorch.py -e d12 -b 64 --step autocast --data SHARD      # until it is ended
 """
 import argparse
@@ -27,7 +27,6 @@ from gpt2 import make_optimizer, new_model, setup_device       # noqa: E402
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
             "efficient": SDPBackend.EFFICIENT_ATTENTION}
-T = 1024
 HYPER = {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
 
 
@@ -43,7 +42,7 @@ def median_ms(run, count=20):
     return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:]))
 
 
-def attention_times(dims, B):
+def attention_times(dims, B, T):
     """{back end: (ms forward, ms backward)} of one layer."""
     def tensor():                               # (B,NH,T,HS), where a projection's rows lie
         x = torch.randn(B, T, dims.NH, dims.C // dims.NH, device="cuda", dtype=torch.bfloat16)
@@ -71,7 +70,7 @@ def initialise(model, L):
             torch.nn.init.zeros_(p)
 
 
-def steps(dims, B, kind, shard):
+def steps(dims, B, T, kind, shard):
     """Forward, backward, clip, fused AdamW. Only the loss leaves the compiled function, so logits need not be
     stored; the padding of the vocabulary counts as tokens, because cutting it off would cost a copy. Ten
     steps between two waits: a training loop does not wait for each step either."""
@@ -106,19 +105,21 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("-e", "--model", default="d12")
     p.add_argument("-b", "--micro-batch", type=int, default=64)
+    p.add_argument("-t", "--length", type=int, help="the longest of the model, if not given")
     p.add_argument("--step", choices=("bfloat16", "autocast"))
     p.add_argument("--data", help="a shard")
     args, _ = p.parse_known_args()
     setup_device("cuda", tf32=True, deterministic=False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True       # PyTorch's default
     dims = parse_model(args.model)
-    times = attention_times(dims, args.micro_batch)
+    length = args.length or dims.maxT
+    times = attention_times(dims, args.micro_batch, length)
     print(f"PyTorch {torch.__version__}: attention of a layer, ms forward, backward")
     for name, (forward, backward) in times.items():
         print(f"  {name:10} {forward:7.3f} {backward:7.3f}", flush=True)
     if args.step:
         with sdpa_kernel(BACKENDS[min(times, key=lambda name: sum(times[name]))]):
-            steps(dims, args.micro_batch, args.step, args.data)
+            steps(dims, args.micro_batch, length, args.step, args.data)
 
 
 if __name__ == "__main__":

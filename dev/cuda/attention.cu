@@ -3,7 +3,7 @@ Ladder of the attention kernels (section 6.9): every step is checked against the
 arithmetic), then timed on rotated buffers. "shipped" is what training runs here; the first mma.sync step of a
 kind is what it runs where there is no sm90 form.
 Build and run, from the repository root:
-    make build/cuda/attention && build/cuda/attention [B [T [HS]]]      e.g. build/cuda/attention 64 1024 64
+    make build/cuda/attention && build/cuda/attention [B [T [HS [NH]]]]         e.g. 64 1024 64 12
         without HS: every head size that has steps, C = 768 (or the next multiple of HS below) for all
 TF32:
     nvcc -std=c++17 -O3 -I. -DENABLE_FP32 -gencode arch=compute_90a,code=sm_90a dev/cuda/attention.cu \
@@ -34,24 +34,25 @@ struct Step {
 
 template <int kHS, int kGroups, int kTile, int kBlocks> static void forward_mma(const Buffers& b) {
     typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
-    attention_launch<Shape>(attention_forward_mma_kernel<Shape>, b.forward, sizeof(MmaShared<1, Shape>), 0);
+    attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape>, b.forward,
+                                          sizeof(MmaShared<1, Shape>), 0);
 }
 template <Own kOwn, int kHS, int kGroups, int kTile, int kBlocks> static void backward_mma(const Buffers& b) {
     typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
-    attention_launch<Shape>(attention_backward_mma_kernel<kOwn, Shape>, b.backward,
-                            sizeof(MmaShared<2, Shape>), 0);
+    attention_launch<kOwn, Shape>(attention_backward_mma_kernel<kOwn, Shape>, b.backward,
+                                  sizeof(MmaShared<2, Shape>), 0);
 }
-template <int kStages, int kBlocks> static void forward_sm90(const Buffers& b) {
-    typedef Sm90Shape<kStages, kBlocks> Shape;
-    attention_launch<Shape>(attention_forward_sm90_kernel<Shape>, b.forward, sizeof(Sm90Shared<1, Shape>), 0,
-                            tensor_map(b.forward.qkv, B, T, 3 * b.forward.NH));
+template <class Shape> struct OneForward { typedef Shape Forward; };
+template <int... kShape> static void forward_sm90(const Buffers& b) {
+    attention_sm90<OneForward<Sm90Shape<kShape...>>>(b.forward, 0);
 }
-template <Own kOwn, int kStages, int kBlocks> static void backward_sm90(const Buffers& b) {
-    typedef Sm90Shape<kStages, kBlocks> Shape;
-    attention_launch<Shape>(attention_backward_sm90_kernel<kOwn, Shape>, b.backward,
-                            sizeof(Sm90Shared<2, Shape>), 0,
-                            tensor_map(b.backward.qkv, B, T, 3 * b.backward.NH),
-                            tensor_map(b.backward.dout, B, T, b.backward.NH));
+template <Own kOwn, int... kShape> static void backward_sm90(const Buffers& b) {
+    typedef Sm90Shape<kShape...> Shape;
+    const AttentionBackward& a = b.backward;
+    attention_launch<kOwn, Shape>(attention_backward_sm90_kernel<kOwn, Shape>, a,
+                                  sizeof(Sm90Shared<2, Shape>), 0,
+                                  tensor_map(a.qkv, B, T, a.NH + 2 * a.NKV, 64, 1, a.HS),
+                                  tensor_map(a.dout, B, T, a.NH, 64, 1, a.HS));
 }
 static void forward_plain(const Buffers& b) { attention_plain(b.forward, 0); }
 static void backward_plain(const Buffers& b) { attention_plain(b.backward, 0); }
@@ -67,6 +68,16 @@ static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 
 #define DKV(HS, ...) \
     {HS, AttentionPass::Dkv, "dK/dV mma.sync <" #HS ", " #__VA_ARGS__ ">", \
      backward_mma<Own::Keys, HS, __VA_ARGS__>}
+
+// As in Sm90Shape: columns, warpgroups, rows of a tile, stages, blocks on an SM.
+#define FORWARD_SM90(HS, ...) \
+    {HS, AttentionPass::Forward, "forward sm90 <" #HS ", " #__VA_ARGS__ ">", forward_sm90<HS, __VA_ARGS__>}
+#define DQ_SM90(HS, ...) \
+    {HS, AttentionPass::Dq, "dQ sm90 <" #HS ", " #__VA_ARGS__ ">", \
+     backward_sm90<Own::Queries, HS, __VA_ARGS__>}
+#define DKV_SM90(HS, ...) \
+    {HS, AttentionPass::Dkv, "dK/dV sm90 <" #HS ", " #__VA_ARGS__ ">", \
+     backward_sm90<Own::Keys, HS, __VA_ARGS__>}
 
 static const Step kSteps[] = {
     {0, AttentionPass::Forward, "forward plain", forward_plain},
@@ -87,10 +98,12 @@ static const Step kSteps[] = {
     DQ(128, 1, 16, 2), DQ(128, 1, 32, 2),
     DKV(128, 1, 16, 2), DKV(128, 1, 32, 2),
 #else
-    {64, AttentionPass::Forward, "forward wgmma + TMA, 3 stages, 3 blocks an SM", forward_sm90<3, 3>},
-    {64, AttentionPass::Forward, "forward wgmma + TMA, 2 stages, 4 blocks an SM", forward_sm90<2, 4>},
-    {64, AttentionPass::Dq, "dQ wgmma + TMA, 2 stages, 4 blocks an SM", backward_sm90<Own::Queries, 2, 4>},
-    {64, AttentionPass::Dkv, "dK/dV wgmma + TMA, 3 stages, 3 blocks an SM", backward_sm90<Own::Keys, 3, 3>},
+    FORWARD_SM90(64, 1, 64, 2, 4), FORWARD_SM90(64, 1, 64, 3, 3), FORWARD_SM90(64, 2, 128, 3, 1),
+    DQ_SM90(64, 1, 64, 2, 4), DQ_SM90(64, 1, 64, 1, 4),
+    DKV_SM90(64, 1, 64, 2, 3), DKV_SM90(64, 1, 64, 3, 3),
+    FORWARD_SM90(128, 2, 128, 2, 1), FORWARD_SM90(128, 1, 64, 2, 2),
+    DQ_SM90(128, 1, 64, 1, 3), DQ_SM90(128, 1, 64, 2, 2),
+    DKV_SM90(128, 1, 64, 2, 2), DKV_SM90(128, 1, 64, 1, 2),
     FORWARD(32, 2, 64, 3), FORWARD(32, 2, 64, 2), FORWARD(32, 1, 64, 4),
     DQ(32, 2, 32, 3), DQ(32, 2, 32, 2), DQ(32, 1, 64, 3),
     DKV(32, 2, 32, 3), DKV(32, 2, 32, 2), DKV(32, 1, 64, 3),
@@ -163,7 +176,7 @@ static Buffers buffers_create(int NH, int HS, uint32_t seed) {
     fill_kernel<<<(unsigned)ceil_div(3 * n, (size_t)256), 256, 0, 0>>>(qkv, 3 * n, seed);
     fill_kernel<<<(unsigned)ceil_div(n, (size_t)256), 256, 0, 0>>>(dout, n, seed + 17);
     cudaCheck(cudaGetLastError());
-    return {{out, lse, qkv, B, T, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS}};
+    return {{out, lse, qkv, B, T, NH, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, NH, HS}};
 }
 static void buffers_free(const Buffers& b) {
     for (void* p : {(void*)b.forward.out, (void*)b.forward.lse, (void*)b.forward.qkv, (void*)b.backward.dqkv,
@@ -189,8 +202,7 @@ static double step_error(const Step& step, const Buffers& b, const std::vector<f
     return relative_distance(b.backward.dqkv, reference);
 }
 
-static int run_head_size(int HS) {
-    const int NH = std::max(1, 768 / HS);
+static int run_head_size(int HS, int NH) {
     printf("B=%d T=%d NH=%d HS=%d, " PRECISION_NAME ", shipped: %s\n", B, T, NH, HS, attention_form(HS));
     Buffers buffers[kBuffers];
     for (int i = 0; i < kBuffers; i++) {
@@ -203,8 +215,8 @@ static int run_head_size(int HS) {
     const std::vector<floatX> out = to_host(b.forward.out, n), dqkv = to_host(b.backward.dqkv, 3 * n);
     int failed = 0;
     for (const Step& step : kSteps) {
-        const bool wgmma = strstr(step.name, "wgmma") != nullptr;
-        if ((step.HS != 0 && step.HS != HS) || (wgmma && !attention_uses_sm90(HS))) { continue; }
+        const bool sm90 = strstr(step.name, "sm90") != nullptr;
+        if ((step.HS != 0 && step.HS != HS) || (sm90 && !attention_uses_sm90(HS))) { continue; }
         // What the dK/dV kernels read must come from a tensor-core dQ kernel, whatever ran before
         for (const Buffers& each : buffers) { backward_shipped(each); }
         const double error = step_error(step, b, step.pass == AttentionPass::Forward ? out : dqkv);
@@ -227,8 +239,10 @@ static int run_head_size(int HS) {
 int main(int argc, char** argv) {
     if (argc > 1) { B = atoi(argv[1]); }
     if (argc > 2) { T = atoi(argv[2]); }
-    const int only = argc > 3 ? atoi(argv[3]) : 0;
-    if (argc > 4 || B < 1 || T < 1 || only < 0) { die("usage: attention [B [T [HS]]], all positive"); }
+    const int only = argc > 3 ? atoi(argv[3]) : 0, heads = argc > 4 ? atoi(argv[4]) : 0;
+    if (argc > 5 || B < 1 || T < 1 || only < 0 || heads < 0) {
+        die("usage: attention [B [T [HS [NH]]]], all positive");
+    }
     const DeviceInfo device = device_init();
     printf("%s\n", device.name.c_str());
     select_kernels(false, true);
@@ -236,7 +250,7 @@ int main(int argc, char** argv) {
     for (int HS = 1; HS <= kPlainMaxHeadSize; HS++) {
         bool has_steps = HS == only;
         for (const Step& step : kSteps) { has_steps = has_steps || (only == 0 && step.HS == HS); }
-        if (has_steps) { failed += run_head_size(HS); }
+        if (has_steps) { failed += run_head_size(HS, heads ? heads : std::max(1, 768 / HS)); }
     }
     printf("%s\n", failed == 0 ? "all steps agree" : "FAILED: a step disagrees with the plain kernels");
     return failed != 0;

@@ -467,15 +467,17 @@ static void test_fp8_scales() {
 
 // ---- attention ----
 
-static void test_attention(int B, int T, int NH, int HS) {
-    const std::string shape = format("attention B=%d T=%d NH=%d HS=%d", B, T, NH, HS);
+static void test_attention(int B, int T, int NH, int NKV, int HS) {
+    const std::string shape = format("attention B=%d T=%d NH=%d NKV=%d HS=%d", B, T, NH, NKV, HS);
     const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
-    Doubles qkv = random_tensor(3 * n, 1.5), out(n), lse(rows), expected(n), lse_expected(rows);
-    auto forward = [&] { attention_forward_cpu<double>({out, lse, qkv, B, T, NH, HS}, 0); };
+    const size_t width = C + 2 * NKV * HS, all = (size_t)B * T * width;         // of qkv: a row, and all
+    Doubles qkv = random_tensor(all, 1.5), out(n), lse(rows), expected(n), lse_expected(rows);
+    auto forward = [&] { attention_forward_cpu<double>({out, lse, qkv, B, T, NH, NKV, HS}, 0); };
     forward();
     for (size_t row = 0; row < rows; row++) {           // (b,h,t), with a row of the explicit matrix
         const size_t b = row / T / NH, h = row / T % NH, t = row % T;
-        auto vec = [&](int which, size_t u) { return qkv + ((b * T + u) * 3 + which) * C + h * HS; };
+        const size_t kv = h * NKV / NH, heads[] = {h, NH + kv, NH + NKV + kv};
+        auto vec = [&](int which, size_t u) { return qkv + (b * T + u) * width + heads[which] * HS; };
         std::vector<double> p(T, 0.0);
         double sum = 0.0;
         for (size_t u = 0; u <= t; u++) { sum += p[u] = exp(dot(vec(0, t), vec(1, u), HS) / sqrt(HS)); }
@@ -489,22 +491,23 @@ static void test_attention(int B, int T, int NH, int HS) {
     CHECK_SAME(out, expected, kExact);
     CHECK_SAME(lse, lse_expected, kExact);
 
-    Doubles dout = random_tensor(n), dqkv(3 * n), scratch(rows);
-    attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, HS}, 0);
+    Doubles dout = random_tensor(n), dqkv(all), scratch(rows);
+    attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS}, 0);
 
     // as bytes: these numbers, rounded
-    std::vector<uint8_t> bytes(3 * n);
+    std::vector<uint8_t> bytes(all);
     Fp8Tensor tensor = {};
     Fp8Stats stats = {};
     fp8_set_scale(&tensor, 64.0f);
-    attention_backward_cpu<double>({nullptr, scratch, dout, out, qkv, lse, B, T, NH, HS, bytes.data(),
+    attention_backward_cpu<double>({nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, bytes.data(),
                                     &tensor, &stats}, 0);
     size_t wrong = 0;
-    for (size_t i = 0; i < 3 * n; i++) { wrong += bytes[i] != fp8_encode((float)dqkv[i] * 64.0f); }
-    CHECK(wrong == 0 && stats.elements == 3 * n, "%s: %zu bytes of %lld are wrong", shape.c_str(), wrong,
+    for (size_t i = 0; i < all; i++) { wrong += bytes[i] != fp8_encode((float)dqkv[i] * 64.0f); }
+    CHECK(wrong == 0 && stats.elements == all, "%s: %zu bytes of %lld are wrong", shape.c_str(), wrong,
           (long long)stats.elements);
     auto loss = [&] { forward(); return dot(out, dout, n); };
     CHECK_GRADIENT(qkv, dqkv, loss);
+    if (NKV < NH) { return; }
 
     // The keys' columns of dqkv sum to 0 but for rounding, and with of_qkv to 0.
     const Doubles dbias = gradient_of(shape, 3 * C, [&](GradOf<double> grad) {
@@ -513,6 +516,41 @@ static void test_attention(int B, int T, int NH, int HS) {
     const Doubles sums = column_sums_of(dqkv, B * T, (int)(3 * C));
     CHECK_SAME(dbias, sums, kExact);
     CHECK(std::count(&dbias[C], &dbias[2 * C], 0.0) == (long)C, "%s: keys' dbias", shape.c_str());
+}
+
+// A group's call is that of heads with keys and values of their own, all alike: the same out, lse and dq. The
+// sum of their dk and dv is the group's.
+static void test_attention_groups(int B, int T, int NH, int NKV, int HS) {
+    const std::string shape = format("groups B=%d T=%d NH=%d NKV=%d HS=%d", B, T, NH, NKV, HS);
+    const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T, N = (size_t)B * T;
+    const int group = NH / NKV, heads = NH + 2 * NKV;
+    // where head `head` of 3*NH stands in a row of NH + 2*NKV heads
+    auto place = [&](int head) {
+        return head < NH ? head : NH + (head - NH) / NH * NKV + (head - NH) % NH / group;
+    };
+    Doubles qkv = random_tensor(N * heads * HS), own = doubles(3 * n, [&](size_t i) {
+        return qkv[(i / HS / (3 * NH) * heads + place(i / HS % (3 * NH))) * HS + i % HS];
+    });
+    struct Results { Doubles out, lse, dqkv; };
+    const Doubles dout = random_tensor(n);
+    auto results = [&](const Doubles& qkv, int NKV) {
+        Results r = {Doubles(n), Doubles(rows), Doubles(qkv.n)};
+        Doubles scratch(rows);
+        attention_forward_cpu<double>({r.out, r.lse, qkv, B, T, NH, NKV, HS}, 0);
+        attention_backward_cpu<double>({r.dqkv, scratch, dout, r.out, qkv, r.lse, B, T, NH, NKV, HS}, 0);
+        return r;
+    };
+    const Results grouped = results(qkv, NKV), alone = results(own, NH);
+    CHECK(grouped.out == alone.out && grouped.lse == alone.lse, "%s: forward", shape.c_str());
+    Doubles sums = doubles(qkv.n, [](size_t) { return 0.0; });
+    for (size_t i = 0; i < 3 * n; i++) {
+        sums[(i / HS / (3 * NH) * heads + place(i / HS % (3 * NH))) * HS + i % HS] += alone.dqkv[i];
+    }
+    CHECK_SAME(grouped.dqkv, sums, kExact);
+    for (int keys : {0, -1, NH - 1, NH + 1}) {
+        CHECK(!attention_heads_error(NH, keys).empty(), "%d heads, %d of keys: taken", NH, keys);
+    }
+    CHECK(attention_heads_error(NH, NKV).empty() && attention_heads_error(NH, NH).empty(), "NH=%d", NH);
 }
 
 static bool all_finite(const Floats& x) {
@@ -524,8 +562,8 @@ static void test_attention_large() {
     const int T = 70, HS = 20;
     Floats qkv = random_tensor<float>((size_t)T * 3 * HS, 100.0), dout = random_tensor<float>((size_t)T * HS);
     Floats out((size_t)T * HS), lse(T), dqkv((size_t)T * 3 * HS), scratch(T);
-    attention_forward_cpu<float>({out, lse, qkv, 1, T, 1, HS}, 0);
-    attention_backward_cpu<float>({dqkv, scratch, dout, out, qkv, lse, 1, T, 1, HS}, 0);
+    attention_forward_cpu<float>({out, lse, qkv, 1, T, 1, 1, HS}, 0);
+    attention_backward_cpu<float>({dqkv, scratch, dout, out, qkv, lse, 1, T, 1, 1, HS}, 0);
     bool bounded = true;
     for (size_t i = 0; i < out.n; i++) { bounded = bounded && fabsf(out[i]) <= 101.01f; }
     CHECK(all_finite(dqkv) && all_finite(lse) && bounded, "inf, NaN, or not an average of values");
@@ -852,12 +890,17 @@ int main() {
         test_grad_accumulate(333);
     }
     TEST("attention") {
-        test_attention(2, 33, 2, 20);
-        test_attention(1, 1, 2, 20);
-        test_attention(1, 64, 1, 3);
-        test_attention(1, 65, 1, 8);
-        test_attention(2, 130, 1, 4);
-        test_attention(1, 9, 3, 80);
+        test_attention(2, 33, 2, 2, 20);
+        test_attention(1, 1, 2, 2, 20);
+        test_attention(1, 64, 1, 1, 3);
+        test_attention(1, 65, 1, 1, 8);
+        test_attention(2, 130, 1, 1, 4);
+        test_attention(1, 9, 3, 3, 80);
+        test_attention(2, 17, 6, 2, 5);
+        test_attention(1, 65, 4, 1, 8);
+        test_attention_groups(2, 70, 3, 1, 20);
+        test_attention_groups(1, 33, 8, 2, 12);
+        test_attention_groups(2, 9, 16, 2, 5);
         const struct { double p; uint32_t dropped; } rows[] = {     // a p that is given drops, and not all
             {0.0, 0}, {1e-9, 1}, {0.1, 6554}, {1 - 1e-9, 65535}};
         for (const auto& r : rows) { CHECK_IS(dropout_of(r.p, {}, 0).dropped, r.dropped); }

@@ -571,7 +571,8 @@ template <class Real> void bias_backward_cpu(const BiasBackwardOf<Real, Real>& a
 }
 
 // ---- causal self-attention ----
-// q, k, v of position t and head h are the HS values at qkv[b,t,0,h,:], qkv[b,t,1,h,:], qkv[b,t,2,h,:].
+// q, k, v of position t and query head h are the HS values at qkv[b,t,h,:], qkv[b,t,NH+kv,:] and
+// qkv[b,t,NH+NKV+kv,:], with kv = h / (NH / NKV).
 // s[t,u] = q[t].k[u] / sqrt(HS) for u <= t;   lse[t] = log(sum over u of exp(s[t,u]))
 // p[t,u] = exp(s[t,u] - lse[t]);   out[t] = sum over u of p[t,u]*v[u]
 // No (T,T) matrix is kept. Keys are taken kKeys at a time so that the exponentials vectorise.
@@ -587,25 +588,25 @@ template <class Real> static inline Real dot_cpu(const Real* x, const Real* y, i
 
 // Online softmax: while keys go by, `max` is the largest score so far; sum and out are relative to exp(max).
 template <class Real> void attention_forward_cpu(const AttentionForwardOf<Real, Real>& a) {
-    const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
-    const size_t C = (size_t)NH * HS;
+    const int B = a.B, T = a.T, NH = a.NH, NKV = a.NKV, HS = a.HS;
+    const size_t row = (size_t)(NH + 2 * NKV) * HS;         // of qkv
     const Real scale = (Real)(1.0 / sqrt((double)HS));
     #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++) {
         for (int h = 0; h < NH; h++) {
-            const Real* q = a.qkv + (size_t)b * T * 3 * C + (size_t)h * HS;     // q[t] is 3C further per t
-            const Real* k = q + C;
-            const Real* v = k + C;
+            const Real* q = a.qkv + b * T * row + (size_t)h * HS;
+            const Real* k = a.qkv + b * T * row + (size_t)(NH + h / (NH / NKV)) * HS;
+            const Real* v = k + (size_t)NKV * HS;
             for (int t = 0; t < T; t++) {
-                const Real* q_t = q + t * 3 * C;
-                Real* out_t = a.out + ((size_t)b * T + t) * C + (size_t)h * HS;
+                const Real* q_t = q + t * row;
+                Real* out_t = a.out + (((size_t)b * T + t) * NH + h) * HS;
                 for (int i = 0; i < HS; i++) { out_t[i] = 0; }
                 Real max = (Real)-INFINITY, sum = 0;
                 for (int u0 = 0; u0 <= t; u0 += kKeys) {
                     const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
                     Real p[kKeys], old_max = max, tile_sum = 0;
                     for (int u = 0; u < keys; u++) {
-                        p[u] = scale * dot_cpu(q_t, k + (u0 + u) * 3 * C, HS);
+                        p[u] = scale * dot_cpu(q_t, k + (u0 + u) * row, HS);
                         max = p[u] > max ? p[u] : max;
                     }
                     #pragma omp simd reduction(+ : tile_sum)
@@ -617,7 +618,7 @@ template <class Real> void attention_forward_cpu(const AttentionForwardOf<Real, 
                     sum = sum * rescale + tile_sum;
                     for (int i = 0; i < HS; i++) { out_t[i] *= rescale; }
                     for (int u = 0; u < keys; u++) {
-                        const Real* v_u = v + (u0 + u) * 3 * C;
+                        const Real* v_u = v + (u0 + u) * row;
                         #pragma omp simd
                         for (int i = 0; i < HS; i++) { out_t[i] += p[u] * v_u[i]; }
                     }
@@ -633,38 +634,38 @@ template <class Real> void attention_forward_cpu(const AttentionForwardOf<Real, 
 // dp[t,u] = dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
 // dq[t] = sum over u <= t of ds[t,u]*k[u]
 // dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of p[t,u]*dout[t]
-// fp8: the bytes of these.
+// dk and dv sum over the query heads that read them, one after the other. fp8: the bytes of these.
 template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real, Real>& a) {
-    const int B = a.B, T = a.T, NH = a.NH, HS = a.HS;
-    const size_t C = (size_t)NH * HS;
+    const int B = a.B, T = a.T, NH = a.NH, NKV = a.NKV, HS = a.HS, group = NH / NKV;
+    const size_t row = (size_t)(NH + 2 * NKV) * HS;         // of qkv
     const Real scale = (Real)(1.0 / sqrt((double)HS));
-    std::vector<Real> unrounded(a.fp8 ? B * T * 3 * C : 0);
+    std::vector<Real> unrounded(a.fp8 ? B * T * row : 0);
     Real* dqkv = a.fp8 ? unrounded.data() : a.dqkv;
     #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++) {
-        for (int h = 0; h < NH; h++) {
-            const size_t head = (size_t)b * T * 3 * C + (size_t)h * HS;
-            const Real *q = a.qkv + head, *k = q + C, *v = k + C;
-            Real *dq = dqkv + head, *dk = dq + C, *dv = dk + C;
+        for (int kv = 0; kv < NKV; kv++) {
+            const size_t first = b * T * row, keys_at = first + (size_t)(NH + kv) * HS;
+            const Real *k = a.qkv + keys_at, *v = k + (size_t)NKV * HS;
+            Real *dk = dqkv + keys_at, *dv = dk + (size_t)NKV * HS;
 
             // Every query adds to its own dq, and to dk and dv of all rows up to it: they start at zero.
             for (int t = 0; t < T; t++) {
-                const size_t at = t * 3 * C;
-                for (int i = 0; i < HS; i++) { dq[at + i] = dk[at + i] = dv[at + i] = 0; }
+                for (int i = 0; i < HS; i++) { dk[t * row + i] = dv[t * row + i] = 0; }
             }
-            for (int t = 0; t < T; t++) {
-                const size_t row = ((size_t)b * T + t) * C + (size_t)h * HS;
-                const size_t stat = ((size_t)b * NH + h) * T + t;
-                const Real *q_t = q + t * 3 * C, *dout_t = a.dout + row;
-                Real* dq_t = dq + t * 3 * C;
-                const Real D = a.scratch[stat] = dot_cpu(dout_t, a.out + row, HS);
+            for (int ht = 0; ht < group * T; ht++) {        // query heads, and in them rows
+                const int h = kv * group + ht / T, t = ht % T;
+                const size_t at = (((size_t)b * T + t) * NH + h) * HS, stat = ((size_t)b * NH + h) * T + t;
+                const Real *q_t = a.qkv + first + t * row + (size_t)h * HS, *dout_t = a.dout + at;
+                Real* dq_t = dqkv + first + t * row + (size_t)h * HS;
+                for (int i = 0; i < HS; i++) { dq_t[i] = 0; }
+                const Real D = a.scratch[stat] = dot_cpu(dout_t, a.out + at, HS);
                 for (int u0 = 0; u0 <= t; u0 += kKeys) {
                     const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
                     // p and ds of this query and a tile of keys, then what they add to the gradients.
                     Real p[kKeys], ds[kKeys];
                     for (int u = 0; u < keys; u++) {
-                        p[u] = scale * dot_cpu(q_t, k + (u0 + u) * 3 * C, HS);
-                        ds[u] = dot_cpu(dout_t, v + (u0 + u) * 3 * C, HS);
+                        p[u] = scale * dot_cpu(q_t, k + (u0 + u) * row, HS);
+                        ds[u] = dot_cpu(dout_t, v + (u0 + u) * row, HS);
                     }
                     #pragma omp simd
                     for (int u = 0; u < keys; u++) {
@@ -672,12 +673,12 @@ template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real
                         ds[u] = p[u] * (ds[u] - D) * scale;
                     }
                     for (int u = 0; u < keys; u++) {
-                        const size_t at = (u0 + u) * 3 * C;
+                        const size_t key = (u0 + u) * row;
                         #pragma omp simd
                         for (int i = 0; i < HS; i++) {
-                            dq_t[i] += ds[u] * k[at + i];
-                            dk[at + i] += ds[u] * q_t[i];
-                            dv[at + i] += p[u] * dout_t[i];
+                            dq_t[i] += ds[u] * k[key + i];
+                            dk[key + i] += ds[u] * q_t[i];
+                            dv[key + i] += p[u] * dout_t[i];
                         }
                     }
                 }

@@ -514,6 +514,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
         : "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
 // Arrives at the barrier which block `rank` of the cluster has at this address. (With .release.cluster the
 // warp would first wait until all its stores are visible to the GPU.)
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) {
@@ -625,10 +628,10 @@ template <int kRows> __device__ __forceinline__ void pin_registers(float (&d)[kR
         for (int i = 0; i < 4; i++) { asm volatile("" : "+f"(d[n][i])::"memory"); }
     }
 }
-__device__ __forceinline__ void pin_registers(uint32_t (&a)[4][4]) {
+template <int kRows> __device__ __forceinline__ void pin_registers(uint32_t (&a)[kRows][4]) {
 #pragma unroll
-    for (int kk = 0; kk < 4; kk++) {
-        for (int i = 0; i < 4; i++) { asm volatile("" : "+r"(a[kk][i])::"memory"); }
+    for (int k = 0; k < kRows; k++) {
+        for (int i = 0; i < 4; i++) { asm volatile("" : "+r"(a[k][i])::"memory"); }
     }
 }
 
@@ -650,39 +653,49 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, int block
         WGMMA_OPS_4(IO, d, n + 3), WGMMA_OPS_4(IO, d, n + 4), WGMMA_OPS_4(IO, d, n + 5),              \
         WGMMA_OPS_4(IO, d, n + 6), WGMMA_OPS_4(IO, d, n + 7)
 
-// d (64,64) = or += A (64,16) B (64,16)^T, both in shared memory. The first step of a product stores ("=f"),
-// the later ones add ("+f"): a "+f" on registers that hold nothing yet would make the compiler set them
-// first, and ptxas then serialises the wgmma pipeline (warning C7515).
+#define WGMMA_REGS_128                                                                             \
+    WGMMA_REGS ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "      \
+    "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_OPS_128(IO, d) WGMMA_OPS(IO, d, 0), WGMMA_OPS(IO, d, 8)
+
+// d (64,n) = or += A (64,16) B (n,16)^T, both in shared memory, n = 64 or 128. The first step of a product
+// stores ("=f"), the later ones add ("+f"): a "+f" on registers that hold nothing yet would make the compiler
+// set them first, and ptxas then serialises the wgmma pipeline (warning C7515).
 // Constants end the instruction: add to d; the signs of A and B; whether A (if in shared memory) and B are
 // transposed, with k as the slower index.
-#define WGMMA_64 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS "}, "
+#define WGMMA_SHAPE(N, REGS) \
+    "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." MMA_TYPE "." MMA_TYPE " {" REGS "}, "
+#define WGMMA_64 WGMMA_SHAPE("64", WGMMA_REGS)
+#define WGMMA_128 WGMMA_SHAPE("128", WGMMA_REGS_128)
 template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
-#define WGMMA(IO, ADD)                                          \
-    asm volatile(WGMMA_64 "%32, %33, " ADD ", 1, 1, 0, 0;"      \
-                 : WGMMA_OPS(IO, d, 0)                       \
-                 : "l"(a), "l"(b))
-    if constexpr (kAdd) { WGMMA("+f", "1"); }
-    else { WGMMA("=f", "0"); }
-#undef WGMMA
+    if constexpr (kAdd) {
+        asm volatile(WGMMA_64 "%32, %33, 1, 1, 1, 0, 0;" : WGMMA_OPS("+f", d, 0) : "l"(a), "l"(b));
+    } else {
+        asm volatile(WGMMA_64 "%32, %33, 0, 1, 1, 0, 0;" : WGMMA_OPS("=f", d, 0) : "l"(a), "l"(b));
+    }
+}
+template <bool kAdd> __device__ __forceinline__ void wgmma_shared(float (&d)[16][4], uint64_t a, uint64_t b) {
+    if constexpr (kAdd) {
+        asm volatile(WGMMA_128 "%64, %65, 1, 1, 1, 0, 0;" : WGMMA_OPS_128("+f", d) : "l"(a), "l"(b));
+    } else {
+        asm volatile(WGMMA_128 "%64, %65, 0, 1, 1, 0, 0;" : WGMMA_OPS_128("=f", d) : "l"(a), "l"(b));
+    }
 }
 
 // d (64,256) = or += A (64,16) B (16,256), both in shared memory. kTransB: B lies with k as the slower index.
 // adds: +=. It has to be a constant where d holds nothing yet, as when nvcc peels off a loop's first step:
 // then no registers are set (C7515 above).
 #define WGMMA_REGS_256                                                                             \
-    WGMMA_REGS ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "      \
-    "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, "    \
-    "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, "    \
-    "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, "   \
-    "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, "    \
-    "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+    WGMMA_REGS_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, "  \
+    "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "    \
+    "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "       \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_OPS_256(IO, d) \
     WGMMA_OPS(IO, d, 0), WGMMA_OPS(IO, d, 8), WGMMA_OPS(IO, d, 16), WGMMA_OPS(IO, d, 24)
 template <bool kTransB>
 __device__ __forceinline__ void wgmma_shared_256(float (&d)[32][4], uint64_t a, uint64_t b, bool adds) {
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, %130, 0; "
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." MMA_TYPE "." MMA_TYPE " {" WGMMA_REGS_256
-                 "}, %128, %129, adds, 1, 1, 0, %131;}"
+                 WGMMA_SHAPE("256", WGMMA_REGS_256) "%128, %129, adds, 1, 1, 0, %131;}"
                  : WGMMA_OPS_256("+f", d)
                  : "l"(a), "l"(b), "r"((int)adds), "n"((int)kTransB));
 }
@@ -696,10 +709,15 @@ __device__ __forceinline__ void wgmma_e4m3_256(float (&d)[32][4], uint64_t a, ui
                  : "l"(a), "l"(b), "r"((int)adds));
 }
 
-// d (64,64) += A (64,16) B (16,64), A in registers, B in shared memory.
+// d (64,n) += A (64,16) B (16,n), A in registers, B in shared memory, n = 64 or 128.
 __device__ __forceinline__ void wgmma_registers(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(WGMMA_64 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
                  : WGMMA_OPS("+f", d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_registers(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(WGMMA_128 "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : WGMMA_OPS_128("+f", d)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL

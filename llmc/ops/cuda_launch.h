@@ -71,11 +71,12 @@ template <int kRank> static inline CUtensorMap encode_map(const void* tensor, co
 }
 
 // A (B,T,slots,width) tensor in boxes of box_rows rows of box_slots slots, by coordinates {0, t, slot, b}.
-// Slots are heads, 3*NH of qkv, NH of dout; or blocks of columns of a matrix (1,rows,columns), 64 wide, or 32
-// for 64 FP8 bytes. (FP32 builds never call it.)
+// Slots are heads, NH + 2*NKV of qkv, NH of dout, of any width: boxes are 64 wide, with zeros behind the last
+// column. Or they are blocks of columns of a matrix (1,rows,columns), 64 wide, or 32 for 64 FP8 bytes. (FP32
+// builds never call it.)
 static inline CUtensorMap tensor_map(const void* tensor, int B, int T, int slots, int box_rows = 64,
                                      int box_slots = 1, int width = 64) {
     const size_t slot = width * sizeof(floatX), row = slots * slot;
-    return encode_map<4>(tensor, {{(size_t)width, 2, width}, {(size_t)T, row, box_rows},
+    return encode_map<4>(tensor, {{(size_t)width, 2, width == 32 ? 32 : 64}, {(size_t)T, row, box_rows},
                                   {(size_t)slots, slot, box_slots}, {(size_t)B, row * T, 1}});
 }

@@ -19,6 +19,7 @@ its comment says so.
 
 #include "op_types.h"   // gives: GradOf, Accumulate, Dropout, NormKind, TokenBuckets, UpdateState, Stream
 #include "fp8.h"        // gives: Fp8Tensor, Fp8Stats
+#include "../check.h"   // gives: format
 #include "../data/sampler.h" // gives: Sampling
 
 template <class X, class S> struct EncoderForwardOf {     // token plus position embedding
@@ -221,27 +222,35 @@ template <class X, class S> struct GeluBackwardOf {       // in place: d = d * g
     template <class F> void outputs(F gives) const { gives("dinp", d, N, OC), gives("dbias", dbias, OC); }
 };
 
-template <class X, class S> struct AttentionForwardOf {   // causal self-attention of each head
-    X* out;                             // (B,T,NH,HS) = (B,T,C)
+// Causal self-attention of NH heads. Their keys and values have NKV heads: query head h reads those of head
+// h / (NH / NKV). A row of qkv has NH heads of queries, then NKV of keys, then NKV of values.
+// attention_heads_error: why such heads cannot run, or nothing.
+static inline std::string attention_heads_error(int NH, int NKV) {
+    if (NH >= 1 && NKV >= 1 && NH % NKV == 0) { return ""; }
+    return format("attention: %d heads of queries, %d of keys; both must be positive, the first a multiple "
+                  "of the second\nhint: choose a number of heads of keys that divides %d", NH, NKV, NH);
+}
+template <class X, class S> struct AttentionForwardOf {
+    X* out;                             // (B,T,NH,HS)
     S* lse;                             // (B,NH,T) log-sum-exp of the scores
-    const X* qkv;                       // (B,T,3,NH,HS)
-    int B, T, NH, HS;
+    const X* qkv;                       // (B,T,NH+2*NKV,HS)
+    int B, T, NH, NKV, HS;
     template <class F> void outputs(F gives) const {
         gives("out", out, B, T, NH, HS); gives("lse", lse, B, NH, T);
     }
 };
 template <class X, class S> struct AttentionBackwardOf {
-    X* dqkv;                            // (B,T,3,NH,HS) not written with fp8
+    X* dqkv;                            // (B,T,NH+2*NKV,HS) not written with fp8
     S* scratch;
-    const X *dout, *out, *qkv;          // (B,T,C) (B,T,C) (B,T,3,NH,HS)
+    const X *dout, *out, *qkv;          // (B,T,NH,HS) (B,T,NH,HS) (B,T,NH+2*NKV,HS)
     const S* lse;                       // (B,NH,T)
-    int B, T, NH, HS;
-    uint8_t* fp8 = nullptr;             // (B,T,3,NH,HS) or null; else the bytes of dqkv * scale in e4m3
+    int B, T, NH, NKV, HS;
+    uint8_t* fp8 = nullptr;             // (B,T,NH+2*NKV,HS) or null; else the bytes of dqkv * scale in e4m3
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
     template <class F> void outputs(F gives) const {
-        gives("dqkv", fp8 ? nullptr : dqkv, B, T, 3, NH, HS); gives("fp8_dqkv", fp8, B, T, 3, NH, HS);
-        gives("fp8_amax", stats ? &stats->amax : nullptr, 1);
+        gives("dqkv", fp8 ? nullptr : dqkv, B, T, NH + 2 * NKV, HS);
+        gives("fp8_dqkv", fp8, B, T, NH + 2 * NKV, HS); gives("fp8_amax", stats ? &stats->amax : nullptr, 1);
     }
 };
 
