@@ -252,14 +252,15 @@ template <class X, class S> struct Relu2BackwardOf {      // dinp = dout * 2 max
 //     y = x * rstd * weight, rstd = 1/sqrt(mean(x^2) + eps)          without QK-norm: y = x
 //     out[i] = y[i] cos - y[j] sin     out[j] = y[j] cos + y[i] sin     j = i + HS/2, angle t theta^(-2i/HS)
 // The backward reads the forward's output. It turns y back and divides it by the weight. Where a weight is 0,
-// the normalised value counts as 0, so this weight's gradient is 0, too.
+// the normalised value counts as 0, so this weight's gradient is 0, too. out[i] and out[j] were rounded: a
+// weight that is far smaller than its partner's gets a gradient with few digits.
 template <class X, class S> struct RotateForwardOf {
     X* qkv;                             // (N,NH+2*NKV,HS)
     S* rstd;                            // (N,NH+NKV) or null: no QK-norm
     const S *q_weight, *k_weight;       // (HS) each, with QK-norm; or null: 1
     const S* table;                     // (maxT,2,HS/2) cosines, then sines: rotation_table.h
     const int* positions;               // (N) below maxT; or null: that of row n is n % T
-    int N, T, NH, NKV, HS;              // HS even; a GPU's kernels take multiples of 8 up to 256
+    int N, T, NH, NKV, HS;              // HS even; on a GPU a multiple of 16, or of 8 in FP32, up to 256
     float eps;
     template <class F> void outputs(F gives) const {
         gives("qkv", qkv, NH + NKV, HS); gives("rstd", rstd, N, NH + NKV);
