@@ -66,6 +66,12 @@ WORK(BiasBackward) { return {kX * a.N * a.OC * (a.of_qkv ? 2 / 3.0 : 1), 0}; }
 WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
 WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
 WORK(GeluBackward) { return {3 * kX * a.N * a.OC, 0}; }
+WORK(SwigluForward) { return {3 * kX * a.N * a.F, 0}; }
+WORK(SwigluBackward) { return {5 * kX * a.N * a.F, 0}; }
+WORK(Relu2Forward) { return {2 * kX * (double)a.n, 0}; }
+WORK(Relu2Backward) { return {3 * kX * (double)a.n, 0}; }
+WORK(RotateForward) { return {2 * kX * a.N * (a.NH + a.NKV) * a.HS, 0}; }
+WORK(RotateBackward) { return {(a.rstd ? 3 : 2) * kX * a.N * (a.NH + a.NKV) * a.HS, 0}; }
 WORK(AttentionForward) { return attention_work(a, 2, 2, 2); }
 WORK(AttentionBackward) {
     const double gradient = a.fp8 ? 1 / kX : 1;

@@ -20,6 +20,7 @@ both against fp32; their losses and norms are held to 3 %. Closing line: `N pass
 #define TESTING
 #include "train_gpt2.cu"
 #include "llmc/ops/cpu_ops.h"    // gives: the twins, here as the oracle of the CUDA build
+#include "llmc/ops/rotation_table.h" // gives: rotation_table
 #include <memory>               // gives: std::unique_ptr
 #include <type_traits>          // gives: std::is_same
 #include "dev/test/test.h"      // gives: TEST, CHECK, SKIP, test_summary
@@ -1981,6 +1982,81 @@ static void test_gelu(int N, int OC) {
     }
 }
 
+static void test_swiglu(int N, int F) {
+    Case k(format("swiglu N=%d F=%d", N, F));
+    check(k, [&](auto at) {
+        auto* gate_up = at.x("gate_up", In(N * 2 * F, 2.0));
+        auto* dout = at.x("dout", In(N * F));
+        op<SwigluForwardOf>(at, {at.x("out", Out(N * F)), gate_up, N, F});
+        op<SwigluBackwardOf>(at, {at.x("dgate_up", Out(N * 2 * F)), dout, gate_up, N, F});
+        auto* inplace = at.x("inplace", InOut(N * 2 * F, 2.0));
+        op<SwigluBackwardOf>(at, {inplace, dout, inplace, N, F});
+    });
+}
+
+static void test_relu2(size_t n) {
+    Case k(format("relu2 n=%zu", n));
+    check(k, [&](auto at) {
+        auto *inp = at.x("inp", In(n)), *dout = at.x("dout", In(n));
+        op<Relu2ForwardOf>(at, {at.x("out", Out(n)), inp, n});
+        op<Relu2BackwardOf>(at, {at.x("dinp", Out(n)), dout, inp, n});
+        auto *d = at.x("d_inplace", InOut(n)), *x = at.x("inp_inplace", InOut(n));
+        op<Relu2BackwardOf>(at, {d, d, inp, n});
+        op<Relu2ForwardOf>(at, {x, x, n});
+    });
+}
+
+// Of the weights, one is 0. The backward's qkv and rstd need not be a forward's: it is a formula of them.
+enum class QkNorm { No, Weightless, Weighted };
+static void test_rotate(int B, int T, int NH, int NKV, int HS, QkNorm norm) {
+    const int N = B * T, heads = NH + NKV, n = N * (heads + NKV) * HS, maxT = T + 7;
+    const bool norms = norm != QkNorm::No, weighted = norm == QkNorm::Weighted;
+    const std::string shape = format("B=%d T=%d NH=%d NKV=%d HS=%d norm=%d", B, T, NH, NKV, HS, (int)norm);
+    Doubles table(rotation_table_size(maxT, HS));
+    rotation_table(table.data(), maxT, HS, 10000.0);
+    std::vector<int> positions;                         // as when texts are written
+    for (int i = 0; i < N; i++) { positions.push_back((int)(rand_u32(6, RAND_SAMPLE, 4, i) % maxT)); }
+    Case random(shape);
+    Doubles of_q = random.random(HS, 0.3, 1.0), of_k = random.random(HS, 0.3, 1.0);
+    of_q[1] = of_k[HS - 2] = 0.0;
+    auto weight = [&](auto at, const char* name, const Doubles& values) {
+        return weighted ? at.s(name, Of(values)) : nullptr;
+    };
+    for (bool given : {false, true}) {
+        Case k("rotate_forward_inplace " + shape + format(" positions=%d", given));
+        compute(k, [&](auto at) {
+            op<RotateForwardOf>(at, {at.x("qkv_inplace", InOut(n)),
+                                   norms ? at.s("rstd", Out(N * heads)) : nullptr,
+                                   weight(at, "q_weight", of_q), weight(at, "k_weight", of_k),
+                                   at.s("table", Of(table)),
+                                   given ? at.exact("positions", positions) : nullptr, N, T, NH, NKV, HS,
+                                   1e-5f});
+        });
+        k.expect();
+        const Doubles got = k["qkv_inplace"].values(), &want = k["qkv_inplace"].twin;
+        bool same = true;
+        for (int i = 0; i < n; i++) { same = same && (i / HS % (heads + NKV) < heads || got[i] == want[i]); }
+        CHECK(same, "%s: heads of v have changed", k.title.c_str());
+    }
+    for (const GradForm& is : kGradForms) {
+        Case k("rotate_backward_inplace " + shape + format(" acc=%d bf16=%d", (int)is.acc, is.bf16));
+        check(k, [&](auto at) {
+            auto a = args<RotateBackwardOf>(at);
+            a.dqkv = at.x("dqkv_inplace", InOut(n)), a.table = at.s("table", Of(table));
+            if (norms) { a.qkv = at.x("qkv", In(n)), a.rstd = at.s("rstd", In(N * heads, 0.1, 1.0)); }
+            if (weighted) {
+                a.dq_weight = at.grad("dq_weight", In(HS), is.acc, is.bf16);
+                a.dk_weight = at.grad("dk_weight", In(HS), is.acc, is.bf16);
+                a.scratch = at.s("scratch", Scratch(rotate_backward_scratch_bytes(HS) / 4));
+            }
+            a.q_weight = weight(at, "q_weight", of_q), a.k_weight = weight(at, "k_weight", of_k);
+            a.N = N, a.T = T, a.NH = NH, a.NKV = NKV, a.HS = HS;
+            call(a);
+        });
+        if (!weighted) { break; }
+    }
+}
+
 // What tensor cores make of an operand: it is rounded to floatX or, of fp32 where `tf32`, to TF32: 10 bits
 // after the point.
 static double to_operand(double x, bool tf32) {
@@ -2765,6 +2841,26 @@ static void test_kernels() {
             const bool fits = attention_uses_sm90(64) && C >= 512 && C % 64 == 0;
             CHECK(strcmp(gelu_form(C), fits ? "in its products (sm90)" : "apart") == 0, "C=%d: GELU %s", C,
                   gelu_form(C));
+        }
+    }
+    TEST("kernels: swiglu, relu2") {
+        test_swiglu(7, 40);
+        test_swiglu(3, 264 * kWidth);                   // a row is two blocks'
+        test_relu2(8);
+        test_relu2(1120);
+        if (!small_shapes) { test_swiglu(1000, 2048); }
+    }
+    TEST("kernels: rotation") {
+        for (QkNorm norm : {QkNorm::No, QkNorm::Weightless, QkNorm::Weighted}) {
+            test_rotate(2, 5, 3, 1, 64, norm);
+            test_rotate(1, 1, 1, 1, 16, norm);
+            test_rotate(3, 7, 2, 2, 80, norm);
+            test_rotate(1, 9, 6, 2, 96, norm);
+            test_rotate(2, 3, 20, 4, 256, norm);        // a row is several blocks'
+            if (small_shapes) { continue; }
+            test_rotate(2, 300, 12, 12, 64, norm);
+            test_rotate(2, 130, 16, 8, 128, norm);
+            test_rotate(3, 1111, 3, 1, 32, norm);       // blocks of the backward take several rows
         }
     }
     TEST("kernels: attention") {

@@ -19,7 +19,7 @@ Sections, in the order in which data flows (search for "// == "):
     13 main
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
-     6.10 decoding: writes text, token by token
+     6.10 decoding: writes text, token by token  6.11 rotation, swiglu, relu2
 Sections 4 and 5 are headers in llmc/. Read llmc/ops/ops.h first: it lists what each op takes and gives.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
@@ -4068,6 +4068,236 @@ static void sample_tokens(const SampleTokens& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
     decode_launch(sample_tokens_kernel, dim3(a.N), kSampleThreads, stream, a);
+}
+
+// == 6.11 rotation, swiglu, relu2 ==
+// rotate_forward_inplace:   for each head x of q and k in qkv (N,NH+2*NKV,HS), with j = i + HS/2:
+//                           y = x*rstd*weight, rstd = 1/sqrt(mean(x^2) + eps)         without QK-norm: y = x
+//                           x[i] = y[i]*cos[i] - y[j]*sin[i]     x[j] = y[j]*cos[i] + y[i]*sin[i]
+// rotate_backward_inplace:  y from x, and dy from d, are turned back; xhat = y/weight, or 0 where weight is 0
+//                           d = rstd*(dy*weight - xhat*mean(dy*y))                    without QK-norm: d = dy
+//                           dweight (+)= column sums of dy*xhat, over rows and heads
+// swiglu_forward:           out = gate*s*up, s = 1/(1 + e^-gate)
+// swiglu_backward:          dgate = dout*up*s*(1 + gate*(1 - s))     dup = dout*gate*s
+// relu2_forward, _backward: out = max(x,0)^2     dx = dout*2 max(x,0)
+
+// Rotation. A lane has kWidth elements of a head's lower half and their partners in the upper half, so only
+// the sum over a head crosses lanes. blockDim.x lanes, a power of two, share a head: in 16 bits 8 for HS=128,
+// 4 for 64; of the 8 for HS=96 two have nothing to do. threadIdx.y and blockIdx.y say which head of q and k.
+constexpr int kRotateThreads = 256, kMaxRotatedHead = 256;
+struct Halves { Floats at[2]; };                // lower, upper
+
+template <class T>
+__device__ __forceinline__ Halves load_halves(const T* head, int i, int half, bool live = true) {
+    const int end = live ? half : 0;
+    return {load_floats(head, i, end), load_floats(head + half, i, end)};
+}
+__device__ __forceinline__ void store_halves(floatX* head, int i, int half, bool live, const Halves& x) {
+    const int end = live ? half : 0;
+    store(head, i, end, to_pack<floatX>(x.at[0]));
+    store(head + half, i, end, to_pack<floatX>(x.at[1]));
+}
+__device__ __forceinline__ Halves load_weight(const float* weight /*(HS) or null: 1*/, int i, int half) {
+    Halves w = load_halves(weight, i, half, weight);
+    for (int k = 0; k < 2 * kWidth; k++) { w.at[k / kWidth].at[k % kWidth] += weight ? 0.0f : 1.0f; }
+    return w;
+}
+
+// By the angles of turn (cosines, sines) or, where sign is -1, back.
+__device__ __forceinline__ Halves rotated(const Halves& x, const Halves& turn, float sign) {
+    Halves y;
+    for (int k = 0; k < kWidth; k++) {
+        const float cos = turn.at[0].at[k], sin = sign * turn.at[1].at[k];
+        y.at[0].at[k] = x.at[0].at[k] * cos - x.at[1].at[k] * sin;
+        y.at[1].at[k] = x.at[1].at[k] * cos + x.at[0].at[k] * sin;
+    }
+    return y;
+}
+
+// 1 / weight; 0 for 0 and for subnormals.
+__device__ __forceinline__ float inverse(float w) { return fabsf(w) < FLT_MIN ? 0.0f : reciprocal_fast(w); }
+
+// The mean of x*y over a head.
+__device__ __forceinline__ float head_mean(const Halves& x, const Halves& y, int HS) {
+    float sum = 0.0f;
+    for (int s = 0; s < 2; s++) {
+        for (int k = 0; k < kWidth; k++) { sum = fmaf(x.at[s].at[k], y.at[s].at[k], sum); }
+    }
+    for (int mask = blockDim.x / 2; mask > 0; mask /= 2) { sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask); }
+    return sum * (1.0f / HS);
+}
+
+// A block takes heads of one row.
+__global__ void __launch_bounds__(kRotateThreads) rotate_forward_inplace_kernel(RotateForward a) {
+    const int n = blockIdx.x, h = blockIdx.y * blockDim.y + threadIdx.y, i = threadIdx.x * kWidth;
+    const int HS = a.HS, half = HS / 2, heads = a.NH + a.NKV;
+    const bool live = h < heads;
+    floatX* head = a.qkv + ((size_t)n * (heads + a.NKV) + h) * HS;
+    Halves x = load_halves(head, i, half, live);
+    const int t = a.positions ? a.positions[n] : n % a.T;
+    const Halves turn = load_halves(a.table + (size_t)t * HS, i, half);
+    if (a.rstd) {
+        const Halves w = load_weight(h < a.NH ? a.q_weight : a.k_weight, i, half);
+        const float rstd = rsqrtf(head_mean(x, x, HS) + a.eps);
+        for (int s = 0; s < 2; s++) {
+            for (int k = 0; k < kWidth; k++) { x.at[s].at[k] *= rstd * w.at[s].at[k]; }
+        }
+        if (live && i == 0) { a.rstd[(size_t)n * heads + h] = rstd; }
+    }
+    store_halves(head, i, half, live, rotated(x, turn, 1.0f));
+}
+
+// A block takes heads of rows blockIdx.x, blockIdx.x + gridDim.x, ... A lane's sums for dweight stay in
+// registers; the block's, of all its heads of q and of all of k, are a row of partials.
+constexpr int kRotateBlocks = 1584;             // at most: 12 an SM of an H200, whatever the GPU is
+__global__ void __launch_bounds__(kRotateThreads, 3)
+    rotate_backward_inplace_kernel(RotateBackward a, float* partial /*(gridDim.y,gridDim.x,2,HS) or null*/) {
+    __shared__ float shared[kRotateThreads * 2 * kWidth];               // (blockDim.y,HS)
+    const int first = blockIdx.y * blockDim.y, h = first + threadIdx.y, i = threadIdx.x * kWidth;
+    const int HS = a.HS, half = HS / 2, NH = a.NH, heads = NH + a.NKV;
+    const bool live = h < heads;
+    const float* weight = h < NH ? a.q_weight : a.k_weight;
+    Halves sums = {};
+    for (int n = blockIdx.x; n < a.N; n += gridDim.x) {
+        const size_t head = ((size_t)n * (heads + a.NKV) + h) * HS;
+        Halves dy = load_halves(a.dqkv + head, i, half, live);
+        Halves y = load_halves(a.qkv + head, i, half, live && a.rstd);
+        const Halves turn = load_halves(a.table + (size_t)(n % a.T) * HS, i, half);
+        dy = rotated(dy, turn, -1.0f);
+        if (a.rstd) {
+            y = rotated(y, turn, -1.0f);
+            const float rstd = live ? a.rstd[(size_t)n * heads + h] : 0.0f, mean = head_mean(dy, y, HS);
+            const Halves w = load_weight(weight, i, half);
+            for (int s = 0; s < 2; s++) {
+                for (int k = 0; k < kWidth; k++) {
+                    float &d = dy.at[s].at[k], w_k = w.at[s].at[k], y_k = y.at[s].at[k];
+                    sums.at[s].at[k] = fmaf(d, y_k, sums.at[s].at[k]);
+                    d = rstd * (d * w_k - y_k * inverse(w_k) * mean);
+                }
+            }
+        }
+        store_halves(a.dqkv + head, i, half, live, dy);
+    }
+    if (!partial) { return; }
+
+    // The sums are divided by the weight here, at last. Heads are added in order.
+    const Halves w = load_weight(weight, i, half);
+    for (int k = 0; k < 2 * kWidth && i < half; k++) {
+        const int s = k / kWidth, e = k % kWidth;
+        shared[threadIdx.y * HS + s * half + i + e] = sums.at[s].at[e] * inverse(w.at[s].at[e]);
+    }
+    __syncthreads();
+    partial += ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * 2 * HS;
+    const int threads = blockDim.x * blockDim.y;
+    for (int c = threadIdx.y * blockDim.x + threadIdx.x; c < 2 * HS; c += threads) {
+        const int begin = max(c < HS ? 0 : NH, first);
+        const int end = min(c < HS ? NH : heads, first + (int)blockDim.y);
+        float sum = 0.0f;
+        for (int g = begin; g < end; g++) { sum += shared[(g - first) * HS + c % HS]; }
+        partial[c] = sum;
+    }
+}
+
+// A block's lanes and heads, and how many blocks a row takes.
+struct RotateGrid { dim3 block; int slabs; };
+static RotateGrid rotate_grid(const char* op, int heads, int HS) {
+    if (HS < 1 || HS % (2 * kWidth) != 0 || HS > kMaxRotatedHead) {
+        die("%s: head size %d; multiples of %d up to %d are possible", op, HS, 2 * kWidth, kMaxRotatedHead);
+    }
+    int lanes = 1;
+    while (lanes * 2 * kWidth < HS) { lanes *= 2; }
+    const int slabs = ceil_div(heads * lanes, kRotateThreads);
+    return {dim3(lanes, round_up(ceil_div(heads, slabs), ceil_div(kWarp, lanes))), slabs};
+}
+
+static void rotate_forward_inplace(const RotateForward& a, Stream stream) {
+    OpScope scope(a, stream);
+    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV, a.HS);
+    rotate_forward_inplace_kernel<<<dim3(a.N, grid.slabs), grid.block, 0, stream>>>(a);
+}
+
+static size_t rotate_backward_scratch_bytes(int HS) { return kRotateBlocks * 2 * HS * sizeof(float); }
+
+static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
+    OpScope scope(a, stream);
+    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV, a.HS);
+    const int blocks = ceil_div(a.N, ceil_div(a.N, kRotateBlocks / grid.slabs));
+    float* partial = a.dq_weight.data || a.dk_weight.data ? a.scratch : nullptr;
+    rotate_backward_inplace_kernel<<<dim3(blocks, grid.slabs), grid.block, 0, stream>>>(a, partial);
+    if (partial) {
+        column_sums({{a.dq_weight, a.dk_weight}}, 2, partial, blocks * grid.slabs, a.HS, stream);
+    }
+}
+
+// SwiGLU. A block takes some vectors (blockIdx.y) of a row (blockIdx.x).
+constexpr int kSwigluThreads = 256;             // at most
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2e * x)); }
+
+__global__ void __launch_bounds__(kSwigluThreads) swiglu_forward_kernel(SwigluForward a) {
+    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    const floatX* gate_up = a.gate_up + (size_t)blockIdx.x * 2 * F;     // (2,F)
+    const Floats gate = load_floats(gate_up, f, F), up = load_floats(gate_up + F, f, F);
+    Floats y;
+    for (int k = 0; k < kWidth; k++) { y.at[k] = gate.at[k] * sigmoid(gate.at[k]) * up.at[k]; }
+    store(a.out + (size_t)blockIdx.x * F, f, F, to_pack<floatX>(y));
+}
+
+// dgate_up may be gate_up: a thread reads its elements before it writes them.
+__global__ void __launch_bounds__(kSwigluThreads) swiglu_backward_kernel(SwigluBackward a) {
+    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    const size_t row = (size_t)blockIdx.x * 2 * F;
+    const Floats gate = load_floats(a.gate_up + row, f, F), up = load_floats(a.gate_up + row + F, f, F);
+    const Floats dout = load_floats(a.dout + (size_t)blockIdx.x * F, f, F);
+    Floats dgate, dup;
+    for (int k = 0; k < kWidth; k++) {
+        const float x = gate.at[k], s = sigmoid(x);
+        dgate.at[k] = dout.at[k] * up.at[k] * s * fmaf(x, 1.0f - s, 1.0f);
+        dup.at[k] = dout.at[k] * x * s;
+    }
+    store(a.dgate_up + row, f, F, to_pack<floatX>(dgate));
+    store(a.dgate_up + row + F, f, F, to_pack<floatX>(dup));
+}
+
+template <class Args> static void swiglu_launch(void (*kernel)(Args), const Args& a, Stream stream) {
+    check_width(a, a.F);
+    const int vectors = a.F / kWidth, slabs = ceil_div(vectors, kSwigluThreads);
+    kernel<<<dim3(a.N, slabs), round_up(ceil_div(vectors, slabs), kWarp), 0, stream>>>(a);
+}
+static void swiglu_forward(const SwigluForward& a, Stream stream) {
+    OpScope scope(a, stream);
+    swiglu_launch(swiglu_forward_kernel, a, stream);
+}
+static void swiglu_backward(const SwigluBackward& a, Stream stream) {
+    OpScope scope(a, stream);
+    swiglu_launch(swiglu_backward_kernel, a, stream);
+}
+
+// ReLU squared, a vector a thread. x < 0 is false for NaN, which so comes through.
+__global__ void relu2_forward_kernel(floatX* out, const floatX* inp, size_t n) {
+    const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    Floats x = load_floats(inp, i, n);
+    for (int k = 0; k < kWidth; k++) { x.at[k] = x.at[k] < 0.0f ? 0.0f : x.at[k] * x.at[k]; }
+    store(out, i, n, to_pack<floatX>(x));
+}
+__global__ void relu2_backward_kernel(floatX* dinp, const floatX* dout, const floatX* inp, size_t n) {
+    const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    const Floats x = load_floats(inp, i, n);
+    Floats d = load_floats(dout, i, n);
+    for (int k = 0; k < kWidth; k++) { d.at[k] *= x.at[k] < 0.0f ? 0.0f : 2.0f * x.at[k]; }
+    store(dinp, i, n, to_pack<floatX>(d));
+}
+
+static void relu2_forward(const Relu2Forward& a, Stream stream) {
+    OpScope scope(a, stream);
+    check_width(a, a.n);
+    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
+    relu2_forward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
+}
+static void relu2_backward(const Relu2Backward& a, Stream stream) {
+    OpScope scope(a, stream);
+    check_width(a, a.n);
+    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
+    relu2_backward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.dinp, a.dout, a.inp, a.n);
 }
 #endif  // GPT2_CPU
 

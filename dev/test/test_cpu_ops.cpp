@@ -7,10 +7,12 @@ Muon's values and decoding.
 #include <math.h>       // gives: sqrt, isfinite, isnan
 
 #include <algorithm>    // gives: std::all_of, std::count, std::is_sorted
+#include <complex>      // gives: std::complex, std::polar
 
 #include "child.h"                  // gives: check_dies
 #include "test.h"                   // gives: TEST, CHECK
 #include "llmc/ops/cpu_ops.h"       // gives: the twins
+#include "llmc/ops/rotation_table.h" // gives: rotation_table
 #include "llmc/ops/token_buckets.h" // gives: build_token_buckets
 
 // ---- tensors ----
@@ -213,6 +215,110 @@ static void test_gelu(int N, int OC) {
     CHECK(without == dinp, "%s: dbias changes dinp", shape.c_str());
     auto loss = [&] { gelu_forward_cpu<double>({out, inp, n}, 0); return dot(out, dout, n); };
     CHECK_GRADIENT(inp, dinp, loss);
+}
+
+// ---- SwiGLU, ReLU squared ----
+
+static double silu_direct(double x) { return 0.5 * x * (1.0 + tanh(0.5 * x)); }
+
+static void test_swiglu(int N, int F) {
+    const std::string shape = format("swiglu N=%d F=%d", N, F);
+    const size_t n = (size_t)N * F;
+    Doubles gate_up = random_tensor(2 * n, 4.0), out(n), dout = random_tensor(n), dgate_up(2 * n);
+    auto forward = [&] { swiglu_forward_cpu<double>({out, gate_up, N, F}, 0); };
+    forward();
+    CHECK_EACH(out, kExact, silu_direct(gate_up[i / F * 2 * F + i % F]) *
+                            gate_up[i / F * 2 * F + F + i % F]);
+    swiglu_backward_cpu<double>({dgate_up, dout, gate_up, N, F}, 0);
+    Doubles inplace = gate_up;
+    swiglu_backward_cpu<double>({inplace, dout, inplace, N, F}, 0);
+    CHECK(inplace == dgate_up, "%s: in place, other bits", shape.c_str());
+    auto loss = [&] { forward(); return dot(out, dout, n); };
+    CHECK_GRADIENT(gate_up, dgate_up, loss);
+    const float far[] = {100.0f, -100.0f, 3e38f, -3e38f, NAN};
+    CHECK(silu(far[0]) == 100.0f && silu(far[1]) == 0.0f && silu(far[2]) == far[2] && silu(far[3]) == 0.0f &&
+          isnan(silu(far[4])) && silu_derivative(far[0]) == 1.0f && silu_derivative(far[1]) == 0.0f,
+          "silu far out");
+}
+
+static void test_relu2(size_t n) {
+    const std::string shape = "relu2";
+    Doubles inp = random_tensor(n, 4.0), out(n), dout = random_tensor(n), dinp(n);
+    for (size_t i = 0; i < n; i++) { inp[i] += inp[i] < 0 ? -0.1 : 0.1; }     // the slope has a kink at 0
+    relu2_forward_cpu<double>({out, inp, n}, 0);
+    CHECK_EACH(out, kExact, pow(fmax(inp[i], 0.0), 2.0));
+    relu2_backward_cpu<double>({dinp, dout, inp, n}, 0);
+    auto loss = [&] { relu2_forward_cpu<double>({out, inp, n}, 0); return dot(out, dout, n); };
+    CHECK_GRADIENT(inp, dinp, loss);
+    relu2_backward_cpu<double>({dout, dout, inp, n}, 0);
+    CHECK(dout == dinp, "relu2: in place, other bits");
+    inp[0] = NAN;
+    relu2_backward_cpu<double>({dinp, dout, inp, n}, 0);
+    relu2_forward_cpu<double>({inp, inp, n}, 0);
+    CHECK(isnan(dinp[0]) && isnan(inp[0]), "relu2 of NaN");
+}
+
+// ---- QK-norm and rotary positions ----
+
+// A head as HS/2 complex numbers x[i] + x[i + HS/2] i, each times e^(i angle). Of the weights, one is 0.
+static void test_rotate(int B, int T, int NH, int NKV, int HS, bool norm, bool weights) {
+    const std::string shape = format("rotate B=%d T=%d NH=%d NKV=%d HS=%d norm=%d weights=%d", B, T, NH, NKV,
+                                     HS, norm, weights);
+    const int N = B * T, heads = NH + NKV, all = heads + NKV, maxT = T + 5, half = HS / 2;
+    const size_t n = (size_t)N * all * HS;
+    const float eps = 1e-3f;
+    Doubles raw = random_tensor(n, 1.0, 0.3), qkv = raw, rstd((size_t)N * heads);
+    Doubles q_weight = random_tensor(HS, 0.5, 1.0), k_weight = random_tensor(HS, 0.5, 1.0);
+    Doubles table(rotation_table_size(maxT, HS));
+    rotation_table((double*)table, maxT, HS, 100.0);
+    double *const stored = norm ? (double*)rstd : nullptr, *const q = weights ? (double*)q_weight : nullptr;
+    double* const k = weights ? (double*)k_weight : nullptr;
+    auto forward = [&](const int* positions) {
+        qkv = raw;
+        rotate_forward_inplace_cpu<double>({qkv, stored, q, k, table, positions, N, T, NH, NKV, HS, eps}, 0);
+    };
+    auto direct = [&](size_t at, const int* positions) {
+        const int i = (int)(at % HS), h = (int)(at / HS % all), row = (int)(at / HS / all);
+        if (h >= heads) { return raw[at]; }
+        const double* x = raw + (at - i);
+        const double scale = norm ? pow(dot(x, x, HS) / HS + eps, -0.5) : 1.0;
+        auto y = [&](int j) { return x[j] * scale * (!weights ? 1.0 : h < NH ? q[j] : k[j]); };
+        const int t = positions ? positions[row] : row % T;
+        const double angle = t * exp(-2.0 * (i % half) / HS * log(100.0));
+        const auto z = std::complex<double>(y(i % half), y(i % half + half)) * std::polar(1.0, angle);
+        return i < half ? z.real() : z.imag();
+    };
+    const std::vector<int> positions = random_ints(N, maxT);
+    for (const int* given : {(const int*)positions.data(), (const int*)nullptr}) {
+        forward(given);
+        CHECK_EACH(qkv, kExact, direct(i, given));
+    }
+    const Doubles dout = random_tensor(n);
+    Doubles dqkv(n), dk_weight(HS);
+    auto backward = [&](GradOf<double> dq, GradOf<double> dk) {
+        dqkv = dout;
+        rotate_backward_inplace_cpu<double>({dqkv, dq, dk, nullptr, qkv, stored, q, k, table, N, T, NH, NKV,
+                                             HS}, 0);
+    };
+    auto loss = [&] { forward(nullptr); return dot(qkv, dout, n); };
+    if (!weights) {
+        backward({}, {});
+        CHECK_GRADIENT(raw, dqkv, loss);
+        return;
+    }
+    const Doubles of_q = gradient_of(shape, HS, [&](GradOf<double> grad) {
+        backward(grad, {dk_weight, Accumulate::No});
+    });
+    CHECK_GRADIENT(raw, dqkv, loss);
+    CHECK_GRADIENT(q_weight, of_q, loss);
+    CHECK_GRADIENT(k_weight, dk_weight, loss);
+    q_weight[1] = 0.0;                          // its gradient counts as 0, and the others stay as they are
+    forward(nullptr);
+    Doubles of_zero(HS);
+    backward({of_zero, Accumulate::No}, {});
+    CHECK_EACH(of_zero, kExact, i == 1 ? 0.0 : of_q[i]);
+    CHECK(std::all_of((double*)dqkv, dqkv + n, [](double x) { return isfinite(x); }), "%s: a weight of 0",
+          shape.c_str());
 }
 
 // ---- matmul ----
@@ -880,6 +986,14 @@ int main() {
         test_encoder_positions();
     }
     TEST("gelu") { test_gelu(33, 70); test_gelu(1, 1); }
+    TEST("swiglu, relu2") { test_swiglu(33, 70); test_swiglu(1, 1); test_relu2(999); }
+    TEST("rotation") {
+        for (int k = 0; k < 3; k++) {
+            test_rotate(2, 9, 3, 1, 20, k > 0, k > 1);
+            test_rotate(1, 1, 1, 1, 2, k > 0, k > 1);
+            test_rotate(3, 5, 4, 2, 80, k > 0, k > 1);
+        }
+    }
     TEST("matmul") {
         test_matmul(33, 40, 67);
         test_matmul(1, 40, 7);

@@ -350,6 +350,126 @@ template <class Real> void gelu_backward_inplace_cpu(const GeluBackwardOf<Real, 
     column_sums(a.dbias, a.d, N, OC);
 }
 
+// ---- SwiGLU and ReLU squared ----
+
+template <class Real> static inline Real sigmoid(Real x) { return 1 / (1 + exp_cpu(-x)); }
+template <class Real> static inline Real silu(Real x) { return x * sigmoid(x); }
+template <class Real> static inline Real silu_derivative(Real x) {
+    const Real s = sigmoid(x);
+    return s + x * s * (1 - s);
+}
+
+// out[n,f] = silu(gate[n,f]) * up[n,f]; a row of gate_up is gate, then up
+template <class Real> void swiglu_forward_cpu(const SwigluForwardOf<Real, Real>& a) {
+    const int F = a.F;
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        const Real *gate = a.gate_up + (size_t)n * 2 * F, *up = gate + F;
+        Real* out = a.out + (size_t)n * F;
+        #pragma omp simd
+        for (int f = 0; f < F; f++) { out[f] = silu(gate[f]) * up[f]; }
+    }
+}
+
+// dgate[n,f] = dout[n,f] * up[n,f] * silu'(gate[n,f]);   dup[n,f] = dout[n,f] * silu(gate[n,f])
+template <class Real> void swiglu_backward_cpu(const SwigluBackwardOf<Real, Real>& a) {
+    const int F = a.F;
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        const Real *gate = a.gate_up + (size_t)n * 2 * F, *up = gate + F, *dout = a.dout + (size_t)n * F;
+        Real *dgate = a.dgate_up + (size_t)n * 2 * F, *dup = dgate + F;
+        #pragma omp simd
+        for (int f = 0; f < F; f++) {
+            const Real g = gate[f], d = dout[f];
+            dgate[f] = d * up[f] * silu_derivative(g);
+            dup[f] = d * silu(g);
+        }
+    }
+}
+
+// x < 0 is false for NaN, which so comes through.
+template <class Real> void relu2_forward_cpu(const Relu2ForwardOf<Real, Real>& a) {
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < a.n; i++) { a.out[i] = a.inp[i] < 0 ? 0 : a.inp[i] * a.inp[i]; }
+}
+template <class Real> void relu2_backward_cpu(const Relu2BackwardOf<Real, Real>& a) {
+    #pragma omp parallel for simd
+    for (size_t i = 0; i < a.n; i++) { a.dinp[i] = a.dout[i] * (a.inp[i] < 0 ? 0 : 2 * a.inp[i]); }
+}
+
+// ---- QK-norm and rotary positions ----
+
+// Element i of a head that is turned: by the angles of turn (2,HS/2) or, where sign is -1, back.
+template <class Real>
+static inline Real rotated(const Real* x /*(HS)*/, const Real* turn, int i, int HS, int sign) {
+    const int half = HS / 2;
+    const bool lower = i < half;
+    const Real cos = turn[lower ? i : i - half], sin = turn[lower ? i + half : i];
+    return x[i] * cos + (lower ? -sign : sign) * x[lower ? i + half : i - half] * sin;
+}
+
+// For each head x of q and k: y[i] = x[i]*rstd*weight[i], rstd = 1/sqrt(sum(x^2)/HS + eps), or y = x; then
+// x[i] = y[i]*cos[i] - y[i+HS/2]*sin[i];   x[i+HS/2] = y[i+HS/2]*cos[i] + y[i]*sin[i],   i < HS/2
+template <class Real> void rotate_forward_inplace_cpu(const RotateForwardOf<Real, Real>& a) {
+    const int HS = a.HS, heads = a.NH + a.NKV;
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        const Real* turn = a.table + (size_t)(a.positions ? a.positions[n] : n % a.T) * HS;
+        std::vector<Real> y(HS);
+        for (int h = 0; h < heads; h++) {
+            Real* x = a.qkv + ((size_t)n * (heads + a.NKV) + h) * HS;
+            const Real* weight = h < a.NH ? a.q_weight : a.k_weight;
+            double squares = 0.0;
+            for (int i = 0; i < HS; i++) { squares += (double)x[i] * x[i]; }
+            const Real rstd = a.rstd ? (Real)(1.0 / sqrt(squares / HS + a.eps)) : 1;
+            if (a.rstd) { a.rstd[(size_t)n * heads + h] = rstd; }
+            for (int i = 0; i < HS; i++) { y[i] = x[i] * rstd * (a.rstd && weight ? weight[i] : 1); }
+            for (int i = 0; i < HS; i++) { x[i] = rotated(y.data(), turn, i, HS, 1); }
+        }
+    }
+}
+
+// Turned back, a head of qkv is y, and one of dqkv is y's gradient dy. xhat[i] = y[i]/weight[i], or 0 where
+// weight[i] is 0.
+// dweight[i] (=, +=) sum over rows and heads, of q or of k, of dy[i]*xhat[i]
+// dqkv = rstd*(dy[i]*weight[i] - xhat[i]*mean_i(dy*y)), or dy
+template <class Real> void rotate_backward_inplace_cpu(const RotateBackwardOf<Real, Real>& a) {
+    const int NH = a.NH, NKV = a.NKV, HS = a.HS, heads = NH + NKV, T = a.T;
+    auto head = [=](int n, int h) { return ((size_t)n * (heads + NKV) + h) * HS; };
+    for (bool keys : {false, true}) {
+        const Real* weight = keys ? a.k_weight : a.q_weight;
+        const int count = keys ? NKV : NH, first = keys ? NH : 0;
+        column_sums(keys ? a.dk_weight : a.dq_weight, a.N * count, HS, [&](int m, int i) -> Real {
+            const size_t at = head(m / count, first + m % count);
+            const Real* turn = a.table + (size_t)(m / count % T) * HS;
+            if (weight[i] == 0) { return 0; }
+            return rotated(a.dqkv + at, turn, i, HS, -1) * rotated(a.qkv + at, turn, i, HS, -1) / weight[i];
+        });
+    }
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        const Real* turn = a.table + (size_t)(n % T) * HS;
+        std::vector<Real> y(HS), dy(HS);
+        for (int h = 0; h < heads; h++) {
+            const Real* weight = h < NH ? a.q_weight : a.k_weight;
+            Real* d = a.dqkv + head(n, h);
+            for (int i = 0; i < HS; i++) { dy[i] = rotated(d, turn, i, HS, -1); }
+            if (!a.rstd) { memcpy(d, dy.data(), HS * sizeof(Real)); continue; }
+            const Real rstd = a.rstd[(size_t)n * heads + h];
+            double sum = 0.0;
+            for (int i = 0; i < HS; i++) {
+                y[i] = rotated(a.qkv + head(n, h), turn, i, HS, -1);
+                sum += (double)dy[i] * y[i];
+            }
+            const Real mean = (Real)(sum / HS);
+            for (int i = 0; i < HS; i++) {
+                const Real w = weight ? weight[i] : 1, xhat = w == 0 ? 0 : y[i] / w;
+                d[i] = rstd * (dy[i] * w - xhat * mean);
+            }
+        }
+    }
+}
+
 // ---- matmul: the linear layer ----
 
 enum class Transpose { No, Yes };

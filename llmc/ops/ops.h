@@ -222,6 +222,66 @@ template <class X, class S> struct GeluBackwardOf {       // in place: d = d * g
     template <class F> void outputs(F gives) const { gives("dinp", d, N, OC), gives("dbias", dbias, OC); }
 };
 
+template <class X, class S> struct SwigluForwardOf {      // out = silu(gate) * up, silu(x) = x / (1 + e^-x)
+    X* out;                             // (N,F)
+    const X* gate_up;                   // (N,2F) a row is F of gate, then F of up
+    int N, F;
+    template <class Gives> void outputs(Gives gives) const { gives("out", out, N, F); }
+};
+template <class X, class S> struct SwigluBackwardOf {
+    X* dgate_up;                        // (N,2F) may be gate_up
+    const X *dout, *gate_up;            // (N,F) (N,2F)
+    int N, F;
+    template <class Gives> void outputs(Gives gives) const { gives("dgate_up", dgate_up, N, 2 * F); }
+};
+template <class X, class S> struct Relu2ForwardOf {       // out = max(inp, 0)^2; NaN stays NaN
+    X* out;                             // (n) may be inp
+    const X* inp;                       // (n)
+    size_t n;
+    template <class F> void outputs(F gives) const { gives("out", out, n); }
+};
+template <class X, class S> struct Relu2BackwardOf {      // dinp = dout * 2 max(inp, 0)
+    X* dinp;                            // (n) may be dout or inp
+    const X *dout, *inp;                // (n)
+    size_t n;
+    template <class F> void outputs(F gives) const { gives("dinp", dinp, n); }
+};
+
+// Rotary positions (Su and others, "RoFormer", 2021) by halves, as in Hugging Face's Llama; before that
+// QK-norm, an RMSNorm of each head. In place, in the output of the linear layer qkv: a row has NH heads of q,
+// NKV of k, and NKV of v, which stay as they are. A head x of a row at position t becomes
+//     y = x * rstd * weight, rstd = 1/sqrt(mean(x^2) + eps)          without QK-norm: y = x
+//     out[i] = y[i] cos - y[j] sin     out[j] = y[j] cos + y[i] sin     j = i + HS/2, angle t theta^(-2i/HS)
+// The backward reads the forward's output. It turns y back and divides it by the weight. Where a weight is 0,
+// the normalised value counts as 0, so this weight's gradient is 0, too. out[i] and out[j] were rounded: a
+// weight that is far smaller than its partner's gets a gradient with few digits.
+template <class X, class S> struct RotateForwardOf {
+    X* qkv;                             // (N,NH+2*NKV,HS)
+    S* rstd;                            // (N,NH+NKV) or null: no QK-norm
+    const S *q_weight, *k_weight;       // (HS) each, with QK-norm; or null: 1
+    const S* table;                     // (maxT,2,HS/2) cosines, then sines: rotation_table.h
+    const int* positions;               // (N) below maxT; or null: that of row n is n % T
+    int N, T, NH, NKV, HS;              // HS even; on a GPU a multiple of 16, or of 8 in FP32, up to 256
+    float eps;
+    template <class F> void outputs(F gives) const {
+        gives("qkv", qkv, NH + NKV, HS); gives("rstd", rstd, N, NH + NKV);
+    }
+};
+template <class X, class S> struct RotateBackwardOf {   // of a forward without `positions`
+    X* dqkv;                            // (N,NH+2*NKV,HS) gradient of the output, then of the input
+    GradOf<S> dq_weight, dk_weight;     // (HS) each or null
+    S* scratch;                         // where one of these is wanted
+    const X* qkv;                       // (N,NH+2*NKV,HS) the output; not read without QK-norm
+    const S* rstd;                      // (N,NH+NKV) or null
+    const S *q_weight, *k_weight;       // (HS) each or null
+    const S* table;                     // (maxT,2,HS/2)
+    int N, T, NH, NKV, HS;
+    template <class F> void outputs(F gives) const {
+        gives("dqkv", dqkv, NH + NKV, HS); gives("dq_weight", dq_weight, HS);
+        gives("dk_weight", dk_weight, HS);
+    }
+};
+
 // Causal self-attention of NH heads. Their keys and values have NKV heads: query head h reads those of head
 // h / (NH / NKV). A row of qkv has NH heads of queries, then NKV of keys, then NKV of values.
 // attention_heads_error: why such heads cannot run, or nothing.
@@ -453,6 +513,12 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
     X(fp8_scales, Fp8Scales)                        \
     X(gelu_forward, GeluForward)                    \
     X(gelu_backward_inplace, GeluBackward)          \
+    X(swiglu_forward, SwigluForward)                \
+    X(swiglu_backward, SwigluBackward)              \
+    X(relu2_forward, Relu2Forward)                  \
+    X(relu2_backward, Relu2Backward)                \
+    X(rotate_forward_inplace, RotateForward)        \
+    X(rotate_backward_inplace, RotateBackward)      \
     X(attention_forward, AttentionForward)          \
     X(attention_backward, AttentionBackward)        \
     X(classifier, Classifier)                       \
