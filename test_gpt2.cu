@@ -2677,13 +2677,13 @@ static void test_decode_matmul(int N, int C, int OC) {
     }
 }
 
-static void test_decode_attention(int T, int NH, int HS, const std::vector<int>& positions) {
-    const int N = (int)positions.size(), C = NH * HS;
-    Case k(format("decode_attention N=%d T=%d NH=%d HS=%d", N, T, NH, HS));
+static void test_decode_attention(int T, int NH, int NKV, int HS, const std::vector<int>& positions) {
+    const int N = (int)positions.size(), C = NKV * HS;
+    Case k(format("decode_attention N=%d T=%d NH=%d NKV=%d HS=%d", N, T, NH, NKV, HS));
     check(k, [&](auto at) {
-        op<DecodeAttentionOf>(at, {at.x("out", Out(N * C, 1e-5)), at.x("keys", InOut(N * T * C)),
-                                 at.x("values", InOut(N * T * C)), at.x("qkv", In(N * 3 * C)),
-                                 at.exact("positions", positions), N, T, NH, HS});
+        op<DecodeAttentionOf>(at, {at.x("out", Out(N * NH * HS, 1e-5)), at.x("keys", InOut(N * T * C)),
+                                 at.x("values", InOut(N * T * C)), at.x("qkv", In(N * (NH * HS + 2 * C))),
+                                 at.exact("positions", positions), N, T, NH, NKV, HS});
     });
 }
 
@@ -2700,7 +2700,7 @@ static void test_decode_rows(int N, int C) {            // the embedding, and a 
                                 at.x("wte", In(V * C)), at.x("wpe", In(T * C)), N, 1, C,
                                 at.exact("positions", positions)});
         op<CacheStoreOf>(at, {at.x("keys", InOut(N * T * C)), at.x("values", InOut(N * T * C)),
-                            at.x("qkv", In(count * 3 * C)), N, count, T, C});
+                            at.x("qkv", In(count * 5 * C)), N, count, T, 3, 1, C});
     });
 }
 
@@ -2737,9 +2737,11 @@ static void test_decoding() {
         test_decode_matmul(N, 64, 72);
     }
     test_decode_matmul(5, 8, 19);
-    test_decode_attention(64, 2, 64, {0, 1, 63});
-    test_decode_attention(70, 3, 20, {69, 64, 0});
-    test_decode_attention(33, 1, 7, {32, 3});
+    test_decode_attention(64, 2, 2, 64, {0, 1, 63});
+    test_decode_attention(70, 3, 3, 20, {69, 64, 0});
+    test_decode_attention(33, 1, 1, 7, {32, 3});
+    test_decode_attention(70, 6, 2, 64, {69, 64, 0});
+    test_decode_attention(33, 4, 1, 40, {32, 3});
     test_decode_rows(6, 40);
     for (const Sampling& s : {Sampling{0.0f, 0, 1.0f}, {1.0f, 0, 1.0f}, {0.7f, 5, 1.0f}, {1.3f, 0, 0.6f},
                               {0.8f, 40, 0.9f}, {1.0f, 1, 0.5f}, {1.0f, 0, 0.0f}}) {
@@ -2753,10 +2755,10 @@ static void test_decoding() {
         test_decode_matmul(N, 3072, 768);
         test_decode_matmul(N, 1600, 401);
     }
-    test_decode_attention(1024, 12, 64, {0, 63, 64, 500, 1022, 1023});
-    test_decode_attention(1030, 2, 128, {1029, 128});
-    test_decode_attention(300, 2, 512, {299, 10});
-    test_decode_attention(3000, 2, 96, {2999, 191, 192});
+    test_decode_attention(1024, 12, 12, 64, {0, 63, 64, 500, 1022, 1023});
+    test_decode_attention(1030, 2, 2, 128, {1029, 128});
+    test_decode_attention(300, 2, 2, 512, {299, 10});
+    test_decode_attention(3000, 2, 2, 96, {2999, 191, 192});
 }
 
 static void test_kernels() {

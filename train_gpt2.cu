@@ -51,6 +51,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
 #include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, ChunkRange
+#include "llmc/ops/rotation_table.h" // gives: rotation_table, rotation_table_size
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
 #include "llmc/data/dataloader.h"    // gives: DataLoader
 #include "llmc/data/evalloader.h"    // gives: EvalSet
@@ -127,29 +128,33 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
 // autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
-// ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), and
-// a tied block has no second norm (`second` is 0). parts: a layer's matrix may be several, one below the
+// ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), a tied
+// block has no second norm (`second` is 0), and Llama's family neither wpe (`learned`) nor biases (`added`).
+// QC, QKVC and FCC: the columns of q, of qkv and of fch; F: of act. parts: a layer's matrix may be several, one below the
 // other, each with a name and a height; --optimizer muon updates them one by one. id: the key of the random
 // numbers that its first values are drawn with; it never changes, whatever tensors are added. hf: its name in
 // Hugging Face's files.
-//    name      type    where   rows    cols    init      kind    live    parts  id  hf
-#define GPT2_PARAMS(X)                                                                                     \
-    X(wte,      floatX, Global, Vp,     C,      Normal,   Matrix, V,      NONE,  0,  "wte.weight")         \
-    X(wpe,      floatX, Global, maxT,   C,      Normal,   Matrix, maxT,   NONE,  1,  "wpe.weight")         \
-    X(ln1w,     float,  Block,  1,      C,      One,      Norm,   1,      NONE,  2,  "ln_1.weight")        \
-    X(ln1b,     float,  Block,  biased, C,      Zero,     Norm,   biased, NONE,  3,  "ln_1.bias")          \
-    X(qkvw,     floatX, Block,  3 * C,  C,      Normal,   Matrix, 3 * C,  QKV,   4,  "attn.c_attn.weight") \
-    X(qkvb,     floatX, Block,  1,      3 * C,  Zero,     Bias,   1,      NONE,  5,  "attn.c_attn.bias")   \
-    X(attprojw, floatX, Block,  C,      C,      Residual, Matrix, C,      WHOLE, 6,  "attn.c_proj.weight") \
-    X(attprojb, floatX, Block,  1,      C,      Zero,     Bias,   1,      NONE,  7,  "attn.c_proj.bias")   \
-    X(ln2w,     float,  Block,  second, C,      One,      Norm,   second, NONE,  8,  "ln_2.weight")        \
-    X(ln2b,     float,  Block,  second * biased, C, Zero, Norm,   second * biased, NONE,  9,  "ln_2.bias") \
-    X(fcw,      floatX, Block,  4 * C,  C,      Normal,   Matrix, 4 * C,  WHOLE, 10, "mlp.c_fc.weight")    \
-    X(fcb,      floatX, Block,  1,      4 * C,  Zero,     Bias,   1,      NONE,  11, "mlp.c_fc.bias")      \
-    X(fcprojw,  floatX, Block,  C,      4 * C,  Residual, Matrix, C,      WHOLE, 12, "mlp.c_proj.weight")  \
-    X(fcprojb,  floatX, Block,  1,      C,      Zero,     Bias,   1,      NONE,  13, "mlp.c_proj.bias")    \
-    X(lnfw,     float,  Global, 1,      C,      One,      Norm,   1,      NONE,  14, "ln_f.weight")        \
-    X(lnfb,     float,  Global, biased, C,      Zero,     Norm,   biased, NONE,  15, "ln_f.bias")
+//    name      type    where   rows    cols    init        kind    live    parts  id  hf
+#define GPT2_PARAMS(X)                                                                                       \
+    X(wte,      floatX, Global, Vp,     C,      Normal,     Matrix, V,      NONE,  0,  "wte.weight")         \
+    X(wpe,      floatX, Global, learned * maxT, C, Normal,  Matrix, learned * maxT, NONE, 1, "wpe.weight")   \
+    X(ln1w,     float,  Block,  1,      C,      One,        Norm,   1,      NONE,  2,  "ln_1.weight")        \
+    X(ln1b,     float,  Block,  biased, C,      Zero,       Norm,   biased, NONE,  3,  "ln_1.bias")          \
+    X(qkvw,     floatX, Block,  QKVC,   C,      Normal,     Matrix, QKVC,   QKV,   4,  "attn.c_attn.weight") \
+    X(qkvb,     floatX, Block,  added,  QKVC,   Zero,       Bias,   added,  NONE,  5,  "attn.c_attn.bias")   \
+    X(attprojw, floatX, Block,  C,      QC,     Projection, Matrix, C,      WHOLE, 6,  "attn.c_proj.weight") \
+    X(attprojb, floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  7,  "attn.c_proj.bias")   \
+    X(ln2w,     float,  Block,  second, C,      One,        Norm,   second, NONE,  8,  "ln_2.weight")        \
+    X(ln2b,     float,  Block,  second * biased, C, Zero,   Norm,   second * biased, NONE, 9, "ln_2.bias")   \
+    X(fcw,      floatX, Block,  FCC,    C,      Normal,     Matrix, FCC,    FC,    10, "mlp.c_fc.weight")    \
+    X(fcb,      floatX, Block,  added,  FCC,    Zero,       Bias,   added,  NONE,  11, "mlp.c_fc.bias")      \
+    X(fcprojw,  floatX, Block,  C,      F,      Projection, Matrix, C,      WHOLE, 12, "mlp.c_proj.weight")  \
+    X(fcprojb,  floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  13, "mlp.c_proj.bias")    \
+    X(lnfw,     float,  Global, 1,      C,      One,        Norm,   1,      NONE,  14, "ln_f.weight")        \
+    X(lnfb,     float,  Global, biased, C,      Zero,       Norm,   biased, NONE,  15, "ln_f.bias")          \
+    X(qnw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 16, "")                   \
+    X(knw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 17, "")                   \
+    X(headw,    floatX, Head,   untied * Vp, C, Zero,       Matrix, untied * V, NONE, 18, "")
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
@@ -165,15 +170,16 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
     X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                   \
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                     \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                \
-    X(qkv,        floatX, Block,  ALWAYS, N * 3 * C)        /* (B,T,3,NH,HS) */                             \
+    X(qkv,        floatX, Block,  ALWAYS, N * QKVC)         /* (B,T,NH+2*NKV,HS) */                         \
+    X(qk_rstd,    float,  Block,  ALWAYS, qk_norm * N * (NH + NKV))     /* (B,T,NH+NKV) */                  \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */        \
-    X(atty,       floatX, Block,  ALWAYS, N * C)            /* (B,T,C) attention's output */                \
+    X(atty,       floatX, Block,  ALWAYS, N * QC)           /* (B,T,NH,HS) attention's output */            \
     X(x_mid,      floatX, Block,  sequential ? ALWAYS : 1, N * C)       /* (B,T,C) after attention */       \
     X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                                 \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
-    X(fch,        floatX, Block,  ALWAYS, N * 4 * C)        /* (B,T,4C) before GELU */                      \
-    X(act,        floatX, Block,  SAVED(1), N * 4 * C)      /* (B,T,4C) after GELU */                       \
+    X(fch,        floatX, Block,  ALWAYS, N * FCC)          /* (B,T,4C) before GELU; SwiGLU (B,T,2F) */     \
+    X(act,        floatX, Block,  SAVED(1), N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
     X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
     X(lnf_mean,   float,  Global, ALWAYS, N)                                                                \
@@ -183,19 +189,20 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
     X(dx,         floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */   \
     X(dbranch,    floatX, Global, ALWAYS, trains * dropout * N * C)     /* dx through a branch's dropout */ \
     X(dbranch2,   floatX, Global, ALWAYS, trains * dropout * parallel * N * C)                              \
-    X(narrow,     floatX, Global, ALWAYS, N * C)            /* never two of these at once: */               \
+    X(narrow,     floatX, Global, ALWAYS, N * std::max(C, QC))          /* never two of these at once: */   \
     X(waiting,    floatX, Global, IN(narrow), N * C)        /* (B,T,C) a branch that a norm will add */     \
     X(counted,    floatX, Global, IN(narrow), N * C)        /* an evaluation's rows of lnf */               \
     X(dlnf,       floatX, Global, IN(narrow), N * C)                                                        \
     X(dln1,       floatX, Global, IN(narrow), N * C)                                                        \
-    X(datty,      floatX, Global, IN(narrow), N * C)                                                        \
+    X(datty,      floatX, Global, IN(narrow), N * QC)                                                       \
     X(dbranch_8,  uint8_t, Global, IN(narrow), fp8 * N * C)                                                 \
     X(narrow2,    floatX, Global, ALWAYS, parallel * N * C)                                                 \
     X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                            \
     X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                               \
-    X(wide,       floatX, Global, ALWAYS, trains * N * 4 * C)                                               \
-    X(dfch,       floatX, Global, IN(wide), trains * N * 4 * C)         /* (B,T,4C) */                      \
-    X(dqkv,       floatX, Global, IN(wide), trains * N * 3 * C)         /* (B,T,3,NH,HS) */                 \
+    X(wide,       floatX, Global, ALWAYS, trains * N * std::max(F, QKVC))                                   \
+    X(dfch,       floatX, Global, IN(wide), trains * N * 4 * C * gelu)  /* (B,T,4C); else it is fch */      \
+    X(dact,       floatX, Global, IN(wide), trains * N * F * (1 - gelu))        /* (B,T,F) */               \
+    X(dqkv,       floatX, Global, IN(wide), trains * N * QKVC)          /* (B,T,NH+2*NKV,HS) */             \
     X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                   \
     X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                   \
     X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                            \
@@ -229,15 +236,29 @@ struct Acts {
 };
 static_assert(sizeof(Acts) == NUM_ACTS * sizeof(void*), "act_views addresses the fields by row");
 
+// Columns of q, of qkv, of what the MLP's first linear layer gives, and of what its second one takes.
+struct Widths { size_t QC, QKVC, FCC, F; };
+static Widths model_widths(const Config& c) {
+    const Config::Shape s = c.shape();
+    const size_t HS = s.HS, F = s.F;
+    return {c.NH * HS, (c.NH + 2 * s.NKV) * HS, s.mlp == Mlp::SwiGlu ? 2 * F : F, F};
+}
+
 // The rows of the tables as numbers.
 static std::vector<ParamSpec> param_table(const Config& c) {
-    const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT;
+    const Config::Shape s = c.shape();
+    const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, HS = s.HS;
+    const auto [QC, QKVC, FCC, F] = model_widths(c);
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
-    const Parts NONE = {}, WHOLE = {{"", 0}}, QKV = {{"q", C}, {"k", C}, {"v", C}};
+    const size_t learned = !c.is_llama(), added = !c.is_llama(), qk_norm = s.qk_norm, untied = !s.tied;
+    const Parts NONE = {}, WHOLE = {{"", 0}}, QKV = {{"q", QC}, {"k", s.NKV * HS}, {"v", s.NKV * HS}};
+    const Parts FC = s.mlp == Mlp::SwiGlu ? Parts{{"gate", F}, {"up", F}} : WHOLE;
+    const Init Zero = Init::Zero, One = Init::One, Normal = Init::Normal;
+    const Init Projection = c.is_llama() ? Init::Zero : Init::Residual;
     std::vector<ParamSpec> specs;
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, parts_, id_, hf_)                         \
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
-    specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, Init::init_, Kind::kind_, \
+    specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, init_, Kind::kind_,       \
                                live_, parts_, id_, hf_, c.L));
     GPT2_PARAMS(X)
 #undef X
@@ -265,6 +286,8 @@ struct Options : ModelSettings {
 // Fills specs, for a pass over (B,T), and returns where the activations end if they begin at `offset`.
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Options& o, size_t offset = 0) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
+    const auto [QC, QKVC, FCC, F] = model_widths(c);
+    const size_t NKV = c.shape().NKV, qk_norm = c.shape().qk_norm, gelu = !c.is_llama();
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
     const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
     const size_t fp8 = o.fp8, fp8_head = o.fp8_head;
@@ -438,6 +461,7 @@ static void encoder_backward(const EncoderBackward& a, Stream stream) {
             a.dwte, a.scratch, a.buckets.splits, C);
     }
     const int rows = a.dwpe.acc == Accumulate::Yes ? T : maxT;
+    if (!a.dwpe.data) { return; }
     encoder_backward_wpe_kernel<<<dim3(rows, slabs), threads, 0, stream>>>(a.dwpe, a.dout, B, T, C);
 }
 
@@ -3827,12 +3851,13 @@ static void decode_matmul(const DecodeMatmul& a, Stream stream) {
 
 // A block a position, for all rows.
 __global__ void cache_store_kernel(CacheStore a) {
-    const size_t t = blockIdx.x;
-    for (int c = threadIdx.x; c < a.C; c += blockDim.x) {
-        const floatX k = a.qkv[(t * 3 + 1) * a.C + c], v = a.qkv[(t * 3 + 2) * a.C + c];
+    const size_t t = blockIdx.x, C = (size_t)a.NKV * a.HS;
+    const floatX* keys = a.qkv + (t * (a.NH + 2 * a.NKV) + a.NH) * a.HS;        // then values
+    for (int c = threadIdx.x; c < C; c += blockDim.x) {
+        const floatX k = keys[c], v = keys[C + c];
         for (int n = 0; n < a.rows; n++) {
-            a.keys[((size_t)n * a.T + t) * a.C + c] = k;
-            a.values[((size_t)n * a.T + t) * a.C + c] = v;
+            a.keys[((size_t)n * a.T + t) * C + c] = k;
+            a.values[((size_t)n * a.T + t) * C + c] = v;
         }
     }
 }
@@ -3855,9 +3880,11 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     __shared__ float outs[kDecodeSplits][kElements * kWarp];
     const int HS = a.HS, h = blockIdx.x, n = blockIdx.y, warp = threadIdx.x / kWarp;
     const int lane = threadIdx.x % kWarp, t = a.positions[n];           // set in the step before
-    const size_t C = (size_t)a.NH * HS, head = (size_t)h * HS;
-    const floatX* qkv = a.qkv + n * 3 * C + head;                       // (3,NH,HS)
-    floatX *keys = a.keys + (size_t)n * a.T * C + head, *values = a.values + (size_t)n * a.T * C + head;
+    const int kv = h / (a.NH / a.NKV);                                  // its head of keys and values
+    const size_t C = (size_t)a.NKV * HS, head = (size_t)n * a.T * C + (size_t)kv * HS;
+    const floatX* q = a.qkv + ((size_t)n * (a.NH + 2 * a.NKV) + h) * HS;
+    const floatX *new_key = q + (size_t)(a.NH + kv - h) * HS, *new_value = new_key + C;
+    floatX *keys = a.keys + head, *values = a.values + head;
     const float scale = kLog2e / sqrtf((float)HS);
 
     // 1. While the kernel before runs: the keys and values so far.
@@ -3870,10 +3897,10 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     }
     await_last_kernel();
 
-    // 2. The new position joins them.
+    // 2. The new position joins them. Heads that share keys store the same.
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
-        keys[t * C + i] = qkv[C + i];
-        values[t * C + i] = qkv[2 * C + i];
+        keys[t * C + i] = new_key[i];
+        values[t * C + i] = new_value[i];
     }
     __syncthreads();
 
@@ -3881,9 +3908,9 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     auto element = [=](const floatX* row, int j) {
         return lane + j * kWarp < HS ? (float)row[lane + j * kWarp] : 0.0f;
     };
-    float q[kElements], out[kElements] = {}, max = -FLT_MAX, sum = 0.0f;
+    float query[kElements], out[kElements] = {}, max = -FLT_MAX, sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kElements; j++) { q[j] = element(qkv, j); }
+    for (int j = 0; j < kElements; j++) { query[j] = element(q, j); }
     for (int first = warp * kDecodeAtOnce; first <= t; first += kDecodeSplits * kDecodeAtOnce) {
         float scores[kDecodeAtOnce], v[kDecodeAtOnce][kElements], new_max = max;
 #pragma unroll
@@ -3893,7 +3920,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
 #pragma unroll
             for (int j = 0; j < kElements; j++) {
                 v[b][j] = element(values + at, j);
-                dot = fmaf(q[j], element(keys + at, j), dot);
+                dot = fmaf(query[j], element(keys + at, j), dot);
             }
             scores[b] = warp_sum(dot) * scale;
             if (first + b > t) { scores[b] = -INFINITY; }
@@ -3926,14 +3953,14 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
             total = fmaf(factor, parts[w].y, total);
             x = fmaf(factor, outs[w][i], x);
         }
-        a.out[n * C + head + i] = (floatX)(x / total);
+        a.out[((size_t)n * a.NH + h) * HS + i] = (floatX)(x / total);
     }
 }
 
 static void decode_attention(const DecodeAttention& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
-    die_if(attention_error(a.NH, a.NH, a.HS));
+    die_if(attention_error(a.NH, a.NKV, a.HS));
     auto kernel = a.HS <= 4 * kWarp ? decode_attention_kernel<4>
                                     : decode_attention_kernel<kPlainMaxHeadSize / kWarp>;
     decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
@@ -4384,6 +4411,7 @@ struct GPT2 {
     Fp8 fp8;
     MuonShare muon;
     DeviceState* state;
+    float* rotation;            // (maxT,2,HS/2) of rotary positions
     Stream stream;
     Graph micro_graphs[2][2];   // of micro-steps: those that add to gradients; those with a split token
     uint32_t step;              // updates done: a key of stochastic rounding and dropout
@@ -4411,7 +4439,8 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     size_t bytes = std::max({encoder_backward_scratch_bytes(B, T, c.C),
                              norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6),
                              bias_backward_scratch_bytes(N, 3 * c.C), gelu_backward_scratch_bytes(N, 4 * c.C),
-                             attention_backward_scratch_bytes(B, T, c.NH)});
+                             attention_backward_scratch_bytes(B, T, c.NH),
+                             rotate_backward_scratch_bytes(c.shape().HS)});
     if (options.fp8) { bytes = std::max(bytes, fp8_cast_scratch_bytes(N, 4 * c.C)); }
     if (options.grads_bf16) {                   // a weight gradient in fp32, behind that of wte
         const std::vector<ParamSpec> specs = param_table(c);
@@ -4441,6 +4470,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("inputs", &model->feed.inputs.tokens, inputs_layout(nullptr, model->B, model->T).bytes,
           Memory::Plain);
     visit("state", &model->state, sizeof(DeviceState), Memory::Plain);
+    visit("rotation", &model->rotation,
+          c.is_llama() ? rotation_table_size(c.maxT, c.llama.HS) * sizeof(float) : 0, Memory::Plain);
     if (!o.trains) { return; }
 
     // At stage 2, micro-steps that the ranks do at one time are summed at once. If the number of ranks is a
@@ -4597,13 +4628,19 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     feed_init(&model->feed, B, T);
     exchange_init(&model->exchange, model->layout, options.split.rank);
     optimizer_init(model);
+    if (model->rotation) {
+        std::vector<float> table(rotation_table_size(config.maxT, config.llama.HS));
+        rotation_table(table.data(), config.maxT, config.llama.HS, config.llama.theta);
+        copy_to_device(model->rotation, table.data(), table.size() * sizeof(float), model->stream);
+        stream_sync(model->stream);
+    }
     gemm_init(model->acts.workspace, gemm_workspace_bytes(), options.tf32);
     select_kernels(options.kernels == Kernels::Portable, options.tf32);
-    if (options.kernels == Kernels::Sm90 && !attention_uses_sm90(config.C / config.NH)) {
+    const int HS = config.shape().HS;
+    if (options.kernels == Kernels::Sm90 && !attention_uses_sm90(HS)) {
         die("--kernels sm90: no Hopper kernel serves head size %d here\n"
-            "hint: they need an H100 or H200, a 16-bit build for sm_90a and head size 64; --kernels auto "
-            "takes what fits",
-            config.C / config.NH);
+            "hint: they need an H100 or H200, a 16-bit build for sm_90a and a head size of 48, 64, 80, 96, "
+            "112 or 128; --kernels auto takes what fits", HS);
     }
 }
 
@@ -4880,6 +4917,7 @@ struct Operand {
 struct Linear { Operand weight; const floatX* bias; int C, OC; Grad dweight, dbias; };
 struct Norm { const float *weight, *bias; float *mean, *rstd; Grad dweight, dbias; };
 struct Attention { float* lse; floatX *keys, *values; };       // keys, values: of the cache, or null
+struct Rotation { float* rstd; const float *q_weight, *k_weight; Grad dq_weight, dk_weight; };     // QK-norm's
 
 // The residual stream at one point: a sum, and the branches that the last addition added to it. A branch ends
 // with a linear layer. norm_backward computes the gradient of the sum, and with it dout and dbias of these
@@ -4890,20 +4928,21 @@ struct Sum { floatX* data; int branches; Branch added[2]; };
 
 struct Layer {
     Sum x, x_mid, x_out;                // before the layer, after its first branch, after the layer
-    Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,4C) = gelu(fch)
-    floatX *qkv, *fch;                  // (B,T,3,NH,HS) (B,T,4C)
+    Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,F) = gelu(fch), swiglu(fch) or relu2(fch)
+    floatX *qkv, *fch;                  // (B,T,NH+2*NKV,HS) (B,T,F), of SwiGLU (B,T,2F)
     Attention att;
+    Rotation rotation;
     Norm w_ln1, w_ln2;
     Linear w_qkv, w_attproj, w_fc, w_fcproj;
-    Operand dfch, dqkv;                 // (B,T,4C) (B,T,3,NH,HS)
-    floatX *dln1, *dln2, *datty;        // (B,T,C)
+    Operand dfch, dqkv;                 // as fch and qkv
+    floatX *dln1, *dln2, *datty, *dact; // (B,T,C), datty (B,T,NH,HS), dact (B,T,F)
 };
 
 struct Head {
     Sum x;                              // (B,T,C) after the last layer
     Operand lnf;                        // (B,T,C)
     Norm w_lnf;
-    Linear w;                           // wte
+    Linear w;                           // wte, or headw
     floatX* logits;                     // (B,T,Vp), then their gradient
     float* losses;                      // (B,T)
     Operand dlogits;
@@ -5003,7 +5042,8 @@ struct Pass {
         const int head = 4 * config().L;
         return {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
                 norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
-                linear_of(PARAM_wte, NUM_PARAMS, 0, head), a.logits, a.losses,
+                linear_of(exists(PARAM_headw) ? PARAM_headw : PARAM_wte, NUM_PARAMS, 0, head), a.logits,
+                a.losses,
                 operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
     }
     Layer layer_of(int l) const {
@@ -5029,7 +5069,12 @@ struct Pass {
         y.w_fcproj = linear_of(PARAM_fcprojw, PARAM_fcprojb, l, first + kFcProj);
         y.dfch = operand(a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
         y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
-        y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty;
+        y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty, y.dact = a.dact;
+        if (config().is_llama()) {
+            y.rotation = {a.qk_rstd, param<float>(PARAM_qnw, l), param<float>(PARAM_knw, l),
+                          grad(PARAM_qnw, l), grad(PARAM_knw, l)};
+            y.dfch = {.data = a.fch};
+        }
         return y;
     }
 
@@ -5081,7 +5126,9 @@ struct Forward : Pass {
         : Pass(pass), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
 
     // Parameters of a bucket may still be on their way from other ranks.
-    virtual void await(int bucket) { gpt2_await_params(model, bucket); }
+    virtual void await(int bucket) {
+        if (model->layout.has(bucket)) { gpt2_await_params(model, bucket); }
+    }
 
     // x = token plus position embedding
     void embed(const Sum& x) {
@@ -5139,15 +5186,32 @@ struct Forward : Pass {
         waiting.branch[waiting.count++] = branch;
     }
 
+    // In place: q and k of qkv, each head normalised if the model has QK-norm, and rotated by its position
+    virtual void rotate(floatX* qkv, const Rotation& r) {
+        const Config::Shape s = config().shape();
+        rotate_forward_inplace({.qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr, .q_weight = r.q_weight,
+                                .k_weight = r.k_weight, .table = model->rotation, .positions = positions,
+                                .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS, .eps = s.eps},
+                               stream());
+    }
+
     // out = causal self-attention of qkv
     virtual void attention(floatX* out, const floatX* qkv, const Attention& att) {
-        const int C = config().C, NH = config().NH;
+        const Config::Shape s = config().shape();
         if (cache) {
             cache_store({.keys = att.keys, .values = att.values, .qkv = qkv, .rows = cache->texts,
-                         .count = cache->count, .T = model->T, .C = C}, stream());
+                         .count = cache->count, .T = model->T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS},
+                        stream());
         }
-        attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = NH, .NKV = NH,
-                           .HS = C / NH}, stream());
+        attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = config().NH,
+                           .NKV = s.NKV, .HS = s.HS}, stream());
+    }
+
+    // out = swiglu(fch) or relu2(fch)
+    virtual void activate(const Operand& out, const floatX* fch) {
+        const Config::Shape s = config().shape();
+        if (s.mlp == Mlp::SwiGlu) { swiglu_forward({fresh(out.data), fch, N(), s.F}, stream()); }
+        else { relu2_forward({fresh(out.data), fch, (size_t)N() * s.F}, stream()); }
     }
 
     // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
@@ -5190,8 +5254,23 @@ static void parallel_layer(Forward& e, int l) {
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);
 }
 
+// The modern block (Touvron and others, "LLaMA", 2023; QK-norm: Qwen3, 2025): as GPT-2's, with rotary positions
+static void llama_layer(Forward& e, int l) {
+    const Layer a = e.layer_of(l);
+    e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
+    e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,NH+2*NKV,HS)
+    e.rotate(a.qkv, a.rotation);
+    e.attention(a.atty.data, a.qkv, a.att);                 // (B,T,NH,HS)
+    e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
+    e.norm(a.ln2, a.x_mid, a.w_ln2);                        // (B,T,C)
+    e.linear(a.fch, a.ln2, a.w_fc);                         // (B,T,2F): gate, up
+    e.activate(a.act, a.fch);                               // (B,T,F)
+    e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);      // (B,T,C)
+}
+
 static void model_layer(Forward& e, int l) {
-    if (e.config().block == Block::Sequential) { gpt2_layer(e, l); }
+    if (e.config().is_llama()) { llama_layer(e, l); }
+    else if (e.config().block == Block::Sequential) { gpt2_layer(e, l); }
     else { parallel_layer(e, l); }
 }
 
@@ -5199,7 +5278,7 @@ static void model_layer(Forward& e, int l) {
 // All activations up to lnf, from the inputs on the device.
 static void gpt2_forward(Forward& e) {
     const Layout& layout = e.model->layout;
-    for (int bucket : {layout.embedding(), layout.biases(), layout.norms()}) { e.await(bucket); }
+    for (int bucket : {layout.embedding(), layout.biases(), layout.norms(), layout.head()}) { e.await(bucket); }
     e.embed(e.after_layer(-1));
     for (int l = 0; l < e.config().L; l++) {
         e.await(layout.layer(l));
@@ -5310,20 +5389,39 @@ struct Backward : Pass {
     // dqkv from datty, and its column sums, the gradient of the bias of qkv
     void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
                             const Attention& att, const Grad& dbias) {
-        const int C = config().C, NH = config().NH;
+        const Config::Shape s = config().shape();
+        const int OC = (config().NH + 2 * s.NKV) * s.HS;
         AttentionBackward a = {.dqkv = dqkv.data, .scratch = scratch, .dout = datty, .out = atty, .qkv = qkv,
-                               .lse = att.lse, .B = B, .T = T, .NH = NH, .NKV = NH, .HS = C / NH};
+                               .lse = att.lse, .B = B, .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS};
         fresh(dqkv.data);
         if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
         ::attention_backward(a, stream());
         if (dqkv.bytes) {
-            return fp8_transpose({.out = dqkv.bytes_t, .inp = dqkv.bytes, .N = N(), .C = 3 * C,
+            return fp8_transpose({.out = dqkv.bytes_t, .inp = dqkv.bytes, .N = N(), .C = OC,
                                   .dbias = dbias, .scratch = scratch, .tensor = dqkv.tensor, .of_qkv = true},
                                  stream());
         }
-        bias_backward({.dbias = dbias, .scratch = scratch, .dout = dqkv.data, .N = N(), .OC = 3 * C,
-                       .of_qkv = true}, stream());
-        cast(dqkv, 3 * C);
+        if (dbias.data) {
+            bias_backward({.dbias = dbias, .scratch = scratch, .dout = dqkv.data, .N = N(), .OC = OC,
+                           .of_qkv = true}, stream());
+        }
+        cast(dqkv, OC);
+    }
+
+    // In place: gradients of the rotated q and k become those of q and k as the linear layer gave them
+    void rotate_backward(floatX* dqkv, const floatX* qkv, const Rotation& r) {
+        const Config::Shape s = config().shape();
+        rotate_backward_inplace({.dqkv = dqkv, .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
+                                 .scratch = scratch, .qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr,
+                                 .q_weight = r.q_weight, .k_weight = r.k_weight, .table = model->rotation,
+                                 .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS}, stream());
+    }
+
+    // dfch, in the memory of fch, from dact
+    void activate_backward(floatX* fch, const floatX* dact) {
+        const Config::Shape s = config().shape();
+        if (s.mlp == Mlp::SwiGlu) { swiglu_backward({fch, dact, fch, N(), s.F}, stream()); }
+        else { relu2_backward({fch, dact, fch, (size_t)N() * s.F}, stream()); }
     }
 
     // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
@@ -5380,6 +5478,19 @@ static void parallel_layer_backward(Backward& e, int l) {
     else { e.norm_backward(a.dln1, a.x, a.w_ln1, a.dln2, a.w_ln2); }
 }
 
+static void llama_layer_backward(Backward& e, int l) {
+    const Layer a = e.layer_of(l);
+    e.linear_backward(a.dact, a.x_out.added[0].dout, a.act, a.w_fcproj);
+    e.activate_backward(a.fch, a.dact);
+    e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
+    e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
+    e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
+    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, {});
+    e.rotate_backward(a.dqkv.data, a.qkv, a.rotation);
+    e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
+    e.norm_backward(a.dln1, a.x, a.w_ln1);
+}
+
 // The engine that recomputes norms and GELU by the forward's pages, where -r has not kept them. Where FP8 has
 // kept their bytes, the backward needs nothing else.
 struct Recompute : Forward {
@@ -5394,7 +5505,11 @@ struct Recompute : Forward {
     }
     void linear(floatX*, const Operand&, const Linear&, const floatX*) override {}
     void linear_add(const Sum&, const Sum&, const Operand&, const Linear&) override {}
+    void rotate(floatX*, const Rotation&) override {}
     void attention(floatX*, const floatX*, const Attention&) override {}
+    void activate(const Operand& out, const floatX* fch) override {
+        if (lacks(out)) { Forward::activate(out, fch); }
+    }
 };
 
 // ---- backward ----
@@ -5408,29 +5523,36 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
     // parts are summed in fp32, at the start of scratch; other ops use the rest.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    const Grad dwte = head.w.dweight;
+    const bool tied = c.shape().tied;
+    Grad dwte = e.grad(PARAM_wte, 0), sum = dwte;
     if (grads_bf16) {
-        head.w.dweight = {e.scratch, Accumulate::No};
+        sum = {e.scratch, Accumulate::No};
         e.scratch += wte_elems;
     }
+    if (tied) { head.w.dweight = sum; }
     e.transpose(head.dlogits, head.w.OC);
     e.linear_backward(head.dlnf, head.dlogits, head.lnf, head.w);
+    if (!tied) {
+        gpt2_bucket_complete(model, layout.head(), micro);
+        if (sum.acc == Accumulate::No) { device_zero(sum.data, wte_elems * sizeof(float), e.stream()); }
+    }
     e.norm_backward(head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
     Recompute recompute(e);                     // the same pass
     for (int l = c.L - 1; l >= 0; l--) {
         model_layer(recompute, l);
         e.begin_layer(l);
-        if (c.block == Block::Sequential) { gpt2_layer_backward(e, l); }
+        if (c.is_llama()) { llama_layer_backward(e, l); }
+        else if (c.block == Block::Sequential) { gpt2_layer_backward(e, l); }
         else { parallel_layer_backward(e, l); }
     }
 
     gpt2_bucket_complete(model, layout.norms(), micro);
-    gpt2_bucket_complete(model, layout.biases(), micro);
-    head.w.dweight.acc = Accumulate::Yes;
-    encoder_backward({.dwte = head.w.dweight, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
+    if (layout.has(layout.biases())) { gpt2_bucket_complete(model, layout.biases(), micro); }
+    sum.acc = Accumulate::Yes;
+    encoder_backward({.dwte = sum, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
                       .dout = e.after_layer(-1).added[0].dout.data, .buckets = model->feed.buckets,
                       .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
-    if (grads_bf16) { grad_accumulate({dwte, head.w.dweight.data, wte_elems}, e.stream()); }
+    if (grads_bf16) { grad_accumulate({dwte, sum.data, wte_elems}, e.stream()); }
     gpt2_bucket_complete(model, layout.embedding(), micro);
     e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);        // layer 0's qkv
     gpt2_bucket_complete(model, layout.layer(0), micro);
@@ -5749,7 +5871,7 @@ static Decoder decoder_layout(char* base, const Config& c, int T, int rows) {
     const size_t text_end = act_specs(d.text_specs, c, 1, T, forward);
     const size_t step_end = act_specs(d.step_specs, c, rows, 1, forward, text_end);
     Places p = {(uintptr_t)base, (uintptr_t)base + step_end};
-    d.cache.layer_stride = (size_t)rows * T * c.C;
+    d.cache.layer_stride = (size_t)rows * T * c.shape().NKV * c.shape().HS;
     p.take(&d.cache.keys, c.L * d.cache.layer_stride), p.take(&d.cache.values, c.L * d.cache.layer_stride);
     p.take(&d.tokens, rows), p.take(&d.positions, rows), p.take(&d.draws, rows), p.take(&d.ids, rows);
     d.bytes = rows > 0 ? p.bytes() : 0;
@@ -5783,7 +5905,8 @@ static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, i
     if (count == 0) { return; }
     std::vector<int> tokens(text.begin(), text.end() - 1);
     tokens.resize(T, 0);
-    const size_t at = (size_t)row * model->T * model->config.C;
+    const Config::Shape s = model->config.shape();
+    const size_t at = (size_t)row * model->T * s.NKV * s.HS;
     const Cache cache = {d->cache.keys + at, d->cache.values + at, d->cache.layer_stride, rows, count};
     gpt2_feed(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
     Forward e({.model = model, .B = 1, .T = T, .act_specs = d->text_specs, .cache = &cache});
@@ -5835,10 +5958,10 @@ struct Decoding : Forward {
                        .gelu = true, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
     void attention(floatX* out, const floatX* qkv, const Attention& att) override {
-        const int C = config().C, NH = config().NH;
+        const Config::Shape s = config().shape();
         decode_attention({.out = out, .keys = att.keys, .values = att.values, .qkv = qkv,
-                          .positions = d->positions, .N = N(), .T = model->T, .NH = NH, .HS = C / NH},
-                         stream());
+                          .positions = d->positions, .N = N(), .T = model->T, .NH = config().NH,
+                          .NKV = s.NKV, .HS = s.HS}, stream());
     }
 };
 
@@ -6092,7 +6215,7 @@ static void take_device(Training* t, const Config& config, Options* options) {
         lanes_lowered_print(options->lanes * comm.world);
     }
     gpt2_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
-    die_if(attention_error(config.NH, config.NH, config.C / config.NH));
+    die_if(attention_error(config.NH, config.shape().NKV, config.shape().HS));
     if (options->fp8) { die_if(fp8_error()); }
 }
 
@@ -6115,7 +6238,7 @@ static void print_model(const GPT2& model) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
-    printf("kernels: attention %s, GELU %s\n", attention_form(c.C / c.NH), gelu_form(c.C));
+    printf("kernels: attention %s, GELU %s\n", attention_form(c.shape().HS), gelu_form(c.C));
 }
 
 // Allocates the model. Its parameters are a checkpoint's, a model file's, or random.

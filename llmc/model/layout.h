@@ -17,7 +17,6 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 #include <stdint.h>     // gives: uintptr_t
 
 #include <algorithm>    // gives: std::max
-#include <array>        // gives: std::array
 #include <vector>       // gives: std::vector
 
 #include "../numbers.h"         // gives: round_up, ceil_div
@@ -26,7 +25,7 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 // Every tensor, and every layer's part of one, begins at a multiple of these bytes, as from cudaMalloc. The
 // kernels' vectors need 16 bytes, but cuBLASLt's choice of algorithms depends on the alignment.
 constexpr size_t kAlign = 256;
-enum class Where { Global, Block };             // one tensor, or one per layer
+enum class Where { Global, Block, Head };       // one tensor, or one per layer; Head: of an untied LM head
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
 // Matrix: two dimensions, and weight decay. Norm: fp32 in every build.
 enum class Kind { Matrix, Bias, Norm };
@@ -78,7 +77,7 @@ struct Places {
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
                                    Init init, Kind kind, size_t live_rows, Parts parts,
                                    uint32_t id, const char* hf, int L) {
-    assert(parts.empty() == (where == Where::Global || kind != Kind::Matrix));
+    assert(parts.empty() == (where != Where::Block || kind != Kind::Matrix));
     if (parts.size() == 1) { parts[0].rows = rows; }
     const size_t elems = rows * cols;
     const size_t padded = round_up(elems, kAlign / 2);  // whole kAlign bytes for 2-byte elements, too
@@ -130,7 +129,7 @@ static inline void param_offsets(std::vector<ParamSpec>* specs, int L) {
             if (s.kind != kind) { continue; }
             if (s.where == Where::Block) {
                 s.stride = kind == Kind::Matrix ? 0 : layer;
-            } else {
+            } else if (s.where == Where::Global) {
                 s.offset = behind;
                 behind += s.padded;
             }
@@ -141,7 +140,7 @@ static inline void param_offsets(std::vector<ParamSpec>* specs, int L) {
 // Files hold a tensor's layers together. Memory holds tensors in buckets; each is reduced, updated and
 // gathered at once. The tensors of a bucket are of one kind, so its parameters have one type, and so have its
 // gradients. The buckets are, in this order,
-//     wte and wpe | matrices of layer 0 | of layer 1 | ... | all biases, by layers | all norms, by layers
+//     wte and wpe | matrices of layer 0 | of layer 1 | ... | all biases, by layers | all norms, by layers | head
 // Each bucket is padded with zeros and cut into `world` equal shards of whole chunks.
 struct Bucket {
     Kind kind;
@@ -178,12 +177,21 @@ struct Layout {
     int layer(int l) const { return 1 + l; }
     int biases() const { return 1 + L; }
     int norms() const { return 2 + L; }
+    int head() const { return 3 + L; }      // of an untied LM head
     int bucket_of(Kind kind, Where where, int l) const {
+        if (where == Where::Head) { return head(); }
         if (kind == Kind::Matrix) { return where == Where::Global ? embedding() : layer(l); }
         return kind == Kind::Bias ? biases() : norms();
     }
     // As a forward needs the parameters. The layers' buckets follow each other and are updated together.
-    std::array<int, 4> update_order() const { return {norms(), biases(), embedding(), layer(0)}; }
+    std::vector<int> update_order() const {
+        std::vector<int> order;
+        for (int bucket : {norms(), biases(), embedding(), layer(0), head()}) {
+            if (has(bucket)) { order.push_back(bucket); }
+        }
+        return order;
+    }
+    bool has(int bucket) const { return bucket < (int)buckets.size() && buckets[bucket].elems > 0; }
 };
 
 // grads_bf16: matrices have bf16 gradients. muon: Muon updates the layers' matrices.
@@ -191,7 +199,9 @@ static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, co
                                   bool grads_bf16, bool muon) {
     Layout layout = {};
     layout.L = L;
-    layout.buckets.resize(L + 3);
+    bool has_head = false;
+    for (const ParamSpec& s : specs) { has_head = has_head || (s.where == Where::Head && s.copies > 0); }
+    layout.buckets.resize(L + 3 + has_head);
     for (const ParamSpec& s : specs) {
         layout.layer_matrices += s.where == Where::Block && s.kind == Kind::Matrix && s.copies > 0;
         for (int l = 0; l < s.copies; l++) {

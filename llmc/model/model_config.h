@@ -13,13 +13,31 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
 #include "../ops/op_types.h"    // gives: NormKind
 
 enum class Block { Sequential, Parallel, ParallelTied };        // see gpt2_layer
+enum class Family { Gpt2, Llama };              // Llama: llama_layer
+enum class Mlp { Gelu, SwiGlu, Relu2 };
 struct Config {
-    int maxT;           // longest sequence: rows of wpe
+    int maxT;           // longest sequence: GPT-2's rows of wpe
     int V, Vp;          // vocabulary, and padded: padded_vocab(V), or as a file has it
     int L, NH, C;
     Block block = Block::Sequential;
     NormKind norm = NormKind::Layer;
-    bool is_gpt2() const { return block == Block::Sequential && norm == NormKind::Layer; }
+    Family family = Family::Gpt2;
+    // What GPT-2 fixes, and Llama's family chooses
+    struct Shape {
+        int NKV, HS, F;                 // heads of keys and values, a head's size, the MLP's width
+        Mlp mlp = Mlp::Gelu;
+        bool qk_norm = false;           // an RMSNorm of each head of q and k
+        bool norm_weights = true;       // RMSNorms have weights
+        bool embed_norm = false;        // an RMSNorm without weights behind the embedding
+        bool tied = true;               // the LM head's weight is wte
+        float theta = 0.0f;             // of the rotary positions; 0: learned positions
+        float eps = 1e-5f;              // of the norms
+        float softcap = 0.0f;           // logits become softcap * tanh(logits / softcap); 0: they stay
+    } llama = {};
+
+    bool is_llama() const { return family == Family::Llama; }
+    bool is_gpt2() const { return !is_llama() && block == Block::Sequential && norm == NormKind::Layer; }
+    Shape shape() const { return is_llama() ? llama : Shape{NH, C / NH, 4 * C}; }
 };
 // A multiple of 128, so that the LM head's GEMM has whole tiles.
 static inline int padded_vocab(int V) { return (int)round_up<int64_t>(V, 128); }
@@ -32,7 +50,7 @@ static inline std::string config_error(const Config& c) {
         return format("T=%d V=%d L=%d NH=%d C=%d: each must be at least 1, V at least 2", c.maxT, c.V, c.L,
                       c.NH, c.C);
     }
-    if (c.C % c.NH != 0) {
+    if (!c.is_llama() && c.C % c.NH != 0) {
         return format("C=%d is not a multiple of NH=%d (C = heads x head size)", c.C, c.NH);
     }
     if (c.C % 8 != 0) {
@@ -45,6 +63,19 @@ static inline std::string config_error(const Config& c) {
     if ((int)c.block < 0 || c.block > Block::ParallelTied || (int)c.norm < 0 || c.norm > NormKind::Rms) {
         return format("block %d or norm %d is not known", (int)c.block, (int)c.norm);
     }
+    const Config::Shape s = c.shape();
+    if (c.is_llama() && (s.NKV < 1 || c.NH % s.NKV != 0 || s.HS < 16 || s.HS > 256 || s.HS % 16 != 0)) {
+        return format("NH=%d NKV=%d HS=%d: NH must be a multiple of NKV, and HS one of 16, 32, ... 256", c.NH,
+                      s.NKV, s.HS);
+    }
+    if (c.is_llama() && (s.F < 8 || s.F > (1 << 20) || s.F % 8 != 0 || c.NH > 4096)) {
+        return format("F=%d NH=%d: F must be a multiple of 8 and at most 2^20, NH at most 4096", s.F, c.NH);
+    }
+    if (c.is_llama() && (s.mlp == Mlp::Gelu || s.mlp > Mlp::Relu2 || !(s.theta > 0.0f) || !(s.eps > 0.0f) ||
+                         !(s.softcap >= 0.0f) || c.block != Block::Sequential || c.norm != NormKind::Rms)) {
+        return format("mlp %d, theta=%g, eps=%g, softcap=%g, block %d, norm %d: not of the llama family",
+                      (int)s.mlp, s.theta, s.eps, s.softcap, (int)c.block, (int)c.norm);
+    }
     if (c.L > 10000 || c.C > kMaxC || c.maxT > (1 << 24)) {
         return format("L=%d C=%d T=%d: at most 10000 layers, %d channels, 2^24 positions", c.L, c.C, c.maxT,
                       kMaxC);
@@ -52,54 +83,102 @@ static inline std::string config_error(const Config& c) {
     return "";
 }
 
+// Of family Llama: the descriptor that means this model, as descriptor_config reads it.
+static inline std::string llama_text(const Config& c) {
+    const Config::Shape& s = c.llama;
+    std::string text = format("llama:L%d,NH%d,NKV%d,HS%d,C%d,F%d,T%d,V%d", c.L, c.NH, s.NKV, s.HS, c.C, s.F,
+                              c.maxT, c.V);
+    if (s.mlp == Mlp::Relu2) { text += ",relu2"; }
+    if (s.qk_norm) { text += ",qk_norm"; }
+    if (!s.norm_weights) { text += ",no_norm_weights"; }
+    if (s.embed_norm) { text += ",embed_norm"; }
+    if (s.tied) { text += ",tied"; }
+    text += format(",theta=%.9g,eps=%.9g", s.theta, s.eps);
+    return s.softcap > 0.0f ? text + format(",softcap=%.9g", s.softcap) : text;
+}
+
+// Reads one part of a descriptor, such as L12 or theta=1e4; false: it is none, or has come before.
+static inline bool config_part(const char* text, const std::string& part, Config* c) {
+    Config::Shape& s = c->llama;
+    const size_t equals = part.find('=');
+    double number;
+    if (c->is_llama() && equals != std::string::npos && parse_double(part.substr(equals + 1), &number)) {
+        const std::string name = part.substr(0, equals);
+        float* value = name == "theta" ? &s.theta : name == "eps" ? &s.eps : name == "softcap" ? &s.softcap : nullptr;
+        if (value) { *value = (float)number; }
+        return value != nullptr;
+    }
+    struct { const char* name; bool* flag; bool value; } words[] = {
+        {"qk_norm", &s.qk_norm, true}, {"no_norm_weights", &s.norm_weights, false},
+        {"embed_norm", &s.embed_norm, true}, {"tied", &s.tied, true}};
+    for (const auto& word : words) {
+        if (c->is_llama() && part == word.name) { *word.flag = word.value; return true; }
+    }
+    if (c->is_llama() && part == "relu2") { s.mlp = Mlp::Relu2; return true; }
+    const size_t digits = std::min(part.find_first_of("-0123456789"), part.size());
+    const std::string letters = part.substr(0, digits);
+    struct { const char* letters; int* value; bool llama; } fields[] = {
+        {"L", &c->L, false}, {"NH", &c->NH, false}, {"C", &c->C, false}, {"T", &c->maxT, false},
+        {"V", &c->V, false}, {"NKV", &s.NKV, true}, {"HS", &s.HS, true}, {"F", &s.F, true}};
+    int64_t value;
+    for (const auto& field : fields) {
+        if (letters != field.letters || *field.value != 0 || (field.llama && !c->is_llama())) { continue; }
+        if (!parse_int(part.substr(digits), &value)) { return false; }
+        if (value < 1 || value > INT_MAX) {
+            die("-e '%.80s': %s is %.40s, and must be 1 to %d", text, field.letters,
+                part.substr(digits).c_str(), INT_MAX);
+        }
+        *field.value = (int)value;
+        return true;
+    }
+    return false;
+}
+
 // "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
+// Of family Llama: "m12", "qwen3:0.6B" and the like, or explicit, see llama_text.
 static inline Config descriptor_config(const char* text) {
-    // GPT-3: Brown et al. 2020, table 2.1. d6 and c384 are additions for experiments
-    static const struct { const char* name; int maxT, L, C, HS; } sizes[] = {
-        {"d6", 1024, 6, 384, 64},             {"d12", 1024, 12, 768, 64},
-        {"d24", 1024, 24, 1024, 64},          {"d36", 1024, 36, 1280, 64},
-        {"d48", 1024, 48, 1600, 64},          {"gpt3:c384", 2048, 6, 384, 64},
-        {"gpt3:c768", 2048, 12, 768, 64},     {"gpt3:c1024", 2048, 24, 1024, 64},
-        {"gpt3:c1536", 2048, 24, 1536, 96},   {"gpt3:c2048", 2048, 24, 2048, 128},
-        {"gpt3:c2560", 2048, 32, 2560, 80},   {"gpt3:c4096", 2048, 32, 4096, 128}};
+    // GPT-3: Brown et al. 2020, table 2.1. d6 and c384 are additions for experiments. m12 and m24: depth,
+    // C = 64 x depth, F = 8/3 C rounded up to 128. The others as on Hugging Face, with GPT-2's vocabulary.
+    static const struct { const char *name, *means; } sizes[] = {
+        {"d6", "L6,NH6,C384,T1024,V50257"},             {"d12", "L12,NH12,C768,T1024,V50257"},
+        {"d24", "L24,NH16,C1024,T1024,V50257"},         {"d36", "L36,NH20,C1280,T1024,V50257"},
+        {"d48", "L48,NH25,C1600,T1024,V50257"},         {"gpt3:c384", "L6,NH6,C384,T2048,V50257"},
+        {"gpt3:c768", "L12,NH12,C768,T2048,V50257"},    {"gpt3:c1024", "L24,NH16,C1024,T2048,V50257"},
+        {"gpt3:c1536", "L24,NH16,C1536,T2048,V50257"},  {"gpt3:c2048", "L24,NH16,C2048,T2048,V50257"},
+        {"gpt3:c2560", "L32,NH32,C2560,T2048,V50257"},  {"gpt3:c4096", "L32,NH32,C4096,T2048,V50257"},
+        {"m12", "llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257,qk_norm"},
+        {"m24", "llama:L24,NH12,NKV12,HS128,C1536,F4096,T1024,V50257,qk_norm"},
+        {"smollm2:135M", "llama:L30,NH9,NKV3,HS64,C576,F1536,T2048,V50257,tied,theta=1e5"},
+        {"smollm2:360M", "llama:L32,NH15,NKV5,HS64,C960,F2560,T2048,V50257,tied,theta=1e5"},
+        {"qwen3:0.6B", "llama:L28,NH16,NKV8,HS128,C1024,F3072,T2048,V50257,qk_norm,tied,theta=1e6,eps=1e-6"},
+        {"qwen3:1.7B", "llama:L28,NH16,NKV8,HS128,C2048,F6144,T2048,V50257,qk_norm,tied,theta=1e6,eps=1e-6"},
+        {"tinyllama:1.1B", "llama:L22,NH32,NKV4,HS64,C2048,F5632,T2048,V50257"}};
     const char* hint =
         "\nhint: -e takes a model_*.bin, d6 d12 d24 d36 d48, gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
-        "or L4,NH4,C128,T128,V256";
+        "m12 m24, smollm2:135M 360M, qwen3:0.6B 1.7B, tinyllama:1.1B, L4,NH4,C128,T128,V256, or "
+        "llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256";
+    std::string means = text;
+    for (const auto& size : sizes) { if (means == size.name) { means = size.means; break; } }
     Config c = {};
     int64_t key;
     const bool is_name = (text[0] == 'd' && parse_int(text + 1, &key)) ||
                          (strncmp(text, "gpt3:c", 6) == 0 && parse_int(text + 6, &key));
-    for (const auto& size : sizes) {
-        if (strcmp(text, size.name) != 0) { continue; }
-        c.maxT = size.maxT, c.V = 50257, c.L = size.L, c.NH = size.C / size.HS, c.C = size.C;
+    if (is_name && means == text) { die("-e '%.80s': there is no such size%s", text, hint); }
+    if (means.rfind("llama:", 0) == 0) {
+        c.family = Family::Llama, c.norm = NormKind::Rms;
+        c.llama = {}, c.llama.mlp = Mlp::SwiGlu, c.llama.tied = false, c.llama.theta = 10000.0f;
+        means = means.substr(6);
     }
-    if (!is_name) {
-        // letters in any order, each once
-        const char* end = text + strlen(text);
-        struct Field { const char* letters; int* value; };
-        const Field fields[] = {{"L", &c.L}, {"NH", &c.NH}, {"C", &c.C}, {"T", &c.maxT}, {"V", &c.V}};
-        size_t parts = 0, read = 0;
-        for (const char* begin = text; begin <= end; parts++) {
-            const char* comma = std::find(begin, end, ',');
-            const char* number = std::find_if(begin, comma, [](char c) { return strchr("-0123456789", c); });
-            int64_t value;
-            const bool whole = parse_int(std::string(number, comma), &value);
-            for (const Field& field : fields) {
-                if (!whole || std::string(begin, number) != field.letters || *field.value != 0) { continue; }
-                if (value < 1 || value > INT_MAX) {
-                    die("-e '%.80s': %s is %.40s, and must be 1 to %d", text, field.letters,
-                        std::string(number, comma).c_str(), INT_MAX);
-                }
-                *field.value = (int)value;
-                read++;
-            }
-            begin = comma + 1;
-        }
-        if (read != 5 || parts != 5) {
-            die("-e '%.80s' is neither a file nor a model descriptor%s", text, hint);
-        }
+    bool whole = true;
+    for (size_t begin = 0; begin <= means.size();) {
+        const size_t comma = std::min(means.find(',', begin), means.size());
+        whole = whole && config_part(text, means.substr(begin, comma - begin), &c);
+        begin = comma + 1;
     }
-    if (c.L == 0) { die("-e '%.80s': there is no such size%s", text, hint); }
+    const bool all = c.L && c.NH && c.C && c.maxT && c.V;
+    if (!whole || !all || (c.is_llama() && !(c.llama.NKV && c.llama.HS && c.llama.F))) {
+        die("-e '%.80s' is neither a file nor a model descriptor%s", text, hint);
+    }
     c.Vp = padded_vocab(c.V);
     std::string error = config_error(c);
     if (!error.empty()) { die("-e '%.80s': %s", text, error.c_str()); }
@@ -109,7 +188,8 @@ static inline Config descriptor_config(const char* text) {
 // A model's file is opened twice: for its config before memory is allocated, and for its weights.
 static inline void check_same_model(const Config& c, const Config& has, const char* path) {
     if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C ||
-        c.Vp != has.Vp || c.block != has.block || c.norm != has.norm) {
+        c.Vp != has.Vp || c.block != has.block || c.norm != has.norm || c.family != has.family ||
+        (c.is_llama() && llama_text(c) != llama_text(has))) {
         die("'%s' is another model than it was at the start", path);
     }
 }

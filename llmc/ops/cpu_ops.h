@@ -141,7 +141,7 @@ template <class Real> void encoder_backward_cpu(const EncoderBackwardOf<Real, Re
             for (int c = 0; c < C; c++) { store_grad(a.dwte, (size_t)split.x * C + c, sum[c]); }
         }
         #pragma omp for
-        for (int t = 0; t < maxT; t++) {
+        for (int t = 0; t < (a.dwpe.data ? maxT : 0); t++) {
             sum.assign(C, 0.0);
             for (int b = 0; b < (t < T ? B : 0); b++) {
                 const Real* dout_bt = a.dout + ((size_t)b * T + t) * C;
@@ -1036,18 +1036,24 @@ template <class Real> void decode_matmul_cpu(const DecodeMatmulOf<Real, Real>& a
 
 // keys[n,t] = k and values[n,t] = v of this position t; out = softmax(q.k[u]/sqrt(HS), u <= t) v[u], by heads
 template <class Real> void decode_attention_cpu(const DecodeAttentionOf<Real, Real>& a) {
-    const int NH = a.NH, HS = a.HS;
-    const size_t C = (size_t)NH * HS;
+    const int NH = a.NH, NKV = a.NKV, HS = a.HS;
+    const size_t C = (size_t)NKV * HS;
     const Real scale = (Real)(1.0 / sqrt((double)HS));
+    #pragma omp parallel for
+    for (int n = 0; n < a.N; n++) {
+        const int t = a.positions[n];
+        const Real *qkv = a.qkv + (size_t)n * (NH + 2 * NKV) * HS, *new_keys = qkv + (size_t)NH * HS;
+        memcpy(a.keys + ((size_t)n * a.T + t) * C, new_keys, C * sizeof(Real));
+        memcpy(a.values + ((size_t)n * a.T + t) * C, new_keys + C, C * sizeof(Real));
+    }
     #pragma omp parallel for collapse(2)
     for (int n = 0; n < a.N; n++) {
         for (int h = 0; h < NH; h++) {
             const int t = a.positions[n];
-            const Real* q = a.qkv + n * 3 * C + (size_t)h * HS;
-            Real *k = a.keys + (size_t)n * a.T * C + (size_t)h * HS, *out = a.out + n * C + (size_t)h * HS;
-            Real* v = a.values + (size_t)n * a.T * C + (size_t)h * HS;
-            memcpy(k + t * C, q + C, HS * sizeof(Real));
-            memcpy(v + t * C, q + 2 * C, HS * sizeof(Real));
+            const Real* q = a.qkv + ((size_t)n * (NH + 2 * NKV) + h) * HS;
+            const size_t head = (size_t)n * a.T * C + (size_t)(h / (NH / NKV)) * HS;
+            const Real *k = a.keys + head, *v = a.values + head;
+            Real* out = a.out + ((size_t)n * NH + h) * HS;
             std::vector<Real> p(t + 1);
             Real max = (Real)-INFINITY;
             for (int u = 0; u <= t; u++) {
@@ -1069,11 +1075,12 @@ template <class Real> void decode_attention_cpu(const DecodeAttentionOf<Real, Re
 
 // keys[n,t] = k[t] and values[n,t] = v[t] of qkv, for each row n and t < count
 template <class Real> void cache_store_cpu(const CacheStoreOf<Real, Real>& a) {
-    const size_t C = a.C;
+    const size_t C = (size_t)a.NKV * a.HS, Q = (size_t)a.NH * a.HS;
     for (int n = 0; n < a.rows; n++) {
         for (int t = 0; t < a.count; t++) {
-            memcpy(a.keys + ((size_t)n * a.T + t) * C, a.qkv + ((size_t)t * 3 + 1) * C, C * sizeof(Real));
-            memcpy(a.values + ((size_t)n * a.T + t) * C, a.qkv + ((size_t)t * 3 + 2) * C, C * sizeof(Real));
+            const Real* keys = a.qkv + t * (Q + 2 * C) + Q;
+            memcpy(a.keys + ((size_t)n * a.T + t) * C, keys, C * sizeof(Real));
+            memcpy(a.values + ((size_t)n * a.T + t) * C, keys + C, C * sizeof(Real));
         }
     }
 }

@@ -31,7 +31,7 @@ template <class X, class S> struct EncoderForwardOf {     // token plus position
     template <class F> void outputs(F gives) const { gives("out", out, B, T, C); }
 };
 template <class X, class S> struct EncoderBackwardOf {  // dwte is only added to: the LM head stored its part
-    GradOf<S> dwte, dwpe;               // (Vp,C) (maxT,C); stored, rows t >= T of dwpe are zero
+    GradOf<S> dwte, dwpe;               // (Vp,C), and (maxT,C) or null; stored, rows t >= T of dwpe are zero
     S* scratch;
     const X* dout;                      // (B,T,C)
     TokenBuckets buckets;
@@ -465,22 +465,22 @@ template <class X, class S> struct DecodeMatmulOf {       // out = inp weight^T 
     template <class F> void outputs(F gives) const { gives("out", out, N, OC); }
 };
 template <class X, class S> struct DecodeAttentionOf {    // of each row's query over its positions up to this
-    X* out;                             // (N,C)
-    X *keys, *values;                   // (N,T,C): those of this position are stored first
-    const X* qkv;                       // (N,3,NH,HS)
+    X* out;                             // (N,NH,HS)
+    X *keys, *values;                   // (N,T,NKV,HS): those of this position are stored first
+    const X* qkv;                       // (N,NH+2*NKV,HS)
     const int* positions;               // (N) below T
-    int N, T, NH, HS;
+    int N, T, NH, NKV, HS;
     template <class F> void outputs(F gives) const {
-        gives("out", out, N, NH, HS); gives("keys", keys, N, T, NH, HS);
-        gives("values", values, N, T, NH, HS);
+        gives("out", out, N, NH, HS); gives("keys", keys, N, T, NKV, HS);
+        gives("values", values, N, T, NKV, HS);
     }
 };
 template <class X, class S> struct CacheStoreOf {       // keys and values of a forward over `count` positions
-    X *keys, *values;                   // (rows,T,C): each row's first `count` positions, the same for all
-    const X* qkv;                       // (count,3,C)
-    int rows, count, T, C;
+    X *keys, *values;                   // (rows,T,NKV,HS): each row's first `count` positions, all alike
+    const X* qkv;                       // (count,NH+2*NKV,HS)
+    int rows, count, T, NH, NKV, HS;
     template <class F> void outputs(F gives) const {
-        gives("keys", keys, rows, T, C); gives("values", values, rows, T, C);
+        gives("keys", keys, rows, T, NKV, HS); gives("values", values, rows, T, NKV, HS);
     }
 };
 template <class X, class S> struct SampleTokensOf {       // sample_token() of each row

@@ -5,8 +5,7 @@ heads by. Computed in double and rounded once, so all builds have the same table
     std::vector<float> table(rotation_table_size(maxT, HS));
     rotation_table(table.data(), maxT, HS, 10000.0);        // then to the device, once
 */
-#ifndef LLMC_OPS_ROTATION_TABLE_H
-#define LLMC_OPS_ROTATION_TABLE_H
+#pragma once
 
 #include <math.h>       // gives: cos, sin, pow
 #include <stddef.h>     // gives: size_t
@@ -25,4 +24,3 @@ template <class S> static inline void rotation_table(S* table, int maxT, int HS,
     }
 }
 
-#endif  // LLMC_OPS_ROTATION_TABLE_H

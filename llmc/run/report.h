@@ -71,11 +71,12 @@ static inline void report_model(const Config& c, const std::vector<ParamSpec>& s
         decayed += s.kind == Kind::Matrix ? s.copies * s.live_rows * s.cols : 0;
         muons += s.parts.empty() ? 0 : s.copies * s.elems;
     }
-    printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V, all);
+    if (c.is_llama()) { printf("model: %s, %zu parameters\n", llama_text(c).c_str(), all); }
+    else { printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V, all); }
     if (details) {
         printf("%zu with weight decay, %zu without; wte padded to %d rows\n", decayed, all - decayed, c.Vp);
     }
-    if (!c.is_gpt2()) {
+    if (!c.is_llama() && !c.is_gpt2()) {
         printf("not GPT-2: block %s, norm %s\n", flags_split(BLOCK_NAMES, '|')[(int)c.block].c_str(),
                flags_split(NORM_NAMES, '|')[(int)c.norm].c_str());
     }

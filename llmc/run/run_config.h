@@ -523,12 +523,13 @@ static inline void variant_check(Config* c, bool is_descriptor) {
         {"block", (int)run.block, (int)c->block, BLOCK_NAMES},
         {"norm", (int)run.norm, (int)c->norm, NORM_NAMES}};
     for (const auto& k : kinds) {
-        if (is_descriptor || k.wanted == k.has || !run_given(k.flag)) { continue; }
+        const bool free = is_descriptor && !c->is_llama();
+        if (free || k.wanted == k.has || !run_given(k.flag)) { continue; }
         const std::vector<std::string> names = flags_split(k.names, '|');
         die("--%s %s: the model of -e %s has %s\nhint: leave --%s out, or start a new model with -e d12",
             k.flag, names[k.wanted].c_str(), run.model, names[k.has].c_str(), k.flag);
     }
-    if (is_descriptor) { c->block = run.block, c->norm = run.norm; }
+    if (is_descriptor && !c->is_llama()) { c->block = run.block, c->norm = run.norm; }
     settings.block = c->block, settings.norm = c->norm; // for the start-up table and run.json
 }
 
