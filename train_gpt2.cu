@@ -128,12 +128,12 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
 // autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
-// ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), a tied
-// block has no second norm (`second` is 0), and Llama's family neither wpe (`learned`) nor biases (`added`).
-// QC, QKVC and FCC: the columns of q, of qkv and of fch; F: of act. parts: a layer's matrix may be several, one below the
-// other, each with a name and a height; --optimizer muon updates them one by one. id: the key of the random
-// numbers that its first values are drawn with; it never changes, whatever tensors are added. hf: its name in
-// Hugging Face's files.
+// ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), a
+// tied block has no second norm (`second` is 0), and Llama's family neither wpe (`learned`) nor biases
+// (`added`). QC, QKVC and FCC: the columns of q, of qkv and of fch; F: those of act. parts: a layer's matrix
+// may be several, one below the other, each with a name and a height; --optimizer muon updates them one by
+// one. id: the key of the random numbers that its first values are drawn with; it never changes, whatever
+// tensors are added. hf: its name in Hugging Face's files of GPT-2.
 //    name      type    where   rows    cols    init        kind    live    parts  id  hf
 #define GPT2_PARAMS(X)                                                                                       \
     X(wte,      floatX, Global, Vp,     C,      Normal,     Matrix, V,      NONE,  0,  "wte.weight")         \
@@ -4917,7 +4917,7 @@ struct Operand {
 struct Linear { Operand weight; const floatX* bias; int C, OC; Grad dweight, dbias; };
 struct Norm { const float *weight, *bias; float *mean, *rstd; Grad dweight, dbias; };
 struct Attention { float* lse; floatX *keys, *values; };       // keys, values: of the cache, or null
-struct Rotation { float* rstd; const float *q_weight, *k_weight; Grad dq_weight, dk_weight; };     // QK-norm's
+struct Rotation { float* rstd; const float *q_weight, *k_weight; Grad dq_weight, dk_weight; };     // QK-norm
 
 // The residual stream at one point: a sum, and the branches that the last addition added to it. A branch ends
 // with a linear layer. norm_backward computes the gradient of the sum, and with it dout and dbias of these
@@ -5254,7 +5254,8 @@ static void parallel_layer(Forward& e, int l) {
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);
 }
 
-// The modern block (Touvron and others, "LLaMA", 2023; QK-norm: Qwen3, 2025): as GPT-2's, with rotary positions
+// The modern block (LLaMA, Touvron et al. 2023; QK-norm: Qwen3, 2025): GPT-2's with rotary positions, grouped
+// queries and another MLP, and without biases
 static void llama_layer(Forward& e, int l) {
     const Layer a = e.layer_of(l);
     e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
@@ -5278,7 +5279,9 @@ static void model_layer(Forward& e, int l) {
 // All activations up to lnf, from the inputs on the device.
 static void gpt2_forward(Forward& e) {
     const Layout& layout = e.model->layout;
-    for (int bucket : {layout.embedding(), layout.biases(), layout.norms(), layout.head()}) { e.await(bucket); }
+    for (int bucket : {layout.embedding(), layout.biases(), layout.norms(), layout.head()}) {
+        e.await(bucket);
+    }
     e.embed(e.after_layer(-1));
     for (int l = 0; l < e.config().L; l++) {
         e.await(layout.layer(l));
@@ -5836,7 +5839,10 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
                       .m = model->opt.m + b.state, .v = model->opt.v + b.v,
                       .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
                       .state = &model->state->update, .n = b.held, .rows = rows,
-                      .weight_decay = b.kind == Kind::Matrix ? (float)o.weight_decay : 0.0f, .lr = lr,
+                      .weight_decay = b.kind == Kind::Matrix ? (float)o.weight_decay : 0.0f,
+                      .lr = lr * (bucket == model->layout.embedding() ? o.embedding_rate
+                                  : bucket == model->layout.head()    ? o.head_rate
+                                                                      : 1.0),
                       .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
                      model->stream);

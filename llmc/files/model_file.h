@@ -12,6 +12,7 @@ A model's file, model_*.bin: 256 int32 header, then the tensors in the table's o
 
 Version 3 holds fp32, version 5 bf16 (llm.c's numbers); any build loads both. A model that is not GPT-2 has
 version 103 or 105, so that nobody loads it as GPT-2. Two more words of its header name its block and norm.
+One of family Llama has 203 or 205, and its shape in words 10 to 18.
 The version also stands for the meaning of the ops: another GELU or another epsilon needs new versions,
 because the tensors look the same.
 
@@ -28,9 +29,9 @@ same function differently, so such a file is read, with a note.
 #include "../comm/comm.h"           // gives: comm
 #include "../model/layout.h"        // gives: ParamSpec, ParamTable
 #include "../model/model_config.h"  // gives: Config, config_error, check_same_model
-#include "../rand.h"                // gives: bf16_to_float, bf16_round_nearest, half_to_float
+#include "../rand.h"                // gives: bf16_to_float, bf16_round_nearest, half_to_float, bits_of
 
-constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100;
+constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100, kModelLlama = 200;
 
 // ---- the checksum ----
 
@@ -62,6 +63,19 @@ static inline std::string model_file_error(const std::string& path, uint64_t* su
     if (ferror(f)) { error = format("cannot be read: %s", strerror(errno)); }
     fclose(f);
     return error;
+}
+
+// ---- the shape of family Llama: words 10 to 18 of the header ----
+static inline void llama_to_header(const Config::Shape& s, int* header) {
+    const int words[] = {(int)Family::Llama, s.NKV, s.HS, s.F, (int)s.mlp,
+                         s.qk_norm | s.norm_weights << 1 | s.embed_norm << 2 | s.tied << 3,
+                         (int)bits_of(s.theta), (int)bits_of(s.eps), (int)bits_of(s.softcap)};
+    std::copy(std::begin(words), std::end(words), header + 10);
+}
+static inline Config::Shape llama_from_header(const int* header) {
+    const int* w = header + 11;
+    return {w[0], w[1], w[2], (Mlp)w[3], (w[4] & 1) != 0, (w[4] & 2) != 0, (w[4] & 4) != 0, (w[4] & 8) != 0,
+            float_of((uint32_t)w[5]), float_of((uint32_t)w[6]), float_of((uint32_t)w[7])};
 }
 
 // ---- reading ----
@@ -106,13 +120,14 @@ static inline Config model_read_header(const char* path, FILE* f, ParamTable tab
         die("'%s' is truncated: %zu bytes, a checkpoint's header alone has %zu", path, got, bytes);
     }
     *version = header[1];
-    const bool variant = *version >= kModelVariant;
-    *version -= variant ? kModelVariant : 0;
-    if (*version != kModelFp32 && *version != kModelBf16) {
-        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16), and 103 and 105 of "
-            "what is not GPT-2", path, header[1]);
+    const bool llama = *version >= kModelLlama, variant = *version >= kModelVariant;
+    *version -= llama ? kModelLlama : variant ? kModelVariant : 0;
+    if ((*version != kModelFp32 && *version != kModelBf16) || (llama && header[10] != (int)Family::Llama)) {
+        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16), 103 and 105 of what "
+            "is not GPT-2, and 203 and 205 of family llama", path, header[1]);
     }
     Config c = {};
+    if (llama) { c.family = Family::Llama, c.llama = llama_from_header(header); }
     if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
     std::string error = config_error(c);
@@ -191,10 +206,12 @@ struct ModelWriter {
 };
 
 static inline ModelWriter model_begin(const std::string& path, const Config& c, bool bf16) {
-    const int version = (bf16 ? kModelBf16 : kModelFp32) + (c.is_gpt2() ? 0 : kModelVariant);
+    const int kind = c.is_llama() ? kModelLlama : c.is_gpt2() ? 0 : kModelVariant;
+    const int version = (bf16 ? kModelBf16 : kModelFp32) + kind;
     ModelWriter w = {atomic_open(path),
                      {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block, (int)c.norm},
                      Checksum(), bf16};
+    if (c.is_llama()) { llama_to_header(c.llama, w.header); }
     atomic_write(&w.out, w.header, sizeof(w.header));
     checksum_add(&w.sum, w.header, sizeof(w.header));
     return w;

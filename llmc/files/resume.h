@@ -32,12 +32,14 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 // ---- facts ----
 
 static inline void config_facts(const Config& c, Facts* facts) {
+    if (c.is_llama()) { return facts->push_back({"family", llama_text(c)}); }
     facts->push_back({c.is_gpt2() ? "model" : "variant",
                       format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)});
     if (!c.is_gpt2()) { facts->push_back({"block and norm", format("%d %d", (int)c.block, (int)c.norm)}); }
 }
 
 static inline Config facts_config(const Facts& facts) {
+    if (const std::string* text = facts_find(facts, "family")) { return descriptor_config(text->c_str()); }
     Config c = {};
     const std::string *variant = facts_find(facts, "variant"), *kinds = facts_find(facts, "block and norm");
     const std::string* text = variant ? variant : facts_find(facts, "model");

@@ -140,7 +140,7 @@ static inline void param_offsets(std::vector<ParamSpec>* specs, int L) {
 // Files hold a tensor's layers together. Memory holds tensors in buckets; each is reduced, updated and
 // gathered at once. The tensors of a bucket are of one kind, so its parameters have one type, and so have its
 // gradients. The buckets are, in this order,
-//     wte and wpe | matrices of layer 0 | of layer 1 | ... | all biases, by layers | all norms, by layers | head
+//     wte and wpe | matrices of layer 0 | of layer 1 | ... | all biases, by layers | all norms | untied head
 // Each bucket is padded with zeros and cut into `world` equal shards of whole chunks.
 struct Bucket {
     Kind kind;

@@ -104,9 +104,12 @@ static inline bool config_part(const char* text, const std::string& part, Config
     double number;
     if (c->is_llama() && equals != std::string::npos && parse_double(part.substr(equals + 1), &number)) {
         const std::string name = part.substr(0, equals);
-        float* value = name == "theta" ? &s.theta : name == "eps" ? &s.eps : name == "softcap" ? &s.softcap : nullptr;
-        if (value) { *value = (float)number; }
-        return value != nullptr;
+        struct { const char* name; float* value; } floats[] = {
+            {"theta", &s.theta}, {"eps", &s.eps}, {"softcap", &s.softcap}};
+        for (const auto& f : floats) {
+            if (name == f.name) { *f.value = (float)number; return true; }
+        }
+        return false;
     }
     struct { const char* name; bool* flag; bool value; } words[] = {
         {"qk_norm", &s.qk_norm, true}, {"no_norm_weights", &s.norm_weights, false},

@@ -40,6 +40,7 @@ enum class OnBadLoss { Stop, Rewind };
 struct ModelSettings {
     double dropout = 0.0;           // probability, in training: of the embedding's and the branches' outputs
     double weight_decay = 0.0, beta1 = 0.9, beta2 = 0.95, eps = 1e-8;   // AdamW's; decay: of matrices
+    double embedding_rate = 1.0, head_rate = 1.0;   // AdamW's learning rate of these, in learning rates
     double muon_momentum = 0.95, muon_decay = 0.0;
     int64_t muon_warmup = 0;        // steps in which the momentum rises
     double grad_clip = 1.0;         // largest norm of the gradient; 0: no clipping
@@ -142,6 +143,10 @@ static const Flag kFlags[] = {
         "AdamW", FLAG_FIXED},
     {"",    "eps",             FLAG_FLOAT,  &settings.eps,            "1e-8",    1e-30, 1, nullptr,
         "AdamW", FLAG_FIXED},
+    {"",    "embedding-rate",  FLAG_FLOAT,  &settings.embedding_rate, "1",       0, 1e4, nullptr,
+        "the learning rate of wte and wpe, as a multiple of the others'", FLAG_FIXED},
+    {"",    "head-rate",       FLAG_FLOAT,  &settings.head_rate,      "1",       0, 1e4, nullptr,
+        "an untied LM head's learning rate, as a multiple of the others'", FLAG_FIXED},
     {"",    "optimizer",       FLAG_ENUM,   &settings.optimizer,      "adamw",   0, 0, "adamw|muon",
         "AdamW for all tensors, or Muon for the layers' matrices and AdamW for the others", FLAG_FIXED},
     {"",    "muon-lr",         FLAG_FLOAT,  &settings.muon_lr,        "0.02",    0, 100, nullptr,
@@ -268,8 +273,8 @@ static const std::vector<FlagGroup> kFlagGroups = {
     {"batch and schedule",
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
-     "final-fraction cooldown beta1 beta2 eps muon-lr muon-momentum muon-warmup muon-decay "
-     "grad-clip skip-loss skip-norm on-bad-loss"},
+     "final-fraction cooldown beta1 beta2 eps embedding-rate head-rate muon-lr muon-momentum muon-warmup "
+     "muon-decay grad-clip skip-loss skip-norm on-bad-loss"},
     {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
      "major-every log-every"},
@@ -572,6 +577,10 @@ static inline void batch_check(const Config& c) {
 // The products' sizes are multiples of 16: channels, wte's padded rows, and B*T.
 static inline void fp8_check(const Config& c, const Build& build) {
     if (run.matmul_dtype == MatmulDtype::Bf16) { return; }
+    if (c.is_llama()) {
+        die("--matmul-dtype fp8 is for the family of GPT-2, and -e %s is not of it\nhint: leave it out",
+            run.model);
+    }
     const bool head = run.matmul_dtype == MatmulDtype::Fp8Head;
     if (build.is_cuda && strcmp(build.precision, "BF16") != 0) {
         die("--matmul-dtype fp8 needs a program with PRECISION=BF16; this one computes in %s",
@@ -608,6 +617,10 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
             die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
                 "hint: give --optimizer muon, or leave --%s out", name, name);
         }
+    }
+    if (c->shape().tied && !run.resumed && run_given("head-rate")) {
+        die("--head-rate is for an untied LM head, and that of -e %s is wte\n"
+            "hint: --embedding-rate is the rate of wte", run.model);
     }
     if (run.schedule != LR_WSD && !run.resumed && run_given("cooldown")) {
         die("--cooldown is for -k wsd, and this run has -k %s\nhint: give -k wsd, or leave --cooldown out",
