@@ -48,7 +48,8 @@ def attention_times(dims, B, T):
     def tensor(heads):                          # (B,heads,T,HS), where a projection's rows lie
         x = torch.randn(B, T, heads, dims.HS, device="cuda", dtype=torch.bfloat16)
         return x.transpose(1, 2).requires_grad_()
-    qkv, dout, times = [tensor(heads) for heads in (dims.NH, dims.NKV, dims.NKV)], tensor(dims.NH).detach(), {}
+    qkv = [tensor(heads) for heads in (dims.NH, dims.NKV, dims.NKV)]
+    dout, times = tensor(dims.NH).detach(), {}
 
     def forward():
         return F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=dims.NH != dims.NKV)

@@ -163,13 +163,17 @@ def to_numpy(tensors):
 
 # ---- the optimizer and its schedule ----
 def make_optimizer(model, hyper, fused=False, without=()):
-    """AdamW; weight decay only on tensors of two dimensions. Not fused: PyTorch's default for the device."""
-    decay, keep = [], []
+    """AdamW; weight decay only on tensors of two dimensions. The embedding and a head of its own have rates
+    of their own where hyper has some. Not fused: PyTorch's default for the device."""
+    own = {"wte": hyper.get("embedding_lr"), "headw": hyper.get("head_lr")}
+    groups = {}                                     # few: each is a launch
     for name, _, _, _, decays in PARAMS:
+        key = own.get(name) or hyper["learning_rate"], hyper["weight_decay"] if decays else 0.0
         if name not in without:
-            (decay if decays else keep).extend(tensor_list(model, name))
-    groups = [{"params": decay, "weight_decay": hyper["weight_decay"]}, {"params": keep, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=hyper["learning_rate"], betas=(hyper["beta1"], hyper["beta2"]),
+            groups.setdefault(key, []).extend(tensor_list(model, name))
+    groups = [{"params": tensors, "lr": lr, "weight_decay": decay}
+              for (lr, decay), tensors in groups.items() if tensors]
+    return torch.optim.AdamW(groups, betas=(hyper["beta1"], hyper["beta2"]),
                              eps=hyper["eps"], fused=True if fused else None)
 
 
@@ -204,6 +208,7 @@ class MuonAndAdamW:
         self.muon = torch.optim.Muon([part for _, parts in self.parts for part in parts], lr=hyper["muon_lr"],
                                      weight_decay=hyper["muon_decay"], momentum=hyper["muon_momentum"])
         self.adamw = make_optimizer(model, hyper, fused, without=taken)
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
 
     def step(self):
         for p, parts in self.parts:

@@ -34,7 +34,7 @@ def rotation(dims):
 
 
 def rotate(x, table):
-    """Turns (B,heads,T,HS) by its positions: element i goes with i + HS/2. At least in float, rounded once."""
+    """Turns (B,heads,T,HS) by its positions: element i goes with i + HS/2. In the table's type."""
     cos, sin = table
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).type_as(x)

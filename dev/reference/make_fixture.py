@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Makes the committed fixture: small models whose weights leave no gradient at zero, and a training run.
 
-    python dev/reference/make_fixture.py [FOLDER]        # default dev/reference/fixture; CPU, a few seconds
+    python dev/reference/make_fixture.py [FOLDER]        # default dev/reference/fixture; CPU, a minute or two
     python dev/reference/make_fixture.py FOLDER CASE...  # of these only
 
 ugly    nothing is a multiple of anything: C=40, head size 20, V=509, T=33 of 37, B=3; fp32 weights, version 3
 head64  head size 64, so that the tensor-core attention runs; T=70, beyond one tile; bf16 weights, version 5
-qwen    of the family Llama: six heads of q on two of k, NH * HS is not C, QK-norm, SwiGLU, a head of its own
+qwen    of the family Llama: six heads of q on two of k, NH * HS is not C, QK-norm, SwiGLU, an untied head
 relu2   the rest of the family: ReLU^2, tied, softcap, a norm behind the embedding, none with weights, T=70;
         weights are exact in bf16
 run     two shards of made-up tokens and the losses of a training run over them: initial weights, shuffling

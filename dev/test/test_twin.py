@@ -44,8 +44,9 @@ def test_descriptor():
     assert formats.parse_model("m12") == formats.parse_model(
         "llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257,qk_norm")
     dims = formats.parse_model(MODELS["NanoChat"][0])
-    assert (dims.NKV, dims.HS, dims.F, dims.mlp, dims.qk_norm, dims.norm_weights, dims.embed_norm, dims.tied,
-            dims.theta, dims.eps, dims.softcap) == (2, 12, 72, "relu2", True, False, True, False, 1e4, 1e-3, 1.5)
+    assert dims == formats.Llama(L=2, NH=4, NKV=2, HS=12, C=40, F=72, maxT=21, V=61, mlp="relu2",
+                                 qk_norm=True, norm_weights=False, embed_norm=True, tied=False, theta=1e4,
+                                 eps=1e-3, softcap=1.5)
     assert formats.parse_model(dims.text()) == dims
     for text, said in ((UGLY + ",gelu", "gelu"), (UGLY + ",L3", "second"), ("llama:L2,NH2", "NKV HS C F T V"),
                        (UGLY.replace("NH4", "NH5"), "multiple"), (UGLY.replace("HS12", "HS5"), "even"),
@@ -65,10 +66,34 @@ def test_initial_weights():
         assert np.array_equal(params[name].reshape(-1)[:64], want)
 
 
+# ---- the fixture ----
+
+@pytest.mark.parametrize("case", ["qwen", "relu2"])
+def test_fixture(case):
+    """What the files hold is what the twin computes in double, from the weights that they hold."""
+    pytest.importorskip("torch")
+    import reference                                # pylint: disable=C0415
+    from torch import float64                       # pylint: disable=C0415
+    path = os.path.join(FIXTURE, case)
+    info = json.load(open(path + ".json", encoding="utf-8"))
+    dims = formats.parse_model(info["model"])
+    held = formats.read_tensors(path + "_tensors.bin", dims)
+    assert held["x"].shape == (info["B"], info["T"]) and (held["x"][:, 1:] == held["y"][:, :-1]).all()
+    logits, loss, grads = reference.run(dims, held["params"], held["x"], held["y"], float64, "cpu")
+    assert abs(loss - info["loss"]) <= 1e-9 and abs(loss - held["loss"]) <= 1e-6
+    assert reference.logits_error(held["logits"], logits) <= 1e-6
+    for name, error in reference.grad_errors(held["grads"], grads).items():
+        assert error <= 1e-7, name
+        assert held["params"][name].size == 0 or held["grads"][name].any(), name
+    losses, _ = reference.optimizer_steps(dims, held["params"], held["x"], held["y"], float64, "cpu",
+                                          info["hyper"])
+    assert max(abs(a - b) for a, b in zip(losses, info["losses_float64"], strict=True)) <= 1e-9
+
+
 # ---- beside transformers ----
 
 def their_config(theirs, family, d):
-    more = {} if family == "NanoChat" else {"hidden_act": "silu"}
+    more = {"hidden_act": "silu"}
     if family == "NanoChat":
         more = {"hidden_act": "relu2", "final_logit_softcapping": d.softcap}
     return getattr(theirs, family + "Config")(
