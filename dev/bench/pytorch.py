@@ -4,6 +4,7 @@ fastest form that we know.
 
     python3 dev/bench/pytorch.py -e d12 -b 64 -t 1024   # attention; other flags of the trainer are ignored
     python3 dev/bench/pytorch.py -e d12 -b 64 --step autocast --data SHARD      # until it is ended
+    python3 dev/bench/pytorch.py -e qwen3:0.6B -b 8 -t 2048 --step bfloat16 --data SHARD
 """
 import argparse
 import dataclasses
@@ -44,13 +45,14 @@ def median_ms(run, count=20):
 
 def attention_times(dims, B, T):
     """{back end: (ms forward, ms backward)} of one layer."""
-    def tensor():                               # (B,NH,T,HS), where a projection's rows lie
-        x = torch.randn(B, T, dims.NH, dims.C // dims.NH, device="cuda", dtype=torch.bfloat16)
+    def tensor(heads):                          # (B,heads,T,HS), where a projection's rows lie
+        x = torch.randn(B, T, heads, dims.HS, device="cuda", dtype=torch.bfloat16)
         return x.transpose(1, 2).requires_grad_()
-    qkv, dout, times = (tensor(), tensor(), tensor()), tensor().detach(), {}
+    qkv = [tensor(heads) for heads in (dims.NH, dims.NKV, dims.NKV)]
+    dout, times = tensor(dims.NH).detach(), {}
 
     def forward():
-        return F.scaled_dot_product_attention(*qkv, is_causal=True)
+        return F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=dims.NH != dims.NKV)
     for name, backend in BACKENDS.items():
         try:
             with sdpa_kernel(backend):

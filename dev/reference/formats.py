@@ -4,7 +4,7 @@ An independent second reading of what the C++ side does (llmc/rand.h, dataloader
 numpy: where the two disagree, one of them is wrong. Nothing here is shared with the C++ code. The export to
 Hugging Face's files (dev/eval/export_hf.py) reads models with it.
 
-    dims = parse_model("L2,NH2,C40,T33,V509")
+    dims = parse_model("L2,NH2,C40,T33,V509")          # GPT-2; "llama:..." is the second family
     params = init_params(dims, seed=1337)              # {"wte": (Vp,C), "qkvw": (L,3C,C), ...} float32
     write_checkpoint("model.bin", dims, params)        # version 3 (fp32); version=5 writes bf16
     loader = Loader("tiny_shakespeare_train.bin", B=4, T=64, shuffle=True, seed=1337)
@@ -14,7 +14,7 @@ import glob
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -33,6 +33,11 @@ class Dims:
     block: int = 0          # 0 sequential, 1 parallel, 2 parallel-tied: other than 0, it is not GPT-2
     norm: int = 0           # 0 layernorm, 1 rmsnorm: likewise
 
+    is_llama, mlp, qk_norm, norm_weights, tied = False, "gelu", False, True, True
+    NKV = property(lambda self: self.NH)
+    HS = property(lambda self: self.C // self.NH)
+    F = property(lambda self: 4 * self.C)
+
     @property
     def Vp(self):
         return (self.V + 127) // 128 * 128
@@ -41,15 +46,93 @@ class Dims:
         return f"L{self.L},NH{self.NH},C{self.C},T{self.maxT},V{self.V}"
 
 
+@dataclass(frozen=True)
+class Llama(Dims):
+    """The second family: rotary positions, RMSNorm, no biases. What GPT-2 fixes above, it chooses."""
+    norm: int = 1
+    NKV: int = 0                # heads of keys and values: NH / NKV heads of queries read one
+    HS: int = 0                 # NH * HS need not be C
+    F: int = 0                  # width of the MLP
+    mlp: str = "swiglu"         # or relu2
+    qk_norm: bool = False
+    norm_weights: bool = True
+    embed_norm: bool = False
+    tied: bool = False
+    theta: float = 10000.0
+    eps: float = 1e-5
+    softcap: float = 0.0        # 0: none
+
+    is_llama = True
+
+    def text(self):
+        """What parse_model takes; names of defaults are left out."""
+        words = [f"{key}{getattr(self, name)}" for key, name in LLAMA_SIZES.items()]
+        words += [word for word, (name, value) in LLAMA_WORDS.items() if getattr(self, name) == value]
+        return "llama:" + ",".join(words + [f"{f.name}={getattr(self, f.name):g}" for f in fields(self)
+                                            if f.type is float and getattr(self, f.name) != f.default])
+
+
+LLAMA_SIZES = {"L": "L", "NH": "NH", "NKV": "NKV", "HS": "HS", "C": "C", "F": "F", "T": "maxT", "V": "V"}
+LLAMA_WORDS = {"relu2": ("mlp", "relu2"), "qk_norm": ("qk_norm", True),
+               "no_norm_weights": ("norm_weights", False), "embed_norm": ("embed_norm", True),
+               "tied": ("tied", True)}
+LLAMA_NAMES = {                 # published shapes, with GPT-2's vocabulary
+    "smollm2:135M": "llama:L30,NH9,NKV3,HS64,C576,F1536,T8192,V50257,tied,theta=100000",
+    "smollm2:360M": "llama:L32,NH15,NKV5,HS64,C960,F2560,T8192,V50257,tied,theta=100000",
+    "qwen3:0.6B": "llama:L28,NH16,NKV8,HS128,C1024,F3072,T40960,V50257,qk_norm,tied,theta=1e6,eps=1e-6",
+    "qwen3:1.7B": "llama:L28,NH16,NKV8,HS128,C2048,F6144,T40960,V50257,qk_norm,tied,theta=1e6,eps=1e-6",
+    "tinyllama:1.1B": "llama:L22,NH32,NKV4,HS64,C2048,F5632,T2048,V50257"}
+
+
+def parse_llama(text):
+    """Llama of llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257 with optional words behind, each once."""
+    found = {}
+    for word in text.removeprefix("llama:").split(","):
+        size = re.fullmatch(r"([A-Z]+)(\d+)", word)
+        number = re.fullmatch(r"(theta|eps|softcap)=(\d[\d.]*(?:e[+-]?\d+)?)", word)
+        if word in LLAMA_WORDS:
+            name, value = LLAMA_WORDS[word]
+        elif size and size[1] in LLAMA_SIZES:
+            name, value = LLAMA_SIZES[size[1]], int(size[2])
+        elif number:
+            name, value = number[1], float(number[2])
+        else:
+            raise SystemExit(f"error: model '{text}': '{word}' is neither a size such as NH6, nor one of "
+                             f"{' '.join(LLAMA_WORDS)}, nor theta=, eps= or softcap= with a number")
+        if name in found:
+            raise SystemExit(f"error: model '{text}': '{word}' is the second of its kind")
+        found[name] = value
+    missing = [key for key, name in LLAMA_SIZES.items() if name not in found]
+    if missing:
+        raise SystemExit(f"error: model '{text}' lacks {' '.join(missing)}")
+    dims = Llama(**found)
+    if min(getattr(dims, name) for name in LLAMA_SIZES.values()) < 1 or dims.NH % dims.NKV or dims.HS % 2:
+        raise SystemExit(f"error: model '{text}': sizes must be positive, NH a multiple of NKV, HS even")
+    if not (dims.theta > 0 and dims.eps > 0):
+        raise SystemExit(f"error: model '{text}': theta and eps must be positive")
+    return dims
+
+
+def modern(depth):
+    """The dial m12, m24: Qwen3's form, as wide as 64 x its depth."""
+    C = 64 * depth
+    return Llama(maxT=1024, V=50257, L=depth, NH=C // 128, NKV=C // 128, HS=128, C=C,
+                 F=-(-8 * C // (3 * 128)) * 128, qk_norm=True)
+
+
 GPT2_SIZES = {12: (12, 768), 24: (16, 1024), 36: (20, 1280), 48: (25, 1600)}             # depth: (NH, C)
 GPT3_SIZES = {384: (6, 6), 768: (12, 12), 1024: (24, 16), 1536: (24, 16), 2048: (24, 16),
               2560: (32, 32), 4096: (32, 32), 12288: (96, 96)}                           # C: (L, NH)
 
 
 def parse_model(text):
-    """Dims of d12, gpt3:c768, L4,NH4,C128,T128,V256 or of a checkpoint file."""
+    """Dims of d12, gpt3:c768, L4,NH4,C128,T128,V256 or of a checkpoint file; Llama of the other family."""
     if os.path.isfile(text):
         return read_checkpoint_header(text)[0]
+    if text.startswith("llama:") or text in LLAMA_NAMES:
+        return parse_llama(LLAMA_NAMES.get(text, text))
+    if (m := re.fullmatch(r"m(\d+)", text)) and int(m[1]) % 2 == 0 and int(m[1]) > 0:
+        return modern(int(m[1]))
     m = re.fullmatch(r"d(\d+)", text)
     if m and int(m[1]) in GPT2_SIZES:
         NH, C = GPT2_SIZES[int(m[1])]
@@ -66,27 +149,32 @@ def parse_model(text):
             raise SystemExit(f"error: model '{text}': sizes must be positive and C a multiple of NH")
         return dims
     raise SystemExit(f"error: model '{text}' is neither a file nor d12 d24 d36 d48, gpt3:cN, "
-                     "L4,NH4,C128,T128,V256")
+                     f"L4,NH4,C128,T128,V256, m12 (or another even depth), {' '.join(LLAMA_NAMES)}, "
+                     "llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257")
 
 
-# name, one per layer, shape, init, weight decay; in file order. A row's index is its RNG id.
+# name, one per layer, shape, init, weight decay; in file order. A row's index is its RNG id. A row without
+# elements is one that the model lacks. "resid": a projection onto the residual stream.
 PARAMS = [
-    ("wte",      False, lambda d: (d.Vp, d.C),       "normal", True),
-    ("wpe",      False, lambda d: (d.maxT, d.C),     "normal", True),
-    ("ln1w",     True,  lambda d: (d.C,),            "one",    False),
-    ("ln1b",     True,  lambda d: (d.C * (d.norm == 0),), "zero",   False),
-    ("qkvw",     True,  lambda d: (3 * d.C, d.C),    "normal", True),
-    ("qkvb",     True,  lambda d: (3 * d.C,),        "zero",   False),
-    ("attprojw", True,  lambda d: (d.C, d.C),        "resid",  True),
-    ("attprojb", True,  lambda d: (d.C,),            "zero",   False),
-    ("ln2w",     True,  lambda d: (d.C * (d.block < 2),), "one",    False),
-    ("ln2b",     True,  lambda d: (d.C * (d.block < 2) * (d.norm == 0),), "zero",   False),
-    ("fcw",      True,  lambda d: (4 * d.C, d.C),    "normal", True),
-    ("fcb",      True,  lambda d: (4 * d.C,),        "zero",   False),
-    ("fcprojw",  True,  lambda d: (d.C, 4 * d.C),    "resid",  True),
-    ("fcprojb",  True,  lambda d: (d.C,),            "zero",   False),
-    ("lnfw",     False, lambda d: (d.C,),            "one",    False),
-    ("lnfb",     False, lambda d: (d.C * (d.norm == 0),), "zero",   False),
+    ("wte",      False, lambda d: (d.Vp, d.C),                              "normal", True),
+    ("wpe",      False, lambda d: (d.maxT * (not d.is_llama), d.C),         "normal", True),
+    ("ln1w",     True,  lambda d: (d.C * d.norm_weights,),                  "one",    False),
+    ("ln1b",     True,  lambda d: (d.C * (d.norm == 0),),                   "zero",   False),
+    ("qkvw",     True,  lambda d: ((d.NH + 2 * d.NKV) * d.HS, d.C),         "normal", True),
+    ("qkvb",     True,  lambda d: (3 * d.C * (not d.is_llama),),            "zero",   False),
+    ("attprojw", True,  lambda d: (d.C, d.NH * d.HS),                       "resid",  True),
+    ("attprojb", True,  lambda d: (d.C * (not d.is_llama),),                "zero",   False),
+    ("ln2w",     True,  lambda d: (d.C * (d.block < 2) * d.norm_weights,),  "one",    False),
+    ("ln2b",     True,  lambda d: (d.C * (d.block < 2) * (d.norm == 0),),   "zero",   False),
+    ("fcw",      True,  lambda d: (d.F * (1 + (d.mlp == "swiglu")), d.C),   "normal", True),
+    ("fcb",      True,  lambda d: (d.F * (not d.is_llama),),                "zero",   False),
+    ("fcprojw",  True,  lambda d: (d.C, d.F),                               "resid",  True),
+    ("fcprojb",  True,  lambda d: (d.C * (not d.is_llama),),                "zero",   False),
+    ("lnfw",     False, lambda d: (d.C * d.norm_weights,),                  "one",    False),
+    ("lnfb",     False, lambda d: (d.C * (d.norm == 0),),                   "zero",   False),
+    ("qnw",      True,  lambda d: (d.HS * (d.qk_norm and d.norm_weights),), "one",    False),
+    ("knw",      True,  lambda d: (d.HS * (d.qk_norm and d.norm_weights),), "one",    False),
+    ("headw",    False, lambda d: (d.Vp * (not d.tied), d.C),               "zero",   True),
 ]
 NAMES = [row[0] for row in PARAMS]
 
@@ -191,14 +279,15 @@ def rand_normal(seed, tensor, count, first=0):
 
 
 def init_params(dims, seed, kind="gpt2"):
-    """GPT-2's initial weights: {name: float32 array}, layers stacked in front, rows of wte beyond V zero.
+    """Initial weights: {name: float32 array}, layers stacked in front, rows of wte beyond V zero. Llama's
+    projections onto the residual stream are zero as its head is: each layer begins as the identity.
 
     kind "wide-positions": the same with wpe from N(0,1), PyTorch's default for an embedding. Normalising a
     residual stream of 0.03 multiplies gradients by 30 at the start; from N(0,1) the first norms are 2."""
     params = {}
     for tensor, (name, _, _, init, _) in enumerate(PARAMS):
         shape = param_shape(dims, name)
-        if init in ("one", "zero"):
+        if init in ("one", "zero") or init == "resid" and dims.is_llama:
             params[name] = np.full(shape, 1.0 if init == "one" else 0.0, dtype=np.float32)
             continue
         std = np.float32(0.02 if init == "normal" else 0.02 / math.sqrt(2.0 * dims.L))
@@ -321,6 +410,8 @@ def header_words(*values):
 
 
 def write_checkpoint(path, dims, params, version=3):
+    if dims.is_llama:
+        raise SystemExit(f"error: '{path}': the family Llama has no model files yet")
     with AtomicWriter(path) as f:
         own = 100 if dims.block or dims.norm else 0             # what is not GPT-2 has versions of its own
         header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
@@ -331,37 +422,53 @@ def write_checkpoint(path, dims, params, version=3):
             (data.astype("<f4") if version == 3 else to_bf16_bits(data).astype("<u2")).tofile(f)
 
 
-def write_tensors(path, dims, x, y, logits, loss, grads):
-    """Reference tensors: x, y, logits over the V live columns, the loss, every gradient in table order."""
+def write_tensors(path, dims, x, y, logits, loss, grads, params=None):
+    """Reference tensors: x, y, logits over the V live columns, the loss, every gradient in table order.
+
+    With params, whose type has no model file, a file of version 3: the parameters in table order lie before
+    x. Its sizes are in the JSON beside it: parse_model(info["model"])."""
     B, T = x.shape
     assert logits.shape == (B, T, dims.V)
     with AtomicWriter(path) as f:
-        header_words(MAGIC_TENSORS, 2, B, T).tofile(f)
+        header_words(MAGIC_TENSORS, 3 if params else 2, B, T).tofile(f)
+        write_table(f, dims, params or {})
         x.astype("<i4").tofile(f)
         y.astype("<i4").tofile(f)
         logits.astype("<f4").tofile(f)
         np.array([loss], dtype="<f4").tofile(f)
-        for name in NAMES:
-            assert grads[name].shape == param_shape(dims, name), name
-            grads[name].astype("<f4").tofile(f)
+        write_table(f, dims, grads)
+
+
+def write_table(f, dims, tensors):
+    for name in NAMES if tensors else ():
+        assert tensors[name].shape == param_shape(dims, name), name
+        tensors[name].astype("<f4").tofile(f)
+
+
+def read_table(f, path, dims):
+    return {name: read_array(f, path, "<f4", param_shape(dims, name)) for name in NAMES}
 
 
 def read_tensors(path, dims):
-    """{"x", "y", "logits", "loss", "grads": {name: array}}; the file has only B and T of the shapes."""
+    """{"x", "y", "logits", "loss", "grads": {name: array}}, and "params" where it has them; the file has only
+    B and T of the shapes."""
     with open_checked(path) as f:
         header = read_header(f, path, MAGIC_TENSORS)
-        if header[1] != 2:
-            raise FileError(path, f"version {header[1]}, expected 2")
+        if header[1] not in (2, 3):
+            raise FileError(path, f"version {header[1]}, expected 2 or 3")
         B, T = int(header[2]), int(header[3])
-        count = 2 * B * T + B * T * dims.V + 1 + sum(math.prod(param_shape(dims, name)) for name in NAMES)
+        tables, size = int(header[1]) - 1, sum(math.prod(param_shape(dims, name)) for name in NAMES)
+        count = 2 * B * T + B * T * dims.V + 1 + tables * size
         if os.path.getsize(path) != 1024 + 4 * count:
             size = os.path.getsize(path)
             raise FileError(path, f"{size} bytes, expected {1024 + 4 * count} for {dims.text()}")
+        params = {"params": read_table(f, path, dims)} if tables == 2 else {}
         return {
+            **params,
             "x": read_array(f, path, "<i4", (B, T)), "y": read_array(f, path, "<i4", (B, T)),
             "logits": read_array(f, path, "<f4", (B, T, dims.V)),
             "loss": float(read_array(f, path, "<f4", (1,))[0]),
-            "grads": {name: read_array(f, path, "<f4", param_shape(dims, name)) for name in NAMES},
+            "grads": read_table(f, path, dims),
         }
 
 

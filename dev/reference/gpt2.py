@@ -1,6 +1,7 @@
 """GPT-2 in plain PyTorch, the twin of train_gpt2.cu: LayerNorm eps 1e-5, tanh GELU, tied head, padded wte.
+The optimizers and all else that does not ask what a layer computes serve llama.py's family, too.
 
-    model = GPT2(dims); load_params(model, init_params(dims, seed))
+    model = new_model(dims); load_params(model, init_params(dims, seed))
     logits, loss = model(x, y)                          # logits (B,T,V): padding columns never exist outside
     loss.backward(); grads = get_grads(model)           # {"wte": (Vp,C), "qkvw": (L,3C,C), ...}
 """
@@ -15,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import NAMES, PARAMS, param_shape
+from llama import Llama, undropped
 
 
 class Attention(nn.Module):
@@ -39,10 +41,6 @@ class Attention(nn.Module):
 
 def new_norm(dims):
     return (nn.LayerNorm, nn.RMSNorm)[dims.norm](dims.C, eps=1e-5)
-
-
-def undropped(x, place):
-    return x
 
 
 class Block(nn.Module):
@@ -99,7 +97,7 @@ class GPT2(nn.Module):
 
 def new_model(dims, device="cpu", sdpa=True):
     with torch.device(device):
-        return GPT2(dims, sdpa)
+        return (Llama if dims.is_llama else GPT2)(dims, sdpa)
 
 
 def tensor_list(model, name):
@@ -109,7 +107,7 @@ def tensor_list(model, name):
     paths = {"ln1w": "ln1.weight", "ln1b": "ln1.bias", "qkvw": "att.qkv.weight", "qkvb": "att.qkv.bias",
              "attprojw": "att.proj.weight", "attprojb": "att.proj.bias", "ln2w": "ln2.weight",
              "ln2b": "ln2.bias", "fcw": "fc.weight", "fcb": "fc.bias", "fcprojw": "fcproj.weight",
-             "fcprojb": "fcproj.bias"}
+             "fcprojb": "fcproj.bias", "qnw": "att.qn.weight", "knw": "att.kn.weight"}
     if name in paths:
         return [block.get_parameter(paths[name]) for block in model.blocks]
     return [model.get_parameter({"lnfw": "lnf.weight", "lnfb": "lnf.bias"}.get(name, name))]
@@ -149,7 +147,7 @@ def random_params(dims, seed, device="cpu"):
     for name, _, _, init, _ in PARAMS:
         values = torch.randn(param_shape(dims, name), generator=generator, device=device)
         values = values * sizes.get(name, sizes[init]) + (init == "one")
-        if name == "wte":
+        if name in ("wte", "headw"):
             values[dims.V:] = 0
         params[name] = values.cpu().numpy()
     return params
@@ -165,13 +163,17 @@ def to_numpy(tensors):
 
 # ---- the optimizer and its schedule ----
 def make_optimizer(model, hyper, fused=False, without=()):
-    """AdamW; weight decay only on tensors of two dimensions. Not fused: PyTorch's default for the device."""
-    decay, keep = [], []
+    """AdamW; weight decay only on tensors of two dimensions. The embedding and a head of its own have rates
+    of their own where hyper has some. Not fused: PyTorch's default for the device."""
+    own = {"wte": hyper.get("embedding_lr"), "headw": hyper.get("head_lr")}
+    groups = {}                                     # few: each is a launch
     for name, _, _, _, decays in PARAMS:
+        key = own.get(name) or hyper["learning_rate"], hyper["weight_decay"] if decays else 0.0
         if name not in without:
-            (decay if decays else keep).extend(tensor_list(model, name))
-    groups = [{"params": decay, "weight_decay": hyper["weight_decay"]}, {"params": keep, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=hyper["learning_rate"], betas=(hyper["beta1"], hyper["beta2"]),
+            groups.setdefault(key, []).extend(tensor_list(model, name))
+    groups = [{"params": tensors, "lr": lr, "weight_decay": decay}
+              for (lr, decay), tensors in groups.items() if tensors]
+    return torch.optim.AdamW(groups, betas=(hyper["beta1"], hyper["beta2"]),
                              eps=hyper["eps"], fused=True if fused else None)
 
 
@@ -188,22 +190,29 @@ def newton_schulz(x, coefficients, steps, eps):
 
 class MuonAndAdamW:
     """torch.optim.Muon for the layers' matrices, AdamW for all else, as --optimizer muon divides them: q, k
-    and v are three matrices, so Muon gets parameters that lie inside those of the model."""
+    and v are three matrices, SwiGLU's gate and what it multiplies are two, so Muon gets parameters that lie
+    inside those of the model."""
 
-    TAKEN = {"qkvw": 3, "attprojw": 1, "fcw": 1, "fcprojw": 1}
+    @staticmethod
+    def taken(d):
+        """{name: rows of each of its matrices}"""
+        return {"qkvw": [d.NH * d.HS, d.NKV * d.HS, d.NKV * d.HS], "attprojw": [d.C],
+                "fcw": [d.F, d.F] if d.mlp == "swiglu" else [d.F], "fcprojw": [d.C]}
 
     def __init__(self, model, hyper, fused=False):
         if not hyper["muon_bf16"]:
             torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
-        self.parts = [(p, [nn.Parameter(part) for part in p.detach().chunk(count)])
-                      for name, count in self.TAKEN.items() for p in tensor_list(model, name)]
+        taken = self.taken(model.dims)
+        self.parts = [(p, [nn.Parameter(part) for part in p.detach().split(rows)])
+                      for name, rows in taken.items() for p in tensor_list(model, name)]
         self.muon = torch.optim.Muon([part for _, parts in self.parts for part in parts], lr=hyper["muon_lr"],
                                      weight_decay=hyper["muon_decay"], momentum=hyper["muon_momentum"])
-        self.adamw = make_optimizer(model, hyper, fused, without=self.TAKEN)
+        self.adamw = make_optimizer(model, hyper, fused, without=taken)
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
 
     def step(self):
         for p, parts in self.parts:
-            for part, grad in zip(parts, p.grad.chunk(len(parts))):
+            for part, grad in zip(parts, p.grad.split([len(part) for part in parts])):
                 part.grad = grad
         self.muon.step()
         self.adamw.step()

@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
-"""Makes the committed fixture: two small models whose weights leave no gradient at zero, and a training run.
+"""Makes the committed fixture: small models whose weights leave no gradient at zero, and a training run.
 
-    python dev/reference/make_fixture.py [FOLDER]        # default dev/reference/fixture; CPU, a few seconds
+    python dev/reference/make_fixture.py [FOLDER]        # default dev/reference/fixture; CPU, a minute or two
+    python dev/reference/make_fixture.py FOLDER CASE...  # of these only
 
 ugly    nothing is a multiple of anything: C=40, head size 20, V=509, T=33 of 37, B=3; fp32 weights, version 3
 head64  head size 64, so that the tensor-core attention runs; T=70, beyond one tile; bf16 weights, version 5
+qwen    of the family Llama: six heads of q on two of k, NH * HS is not C, QK-norm, SwiGLU, an untied head
+relu2   the rest of the family: ReLU^2, tied, softcap, a norm behind the embedding, none with weights, T=70;
+        weights are exact in bf16
 run     two shards of made-up tokens and the losses of a training run over them: initial weights, shuffling
         over several epochs, accumulation, warm-up, cosine, weight decay and clipping at once. `our_flags` are
         what the trainer wants to hear.
@@ -23,7 +27,10 @@ SEED = 20240326
 HYPER = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
          "grad_clip": 1.0}
 CASES = {"ugly": ("L2,NH2,C40,T37,V509", 3, 33, "float32"),
-         "head64": ("L2,NH1,C64,T70,V67", 2, 70, "bfloat16")}
+         "head64": ("L2,NH1,C64,T70,V67", 2, 70, "bfloat16"),
+         "qwen": ("llama:L2,NH6,NKV2,HS16,C24,F40,T37,V109,qk_norm,theta=1000,eps=1e-6", 2, 33, "float32"),
+         "relu2": ("llama:L2,NH2,NKV1,HS64,C24,F56,T70,V67,relu2,no_norm_weights,embed_norm,tied,softcap=1.5",
+                   2, 70, "bfloat16")}
 
 
 def lively_params(dims):
@@ -34,13 +41,14 @@ def lively_params(dims):
         noise = rand_normal(SEED, tensor, int(np.prod(shape))).reshape(shape)
         if name in ("wte", "wpe"):
             params[name] = noise * np.float32(0.1)
-        elif name.startswith("ln") and name.endswith("w"):
+        elif name in ("ln1w", "ln2w", "lnfw", "qnw", "knw"):
             params[name] = 1 + noise * np.float32(0.2)
         elif name.endswith("b"):
             params[name] = noise * np.float32(0.1)
         else:
             params[name] = noise * np.float32(shape[-1] ** -0.5)
-    params["wte"][dims.V:] = 0
+    for name in ("wte", "headw"):
+        params[name][dims.V:] = 0
     return params
 
 
@@ -74,13 +82,17 @@ def write_run(folder):
 
 def main():
     folder = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(__file__), "fixture")
+    wanted = sys.argv[2:] or [*CASES, "run"]
     for case, (model, B, T, weights) in CASES.items():
+        if case not in wanted:
+            continue
         dims = parse_model(model)
         x, y = batch(dims, B, T)
         made = reference.write(os.path.join(folder, case), dims, lively_params(dims), x, y, hyper=HYPER,
                                command=COMMAND, weights=weights)
         print(case, " ".join(f"{os.path.basename(path)} {os.path.getsize(path)}" for path in made))
-    write_run(folder)
+    if "run" in wanted:
+        write_run(folder)
 
 
 if __name__ == "__main__":

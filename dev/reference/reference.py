@@ -2,7 +2,11 @@
 
 write() makes PREFIX_model.bin, PREFIX_tensors.bin and PREFIX.json. Truth is torch float32 with attention
 written out and TF32 off, run from exactly the weights in the model file. All errors are |a - b| / |b|
-(Frobenius) of one table row, layers together. Keys of the JSON:
+(Frobenius) of one table row, layers together.
+
+The family Llama has no model file: PREFIX_tensors.bin has the weights, too, in front (version 3), and what
+`model` in the JSON says is all that describes it. Logits, loss and gradients are those of float64, rounded
+once, and the errors of float32 and of the 16-bit types are against them. Keys of the JSON:
 
     losses, norms           loss before, and norm before clipping, of each of 10 AdamW steps on the batch
     losses_float64          the same steps in float64: how well the float32 losses are determined at all
@@ -120,26 +124,32 @@ def write_json(path, data):
 
 
 def write(prefix, dims, params, x, y, hyper, device="cpu", command="", weights="float32"):
-    """Writes the three files; returns their names."""
+    """Writes the files; returns their names."""
     setup_device(device)
     if weights != "float32":
         params = round_params(params, weights)
     logits, loss, grads = run(dims, params, x, y, torch.float32, device)
-    info = {"command": command, "model": dims.text(), "weights": weights, "B": x.shape[0], "T": x.shape[1],
-            "versions": versions(device), "notes": NOTES, "hyper": hyper, "loss": loss}
-    info["losses"], info["norms"] = optimizer_steps(dims, params, x, y, torch.float32, device, hyper)
     exact_logits, exact_loss, exact = run(dims, params, x, y, torch.float64, device)
+    info = {"command": command, "model": dims.text(), "weights": weights, "B": x.shape[0], "T": x.shape[1],
+            "versions": versions(device), "notes": [] if dims.is_llama else NOTES, "hyper": hyper,
+            "loss": exact_loss if dims.is_llama else loss}
+    info["losses"], info["norms"] = optimizer_steps(dims, params, x, y, torch.float32, device, hyper)
     info["float32_logits_error"] = logits_error(logits, exact_logits)
     info["float32_loss_error"] = abs(loss - exact_loss)
     info["float32_grad_error"] = grad_errors(grads, exact)
+    if dims.is_llama:
+        logits, loss, grads = exact_logits, exact_loss, exact
     del exact_logits, exact
     exact_steps = optimizer_steps(dims, params, x, y, torch.float64, device, hyper)
     info["losses_float64"], info["norms_float64"] = exact_steps
     add_low_types(info, dims, params, x, y, device, logits, grads)
-    made = [prefix + "_model.bin", prefix + "_tensors.bin", prefix + ".json"]
-    write_checkpoint(made[0], dims, params, version=5 if weights == "bfloat16" else 3)
-    write_tensors(made[1], dims, x, y, logits.cpu().numpy(), loss, to_numpy(grads))
-    write_json(made[2], info)
+    made = [prefix + "_tensors.bin", prefix + ".json"]
+    if not dims.is_llama:
+        made.insert(0, prefix + "_model.bin")
+        write_checkpoint(made[0], dims, params, version=5 if weights == "bfloat16" else 3)
+    write_tensors(prefix + "_tensors.bin", dims, x, y, logits.cpu().numpy(), loss, to_numpy(grads),
+                  params=params if dims.is_llama else None)
+    write_json(prefix + ".json", info)
     return made
 
 

@@ -33,7 +33,8 @@ def parse_arguments(argv):
     p.add_argument("--input_val_bin", default="", help="pattern of validation shards")
     p.add_argument("--shuffle", type=int, default=1, choices=(0, 1), help="0: shards and windows in order")
     p.add_argument("--model", default="d12",
-                   help="d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256, or FILE.bin")
+                   help="d12 d24 d36 d48, gpt3:c768, L4,NH4,C128,T128,V256, FILE.bin, or m12, qwen3:0.6B, "
+                        "llama:... as in formats.py")
     p.add_argument("--seed", type=int, default=1337)
     p.add_argument("--init", default="gpt2", choices=("gpt2", "wide-positions"), help="see formats.py")
     p.add_argument("--batch_size", type=int, default=4)
@@ -48,6 +49,8 @@ def parse_arguments(argv):
     p.add_argument("--beta2", type=float, default=0.95)
     p.add_argument("--eps", type=float, default=1e-8)
     p.add_argument("--grad_clip", type=float, default=1.0, help="0: off")
+    p.add_argument("--embedding_lr", type=float, default=0.0, help="AdamW's rate of wte; 0: --learning_rate")
+    p.add_argument("--head_lr", type=float, default=0.0, help="of an untied head; 0: --learning_rate")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
     p.add_argument("--muon_lr", type=float, default=0.02, help="this and the next two as ours")
     p.add_argument("--muon_momentum", type=float, default=0.95)
@@ -137,6 +140,7 @@ def train(args, dims, params, show=print):
     loss_of = torch.compile(raw.loss, mode=mode) if args.compile else raw.loss
     make = MuonAndAdamW if args.optimizer == "muon" else make_optimizer
     optimizer = make(raw, vars(args), fused=bool(args.fused))
+    peaks = [group["lr"] for group in optimizer.param_groups]
     micro_steps = args.total_batch_size // (args.batch_size * args.sequence_length)
     if args.num_iterations:
         loader = training_loader(args, dims)
@@ -157,13 +161,10 @@ def train(args, dims, params, show=print):
                 loss = loss_of(x, y) / micro_steps
             loss.backward()
             total += loss.detach()
-        lr, muon_lr = (learning_rate(step, args.num_iterations, peak, args.warmup_iters,
-                                     args.learning_rate_decay_frac)
-                       for peak in (args.learning_rate, args.muon_lr))
-        for group in (optimizer if args.optimizer == "adamw" else optimizer.adamw).param_groups:
-            group["lr"] = lr
-        for group in optimizer.muon.param_groups if args.optimizer == "muon" else ():
-            group["lr"] = muon_lr
+        lr, *rates = (learning_rate(step, args.num_iterations, peak, args.warmup_iters,
+                                    args.learning_rate_decay_frac) for peak in (args.learning_rate, *peaks))
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
         norm = update(raw, optimizer, args.grad_clip)
         if args.device == "cuda":
             torch.cuda.synchronize()

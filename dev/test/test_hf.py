@@ -121,10 +121,10 @@ def plain():
 def exported(dims, params):
     """{transformers' name: array}: without padding, one for each layer, linear layers (in, out)."""
     tensors = {}
-    for name, values in {**params, "wte": params["wte"][:dims.V]}.items():
-        layered = "{}" in HF_NAMES[name]
+    for name, theirs in HF_NAMES.items():
+        values, layered = params[name][:dims.V if name == "wte" else None], "{}" in theirs
         for layer, array in enumerate(values if layered else [values]):
-            tensors["transformer." + HF_NAMES[name].format(layer)] = array.T if layered else array
+            tensors["transformer." + theirs.format(layer)] = array.T if layered else array
     return tensors
 
 
