@@ -76,11 +76,11 @@ LLAMA_SIZES = {"L": "L", "NH": "NH", "NKV": "NKV", "HS": "HS", "C": "C", "F": "F
 LLAMA_WORDS = {"relu2": ("mlp", "relu2"), "qk_norm": ("qk_norm", True),
                "no_norm_weights": ("norm_weights", False), "embed_norm": ("embed_norm", True),
                "tied": ("tied", True)}
-LLAMA_NAMES = {                 # published shapes, with GPT-2's vocabulary
-    "smollm2:135M": "llama:L30,NH9,NKV3,HS64,C576,F1536,T8192,V50257,tied,theta=100000",
-    "smollm2:360M": "llama:L32,NH15,NKV5,HS64,C960,F2560,T8192,V50257,tied,theta=100000",
-    "qwen3:0.6B": "llama:L28,NH16,NKV8,HS128,C1024,F3072,T40960,V50257,qk_norm,tied,theta=1e6,eps=1e-6",
-    "qwen3:1.7B": "llama:L28,NH16,NKV8,HS128,C2048,F6144,T40960,V50257,qk_norm,tied,theta=1e6,eps=1e-6",
+LLAMA_NAMES = {                 # published shapes, with GPT-2's vocabulary and 2048 positions at most
+    "smollm2:135M": "llama:L30,NH9,NKV3,HS64,C576,F1536,T2048,V50257,tied,theta=100000",
+    "smollm2:360M": "llama:L32,NH15,NKV5,HS64,C960,F2560,T2048,V50257,tied,theta=100000",
+    "qwen3:0.6B": "llama:L28,NH16,NKV8,HS128,C1024,F3072,T2048,V50257,qk_norm,tied,theta=1e6,eps=1e-6",
+    "qwen3:1.7B": "llama:L28,NH16,NKV8,HS128,C2048,F6144,T2048,V50257,qk_norm,tied,theta=1e6,eps=1e-6",
     "tinyllama:1.1B": "llama:L22,NH32,NKV4,HS64,C2048,F5632,T2048,V50257"}
 
 
@@ -349,6 +349,27 @@ def read_array(f, path, dtype, shape):
     return data.reshape(shape)
 
 
+LLAMA_MLP = {1: "swiglu", 2: "relu2"}
+LLAMA_BITS = ("qk_norm", "norm_weights", "embed_norm", "tied")          # of a header's word
+
+
+def llama_header(dims):
+    """Words 10 to 18 of a model file's header: the family, sizes, the MLP, bits, and three floats' bits."""
+    bits = sum(getattr(dims, name) << i for i, name in enumerate(LLAMA_BITS))
+    mlp = next(number for number, name in LLAMA_MLP.items() if name == dims.mlp)
+    floats = np.array([dims.theta, dims.eps, dims.softcap], dtype="<f4").view("<i4")
+    return [1, dims.NKV, dims.HS, dims.F, mlp, bits, *floats]
+
+
+def llama_of_header(path, header, **sizes):
+    family, NKV, HS, F, mlp, bits = (int(v) for v in header[10:16])
+    theta, eps, softcap = (float(f"{v:.9g}") for v in header[16:19].copy().view("<f4"))
+    if family != 1 or mlp not in LLAMA_MLP or min(NKV, HS, F) < 1 or sizes["NH"] % NKV:
+        raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}: not of family llama")
+    flags = {name: bool(bits >> i & 1) for i, name in enumerate(LLAMA_BITS)}
+    return Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=LLAMA_MLP[mlp], theta=theta, eps=eps, softcap=softcap, **flags)
+
+
 def read_checkpoint_header(path):
     """(dims, version, padded V) of a model file; version is 3 or 5, of what is not GPT-2, too. Other programs
     may have padded V to another multiple than Dims.Vp."""
@@ -356,11 +377,14 @@ def read_checkpoint_header(path):
         header = read_header(f, path, MAGIC_MODEL)
     version, maxT, V, L, NH, C, Vp = (int(v) for v in header[1:8])
     block, norm = (int(v) for v in header[8:10]) if version >= 100 else (0, 0)
-    version -= 100 * (version >= 100)
-    dims = Dims(maxT=maxT, V=V, L=L, NH=NH, C=C, block=block, norm=norm)
+    if version >= 200:
+        dims = llama_of_header(path, header, maxT=maxT, V=V, L=L, NH=NH, C=C)
+    else:
+        dims = Dims(maxT=maxT, V=V, L=L, NH=NH, C=C, block=block, norm=norm)
+    version %= 100
     if version not in (3, 5):
-        raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read, or 100 more")
-    if min(maxT, V, L, NH, C) < 1 or C % NH or Vp < V or block not in (0, 1, 2) or norm not in (0, 1):
+        raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read, or 100 or 200 more")
+    if min(maxT, V, L, NH, C) < 1 or (C % NH and not dims.is_llama) or Vp < V or block not in (0, 1, 2) or norm not in (0, 1):
         raise FileError(path, f"impossible sizes: {dims.text()}, V padded to {Vp}, block {block} norm {norm}")
     count = sum(math.prod(param_shape(dims, name)) for name in NAMES) + (Vp - dims.Vp) * C
     expected = 1024 + count * (4 if version == 3 else 2)
@@ -410,65 +434,47 @@ def header_words(*values):
 
 
 def write_checkpoint(path, dims, params, version=3):
-    if dims.is_llama:
-        raise SystemExit(f"error: '{path}': the family Llama has no model files yet")
     with AtomicWriter(path) as f:
-        own = 100 if dims.block or dims.norm else 0             # what is not GPT-2 has versions of its own
+        own = 200 if dims.is_llama else 100 if dims.block or dims.norm else 0   # not GPT-2: versions of its own
         header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
-                     dims.block, dims.norm).tofile(f)
+                     dims.block, dims.norm, *(llama_header(dims) if dims.is_llama else ())).tofile(f)
         for name in NAMES:
             data = params[name]
             assert data.shape == param_shape(dims, name), name
             (data.astype("<f4") if version == 3 else to_bf16_bits(data).astype("<u2")).tofile(f)
 
 
-def write_tensors(path, dims, x, y, logits, loss, grads, params=None):
-    """Reference tensors: x, y, logits over the V live columns, the loss, every gradient in table order.
-
-    With params, whose type has no model file, a file of version 3: the parameters in table order lie before
-    x. Its sizes are in the JSON beside it: parse_model(info["model"])."""
+def write_tensors(path, dims, x, y, logits, loss, grads):
+    """Reference tensors: x, y, logits over the V live columns, the loss, every gradient in table order."""
     B, T = x.shape
     assert logits.shape == (B, T, dims.V)
     with AtomicWriter(path) as f:
-        header_words(MAGIC_TENSORS, 3 if params else 2, B, T).tofile(f)
-        write_table(f, dims, params or {})
+        header_words(MAGIC_TENSORS, 2, B, T).tofile(f)
         x.astype("<i4").tofile(f)
         y.astype("<i4").tofile(f)
         logits.astype("<f4").tofile(f)
         np.array([loss], dtype="<f4").tofile(f)
-        write_table(f, dims, grads)
-
-
-def write_table(f, dims, tensors):
-    for name in NAMES if tensors else ():
-        assert tensors[name].shape == param_shape(dims, name), name
-        tensors[name].astype("<f4").tofile(f)
-
-
-def read_table(f, path, dims):
-    return {name: read_array(f, path, "<f4", param_shape(dims, name)) for name in NAMES}
+        for name in NAMES:
+            assert grads[name].shape == param_shape(dims, name), name
+            grads[name].astype("<f4").tofile(f)
 
 
 def read_tensors(path, dims):
-    """{"x", "y", "logits", "loss", "grads": {name: array}}, and "params" where it has them; the file has only
-    B and T of the shapes."""
+    """{"x", "y", "logits", "loss", "grads": {name: array}}; the file has only B and T of the shapes."""
     with open_checked(path) as f:
         header = read_header(f, path, MAGIC_TENSORS)
-        if header[1] not in (2, 3):
-            raise FileError(path, f"version {header[1]}, expected 2 or 3")
+        if header[1] != 2:
+            raise FileError(path, f"version {header[1]}, expected 2")
         B, T = int(header[2]), int(header[3])
-        tables, size = int(header[1]) - 1, sum(math.prod(param_shape(dims, name)) for name in NAMES)
-        count = 2 * B * T + B * T * dims.V + 1 + tables * size
+        count = 2 * B * T + B * T * dims.V + 1 + sum(math.prod(param_shape(dims, name)) for name in NAMES)
         if os.path.getsize(path) != 1024 + 4 * count:
             size = os.path.getsize(path)
             raise FileError(path, f"{size} bytes, expected {1024 + 4 * count} for {dims.text()}")
-        params = {"params": read_table(f, path, dims)} if tables == 2 else {}
         return {
-            **params,
             "x": read_array(f, path, "<i4", (B, T)), "y": read_array(f, path, "<i4", (B, T)),
             "logits": read_array(f, path, "<f4", (B, T, dims.V)),
             "loss": float(read_array(f, path, "<f4", (1,))[0]),
-            "grads": read_table(f, path, dims),
+            "grads": {name: read_array(f, path, "<f4", param_shape(dims, name)) for name in NAMES},
         }
 
 

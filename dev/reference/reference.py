@@ -4,9 +4,8 @@ write() makes PREFIX_model.bin, PREFIX_tensors.bin and PREFIX.json. Truth is tor
 written out and TF32 off, run from exactly the weights in the model file. All errors are |a - b| / |b|
 (Frobenius) of one table row, layers together.
 
-The family Llama has no model file: PREFIX_tensors.bin has the weights, too, in front (version 3), and what
-`model` in the JSON says is all that describes it. Logits, loss and gradients are those of float64, rounded
-once, and the errors of float32 and of the 16-bit types are against them. Keys of the JSON:
+Of the family Llama, logits, loss and gradients are those of float64, rounded once, and the errors of float32
+and of the 16-bit types are against them. Keys of the JSON:
 
     losses, norms           loss before, and norm before clipping, of each of 10 AdamW steps on the batch
     losses_float64          the same steps in float64: how well the float32 losses are determined at all
@@ -143,13 +142,10 @@ def write(prefix, dims, params, x, y, hyper, device="cpu", command="", weights="
     exact_steps = optimizer_steps(dims, params, x, y, torch.float64, device, hyper)
     info["losses_float64"], info["norms_float64"] = exact_steps
     add_low_types(info, dims, params, x, y, device, logits, grads)
-    made = [prefix + "_tensors.bin", prefix + ".json"]
-    if not dims.is_llama:
-        made.insert(0, prefix + "_model.bin")
-        write_checkpoint(made[0], dims, params, version=5 if weights == "bfloat16" else 3)
-    write_tensors(prefix + "_tensors.bin", dims, x, y, logits.cpu().numpy(), loss, to_numpy(grads),
-                  params=params if dims.is_llama else None)
-    write_json(prefix + ".json", info)
+    made = [prefix + "_model.bin", prefix + "_tensors.bin", prefix + ".json"]
+    write_checkpoint(made[0], dims, params, version=5 if weights == "bfloat16" else 3)
+    write_tensors(made[1], dims, x, y, logits.cpu().numpy(), loss, to_numpy(grads))
+    write_json(made[2], info)
     return made
 
 

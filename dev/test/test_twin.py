@@ -76,16 +76,17 @@ def test_fixture(case):
     from torch import float64                       # pylint: disable=C0415
     path = os.path.join(FIXTURE, case)
     info = json.load(open(path + ".json", encoding="utf-8"))
-    dims = formats.parse_model(info["model"])
+    dims, params = formats.read_checkpoint(path + "_model.bin")
+    assert dims.text() == info["model"]
     held = formats.read_tensors(path + "_tensors.bin", dims)
     assert held["x"].shape == (info["B"], info["T"]) and (held["x"][:, 1:] == held["y"][:, :-1]).all()
-    logits, loss, grads = reference.run(dims, held["params"], held["x"], held["y"], float64, "cpu")
+    logits, loss, grads = reference.run(dims, params, held["x"], held["y"], float64, "cpu")
     assert abs(loss - info["loss"]) <= 1e-9 and abs(loss - held["loss"]) <= 1e-6
     assert reference.logits_error(held["logits"], logits) <= 1e-6
     for name, error in reference.grad_errors(held["grads"], grads).items():
         assert error <= 1e-7, name
-        assert held["params"][name].size == 0 or held["grads"][name].any(), name
-    losses, _ = reference.optimizer_steps(dims, held["params"], held["x"], held["y"], float64, "cpu",
+        assert params[name].size == 0 or held["grads"][name].any(), name
+    losses, _ = reference.optimizer_steps(dims, params, held["x"], held["y"], float64, "cpu",
                                           info["hyper"])
     assert max(abs(a - b) for a, b in zip(losses, info["losses_float64"], strict=True)) <= 1e-9
 
