@@ -27,22 +27,11 @@ l, and h for a head; bt is b*T+t.
 */
 
 // == 1 includes ==
-#include <assert.h>     // gives: assert
 #include <float.h>      // gives: FLT_MAX
-#include <limits.h>     // gives: INT_MAX, PATH_MAX
-#include <math.h>       // gives: sqrtf, isfinite
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: printf
-#include <string.h>     // gives: memcpy, strcmp
-#include <unistd.h>     // gives: getcwd
 
-#include <algorithm>    // gives: std::min, std::max
-#include <set>          // gives: std::set
-#include <string>       // gives: std::string
 #include <type_traits>  // gives: std::decay_t, std::conditional_t
-#include <vector>       // gives: std::vector
 
-#include "llmc/check.h"              // gives: die, die_if, format, file_size
+#include "llmc/check.h"              // gives: die, die_if, format, file_size; the C library's and C++'s basics
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
 #include "llmc/numbers.h"            // gives: ceil_div, round_up, is_power_of_two
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config

@@ -30,9 +30,6 @@ and the loss are computed only for positions whose loss counts, a quarter in Hel
 */
 #pragma once
 
-#include <assert.h>     // gives: assert
-#include <math.h>       // gives: exp, isfinite, NAN
-
 #include "../check.h"   // gives: die, format, fopen_check, file_size
 #include "../checksum.h" // gives: checksum, checksum_text
 #include "../numbers.h" // gives: round_up

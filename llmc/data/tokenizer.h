@@ -21,8 +21,6 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 */
 #pragma once
 
-#include <unistd.h>     // gives: access, readlink
-
 #include <string_view>  // gives: std::string_view
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
 

@@ -17,8 +17,6 @@ The checkpoints in a run's folder. Host only.
 */
 #pragma once
 
-#include <set>              // gives: std::set
-
 #include "../check.h"       // gives: atomic_file, die, folder_names
 #include "../checksum.h"    // gives: checksum, checksum_text
 #include "model_file.h"     // gives: model_checksum, model_file_error

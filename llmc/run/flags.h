@@ -17,11 +17,7 @@ counts as missing, because -b is a flag; the form with = takes any value (`--pro
 */
 #pragma once
 
-#include <assert.h>     // gives: assert, for mistakes in the table
-#include <ctype.h>      // gives: tolower
 #include <float.h>      // gives: FLT_MAX
-#include <limits.h>     // gives: INT_MIN, INT_MAX
-#include <math.h>       // gives: isfinite
 
 #include "../check.h"       // gives: die, format
 #include "../files/json.h"  // gives: json_quote

@@ -22,8 +22,6 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 */
 #pragma once
 
-#include <math.h>       // gives: isnan, INFINITY
-
 #include "../data/evalloader.h" // gives: EvalScore
 #include "../facts.h"   // gives: Facts
 #include "../check.h"   // gives: mkdir_check, die, file_text, atomic_file

@@ -11,11 +11,6 @@ keeps. Host only.
 */
 #pragma once
 
-#include <limits.h>     // gives: INT_MAX, PATH_MAX
-#include <stdarg.h>     // gives: va_list
-#include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: getcwd
-
 #include "../check.h"               // gives: die, format, file_text
 #include "../checksum.h"            // gives: checksum, checksum_text
 #include "../facts.h"               // gives: Facts, facts_find, fact_number

@@ -10,13 +10,6 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 */
 #pragma once
 
-#include <ctype.h>      // gives: isalnum
-#include <limits.h>     // gives: PATH_MAX, INT_MAX
-#include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: access
-
-#include <set>          // gives: std::set
-
 #include "../check.h"               // gives: die, shown, file_size, file_text
 #include "../facts.h"               // gives: Facts, facts_find, fact_number
 #include "../numbers.h"             // gives: parse_int
