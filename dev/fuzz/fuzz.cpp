@@ -31,10 +31,6 @@ static int fuzz_fclose(FILE* f) {
 #define fopen fuzz_fopen
 #define fclose fuzz_fclose
 #include "llmc/files/json.h"
-#define NDEBUG                  // flags_parse would look through the whole table first: ten times the work
-#include "llmc/run/flags.h"
-#undef NDEBUG
-#include <assert.h>
 #define TESTING
 #include "../../train_gpt2.cu"  // gives: what is tested
 

@@ -129,6 +129,21 @@ def test_every_flag_has_a_row():
     assert not names - known, "flags that no row is about"
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("program", ["train_gpt2cpu", "build/tokenize", "build/stories", "build/bigram"])
+def test_no_spelling_of_a_flag_comes_twice(program):
+    if not os.access(f"{ROOT}/{program}", os.X_OK):
+        pytest.skip(f"no {program}: make {os.path.basename(program)}")
+    text = subprocess.run([f"{ROOT}/{program}", "--help", "all"], capture_output=True, text=True, check=True).stdout
+    entries = re.split(r"^(?= -\S+ {1,7}--| {1,7}--)", text, flags=re.M)[1:]
+    spelled = []
+    for entry in entries:
+        words = entry.split()
+        spelled += [f"-{letter.lstrip('-')}" for letter in words[0].split(",")] if words[0][1] != "-" else []
+        spelled += re.findall(r"--[\w-]+", entry)[:1] + re.findall(r"; or (--[\w-]+)", " ".join(words))
+    assert len(entries) > 2 and len(spelled) == len(set(spelled)), sorted(spelled)
+
+
 # ---- what a run says ----
 
 @pytest.fixture(name="parts")

@@ -17,8 +17,6 @@ counts as missing, because -b is a flag; the form with = takes any value (`--pro
 */
 #pragma once
 
-#include <float.h>      // gives: FLT_MAX
-
 #include "../check.h"       // gives: die, format
 #include "../files/json.h"  // gives: json_quote
 #include "../numbers.h"     // gives: parse_int, parse_double, parse_int_hint
@@ -35,7 +33,8 @@ struct Flag {
     FlagType type;
     void* where;            // int*, int64_t*, double*, const char**, int* (0 or 1), int* or enum* (option)
     const char* def;        // default, parsed like user text
-    double min, max;        // numbers: both ends allowed; strings: min is the shortest length; else unused
+    double min, max;        // numbers: both ends allowed; max INT_MAX: "at least min" is said; strings: min is
+                            // the shortest length; else unused
     const char* options;    // ENUM: "cosine|linear"; else nullptr
     const char* help;
     FlagResume resume = FLAG_KEPT;
@@ -101,17 +100,12 @@ static inline std::string flags_number(const Flag* f, double x) {
     return f->type == FLAG_FLOAT ? flags_real_text(x) : format("%.0f", x);
 }
 
-// The allowed values: "1 to 65536", "at least 0", "cosine|linear"; "": any.
+// The allowed values: "1 to 65536", "at least 0", "cosine|linear".
 static inline std::string flags_range(const Flag* f) {
     if (f->type == FLAG_ENUM) { return f->options; }
     if (f->type == FLAG_BOOL) { return "0|1"; }
-    if (f->type == FLAG_STRING) { return ""; }
-    double lowest = f->type == FLAG_INT ? INT_MIN : f->type == FLAG_INT64 ? (double)INT64_MIN : -FLT_MAX;
-    double highest = f->type == FLAG_INT ? INT_MAX : f->type == FLAG_INT64 ? (double)INT64_MAX : FLT_MAX;
-    bool has_min = f->min > lowest, has_max = f->max < highest;
-    std::string min = flags_number(f, f->min), max = flags_number(f, f->max);
-    if (has_min && has_max) { return min + " to " + max; }
-    return has_min ? "at least " + min : has_max ? "at most " + max : "";
+    const std::string min = flags_number(f, f->min);
+    return f->max == INT_MAX ? "at least " + min : min + " to " + flags_number(f, f->max);
 }
 
 // ---- names ----
@@ -165,7 +159,7 @@ static inline std::string flags_about(const Flag* f) {
 
 // Stores the value in *f->where, or dies and names the allowed values.
 static inline void flags_set(const Flag* f, const char* text) {
-    std::string range = flags_range(f), see = flags_about(f);
+    const std::string see = flags_about(f);
     if (f->type == FLAG_STRING) {
         if ((double)strlen(text) < f->min) {
             flags_value_error(f, format("a text of %.0f or more characters", f->min), text, see);
@@ -184,11 +178,11 @@ static inline void flags_set(const Flag* f, const char* text) {
             if (options[i] == text) { memcpy(f->where, &i, sizeof(i)); return; }
         }
         std::string near = flags_nearest(options, text);
-        flags_value_error(f, "one of " + range, text, near.empty() ? see : "did you mean '" + near + "'?");
+        flags_value_error(f, format("one of %s", f->options), text, near.empty() ? see : "did you mean '" + near + "'?");
     }
 
     if (f->type == FLAG_FLOAT) {
-        std::string wants = "a number" + (range.empty() ? "" : ", " + range);
+        const std::string wants = "a number, " + flags_range(f);
         if (!is_number(text)) { flags_value_error(f, wants, text, see); }
         double x;                               // must not become inf or 0 as a float
         if (!parse_double(text, &x) || !isfinite((float)x) || ((float)x == 0.0f && x != 0.0)) {
@@ -198,15 +192,13 @@ static inline void flags_set(const Flag* f, const char* text) {
         *(double*)f->where = x;
         return;
     }
-    const char* bits = f->type == FLAG_INT ? " of at most 31 bits" : " of at most 63 bits";
-    std::string wants = "a whole number" + (range.empty() ? bits : ", " + range);
+    const std::string wants = "a whole number, " + flags_range(f);
     int64_t n;
     if (!parse_int(text, &n)) {
         std::string hint = parse_int_hint(text);
         flags_value_error(f, wants, text, hint.empty() ? see : hint);
     }
-    bool fits = f->type == FLAG_INT64 || (n >= INT_MIN && n <= INT_MAX);
-    if (!fits || (double)n < f->min || (double)n > f->max) { flags_value_error(f, wants, text, see); }
+    if ((double)n < f->min || (double)n > f->max) { flags_value_error(f, wants, text, see); }
     if (f->type == FLAG_INT) { *(int*)f->where = (int)n; } else { *(int64_t*)f->where = n; }
 }
 
@@ -310,18 +302,6 @@ static inline std::string flags_json(const Flag* table, int count) {
 
 // ---- the command line ----
 
-static inline bool flags_table_ok(const Flag* table, int count) {
-    for (int i = 0; i < count; i++) {
-        const Flag& f = table[i];
-        if ((f.type == FLAG_ENUM) != (f.options != nullptr)) { return false; }
-        if (f.type <= FLAG_FLOAT && f.min > f.max) { return false; }
-        for (const std::string& s : flags_spellings(&f)) {
-            if (s == "--help" || flags_find(table, count, s) != &f) { return false; }
-        }
-    }
-    return true;
-}
-
 static inline bool flags_given(const Flag* table, int count, const char* name) {
     const Flag* f = flags_find(table, count, std::string("--") + name);
     assert(f && "flags_given: no such flag in the table");
@@ -330,7 +310,6 @@ static inline bool flags_given(const Flag* table, int count, const char* name) {
 
 static inline void flags_parse(const Flag* table, int count, int argc, const char* const* argv,
                                const std::vector<FlagGroup>& groups = {}) {
-    assert(flags_table_ok(table, count));
     for (int i = 0; i < count; i++) {
         table[i].given = nullptr;
         flags_set(&table[i], table[i].def);
