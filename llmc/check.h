@@ -42,11 +42,14 @@ A program that includes this header also ends in die() when memory runs out or a
 #include <algorithm>    // gives: std::sort, std::min
 #include <atomic>       // gives: std::atomic
 #include <chrono>       // gives: std::chrono::seconds
+#include <fstream>      // gives: std::ifstream
 #include <functional>   // gives: std::function
+#include <map>          // gives: std::map, std::multimap
 #include <mutex>        // gives: std::mutex, std::timed_mutex
 #include <new>          // gives: std::set_new_handler
 #include <set>          // gives: std::set
 #include <string>       // gives: std::string
+#include <thread>       // gives: std::thread
 #include <utility>      // gives: std::pair, std::swap
 #include <vector>       // gives: std::vector
 

@@ -6,8 +6,6 @@ How much memory this process may still take. Host only.
 */
 #pragma once
 
-#include <fstream>      // gives: std::ifstream
-
 #include "check.h"      // gives: std::string, getrlimit
 
 // The number in a file's line `field: number kB`, in bytes (with unit 1: `field number`). 0: no such line.

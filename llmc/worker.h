@@ -12,7 +12,6 @@ A Worker is on the heap, where exit() destroys nothing: die() may end the progra
 
 #include <condition_variable>   // gives: std::condition_variable
 #include <system_error>         // gives: std::system_error
-#include <thread>               // gives: std::thread
 
 #include "check.h"              // gives: die
 

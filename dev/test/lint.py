@@ -108,7 +108,7 @@ def check(path, text):
         if room is not None and room < room_of(path):
             yield text.count("\n", 0, include.start()) + 1, f"{include[1]} is in a room above this header's"
     if room_of(path) is not None and re.search(r'^#include "(\.\./)?check\.h"', text, re.M):
-        with open(ROOT + "/llmc/check.h", encoding="utf-8") as file:
+        with open("llmc/check.h", encoding="utf-8") as file:
             basics = SYSTEM.findall(file.read())
         for include in SYSTEM.finditer(text):
             if include[1] in basics:

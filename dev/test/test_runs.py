@@ -134,7 +134,8 @@ def test_every_flag_has_a_row():
 def test_no_spelling_of_a_flag_comes_twice(program):
     if not os.access(f"{ROOT}/{program}", os.X_OK):
         pytest.skip(f"no {program}: make {os.path.basename(program)}")
-    text = subprocess.run([f"{ROOT}/{program}", "--help", "all"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([f"{ROOT}/{program}", "--help", "all"], capture_output=True, text=True,
+                          check=True).stdout
     entries = re.split(r"^(?= -\S+ {1,7}--| {1,7}--)", text, flags=re.M)[1:]
     spelled = []
     for entry in entries:

@@ -11,8 +11,6 @@ GPT-2 only. Host only.
 */
 #pragma once
 
-#include <map>          // gives: std::map
-
 #include "../check.h"               // gives: die, format, shown
 #include "../facts.h"               // gives: facts_find
 #include "../model/layout.h"        // gives: ParamSpec, ParamTable

@@ -13,7 +13,6 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 */
 #pragma once
 
-#include <map>          // gives: std::multimap
 #include <type_traits>  // gives: std::remove_reference_t, std::is_same
 
 #include "../check.h"               // gives: die, format, shown
