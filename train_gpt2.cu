@@ -3922,7 +3922,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
 static void decode_attention(const DecodeAttention& a, Stream stream) {
     OpScope scope(a, stream);
     decode_check(a.N);
-    die_if(attention_error(a.HS));
+    die_if(attention_error(a.NH, a.NH, a.HS));
     auto kernel = a.HS <= 4 * kWarp ? decode_attention_kernel<4>
                                     : decode_attention_kernel<kPlainMaxHeadSize / kWarp>;
     decode_launch(kernel, dim3(a.NH, a.N), kDecodeSplits * kWarp, stream, a);
