@@ -173,7 +173,7 @@ static void fuzz_questions(Bytes input) {
         put(q.choices);
         for (int part = -1; part < q.choices; part++) {
             const int n = part < 0 ? q.context.tokens : q.choice[part].tokens;
-            const uint16_t* tokens = &set.words[(size_t)(part < 0 ? q.context : q.choice[part])];
+            const uint16_t* tokens = &set.words[(size_t)(part < 0 ? q.context.at : q.choice[part].at)];
             put(n);
             for (int t = 0; t < n; t++) { put(tokens[t]); }
         }
