@@ -12,14 +12,9 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 */
 #pragma once
 
-#include <assert.h>     // gives: assert
-#include <stddef.h>     // gives: size_t
-#include <stdint.h>     // gives: uintptr_t
+#include <array>                // gives: std::array
 
-#include <algorithm>    // gives: std::max
-#include <array>        // gives: std::array
-#include <vector>       // gives: std::vector
-
+#include "../check.h"           // gives: size_t, std::vector
 #include "../numbers.h"         // gives: round_up, ceil_div
 #include "../ops/op_types.h"    // gives: kChunk, ChunkRange
 
