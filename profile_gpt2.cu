@@ -218,7 +218,7 @@ static void print_ops(int steps, double step_ms, double copy, double gemm) {
 }
 
 int main(int argc, char** argv) {
-    flags_parse(kFlags, kNumFlags, argc, argv, kFlagGroups);
+    flags_parse(kFlags, argc, argv, kFlagGroups);
     const Config c = settle();
     Options options = run_options();
     options.graphs = false;                     // a graph's kernels are in no op's range

@@ -27,20 +27,9 @@ l, and h for a head; bt is b*T+t.
 */
 
 // == 1 includes ==
-#include <assert.h>     // gives: assert
 #include <float.h>      // gives: FLT_MAX
-#include <limits.h>     // gives: INT_MAX, PATH_MAX
-#include <math.h>       // gives: sqrtf, isfinite
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: printf
-#include <string.h>     // gives: memcpy, strcmp
-#include <unistd.h>     // gives: getcwd
 
-#include <algorithm>    // gives: std::min, std::max
-#include <set>          // gives: std::set
-#include <string>       // gives: std::string
 #include <type_traits>  // gives: std::decay_t, std::conditional_t
-#include <vector>       // gives: std::vector
 
 #include "llmc/check.h"              // gives: die, die_if, format, file_size
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
@@ -6271,7 +6260,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     logger_init(&t->logger, comm.rank == 0 ? run.output_dir : "");
     char here[PATH_MAX];
     t->start = getcwd(here, sizeof(here)) ? here : "";
-    logger_run(&t->logger, kFlags, kNumFlags,
+    logger_run(&t->logger, kFlags,
                {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
                 {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
                 {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
@@ -6454,8 +6443,8 @@ static Facts run_facts(Training* t) {
     facts.insert(facts.end(), origin.begin(), origin.end());
     facts.push_back({"started in", t->start});
     if (run.dropout > 0.0) { facts.push_back({kDropoutFact, "the embedding's and the branches' outputs"}); }
-    for (int i = 0; i < kNumFlags; i++) {
-        facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[(size_t)i]});
+    for (size_t i = 0; i < kFlags.size(); i++) {
+        facts.push_back({std::string("flag.") + kFlags[i].name, run_texts[i]});
     }
     return facts;
 }
@@ -6591,7 +6580,7 @@ int main(int argc, char** argv) {
     device_prepare(argv);
     const std::vector<const char*> words = words_in_full(argc, argv);
     gelu_flag_check(words);
-    flags_parse(kFlags, kNumFlags, (int)words.size(), words.data(), kFlagGroups);
+    flags_parse(kFlags, (int)words.size(), words.data(), kFlagGroups);
     muon_rate_default();
     if (run.plan[0] != '\0') {
         print_plan();
@@ -6618,7 +6607,7 @@ int main(int argc, char** argv) {
     if (run.resumed) { resumed_check(resumed.facts, origin_facts(t), run.output_dir); }
 
     say("device: %s, precision %s\n", t.device.name.c_str(), PRECISION_NAME);
-    if (task == Task::Train && run.verbose >= 0) { flags_print(kFlags, kNumFlags, run.verbose > 0); }
+    if (task == Task::Train && run.verbose >= 0) { flags_print(kFlags, run.verbose > 0); }
     load_model(&t, config, options, &resumed);
     if (run.verbose >= 0) { evalset_print(&t.data.questions); }
     surprises_print(t.data.prompted(), t.data.max_steps);   // settings that hardly do what was meant

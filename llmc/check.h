@@ -17,33 +17,41 @@ A program that includes this header also ends in die() when memory runs out or a
 */
 #pragma once
 
-// What nearly every header wants. Those that include this one do not name these again.
+// What headers want of the C library, POSIX and the standard library. Those that include this one do not name
+// these again.
+#include <assert.h>     // gives: assert
+#include <ctype.h>      // gives: isalnum, isdigit, tolower
+#include <dirent.h>     // gives: opendir, readdir
 #include <errno.h>      // gives: errno
+#include <fcntl.h>      // gives: open, fcntl
+#include <limits.h>     // gives: INT_MAX, PATH_MAX
+#include <math.h>       // gives: isfinite, exp, INFINITY
+#include <signal.h>     // gives: sigaction, raise
+#include <stdarg.h>     // gives: va_list
 #include <stddef.h>     // gives: size_t
 #include <stdint.h>     // gives: int64_t
 #include <stdio.h>      // gives: FILE, fprintf
 #include <stdlib.h>     // gives: exit, getenv
 #include <string.h>     // gives: strerror, memcpy
-
-#include <algorithm>    // gives: std::sort, std::min
-#include <string>       // gives: std::string
-#include <vector>       // gives: std::vector
-
-#include <assert.h>     // gives: assert
-#include <dirent.h>     // gives: opendir, readdir
-#include <fcntl.h>      // gives: open, O_DIRECTORY
-#include <signal.h>     // gives: sigaction, raise
-#include <stdarg.h>     // gives: va_list
 #include <sys/file.h>   // gives: flock
 #include <sys/ioctl.h>  // gives: ioctl, TIOCGWINSZ
 #include <sys/resource.h>   // gives: setrlimit
 #include <sys/stat.h>   // gives: stat, mkdir
-#include <unistd.h>     // gives: fsync, pread, unlink
+#include <unistd.h>     // gives: fsync, pread, unlink, isatty
 
+#include <algorithm>    // gives: std::sort, std::min
 #include <atomic>       // gives: std::atomic
 #include <chrono>       // gives: std::chrono::seconds
-#include <mutex>        // gives: std::timed_mutex
+#include <fstream>      // gives: std::ifstream
+#include <functional>   // gives: std::function
+#include <map>          // gives: std::map, std::multimap
+#include <mutex>        // gives: std::mutex, std::timed_mutex
 #include <new>          // gives: std::set_new_handler
+#include <set>          // gives: std::set
+#include <string>       // gives: std::string
+#include <thread>       // gives: std::thread
+#include <utility>      // gives: std::pair, std::swap
+#include <vector>       // gives: std::vector
 
 // Calls that fail when a disk is full or broken. Tests replace them with functions that fail.
 static struct {

@@ -7,8 +7,6 @@ Named texts in an order: what a state file, run.json or a table in JSON says, wh
 */
 #pragma once
 
-#include <utility>      // gives: std::pair
-
 #include "check.h"      // gives: die
 #include "numbers.h"    // gives: parse_int
 

@@ -6,15 +6,9 @@ How many cores this process may use, and OpenMP's threads. Host only.
 */
 #pragma once
 
-#include <limits.h>     // gives: INT_MAX
 #include <sched.h>      // gives: sched_getaffinity
-#include <stdlib.h>     // gives: getenv, setenv
-#include <unistd.h>     // gives: sysconf
 
-#include <algorithm>    // gives: std::min, std::max
-#include <fstream>      // gives: std::ifstream
-#include <string>       // gives: std::string
-
+#include "check.h"          // gives: std::string, sysconf
 #include "host_memory.h"    // gives: cgroup_walk, number_in
 #include "numbers.h"        // gives: ceil_div
 

@@ -6,12 +6,7 @@ How much memory this process may still take. Host only.
 */
 #pragma once
 
-#include <stdlib.h>     // gives: strtoull
-#include <sys/resource.h> // gives: getrlimit
-
-#include <algorithm>    // gives: std::min
-#include <fstream>      // gives: std::ifstream
-#include <string>       // gives: std::string
+#include "check.h"      // gives: std::string, getrlimit
 
 // The number in a file's line `field: number kB`, in bytes (with unit 1: `field number`). 0: no such line.
 static inline size_t proc_bytes(const char* path, const char* field, size_t unit = 1024) {

@@ -10,8 +10,6 @@ plus or blanks in front, 007, hexadecimal, inf, nan, and values too large for 64
 */
 #pragma once
 
-#include <math.h>       // gives: fabs, floor
-
 #include <charconv>     // gives: std::from_chars
 
 #include "check.h"      // gives: format

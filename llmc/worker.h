@@ -10,13 +10,8 @@ A Worker is on the heap, where exit() destroys nothing: die() may end the progra
 */
 #pragma once
 
-#include <assert.h>             // gives: assert
-
 #include <condition_variable>   // gives: std::condition_variable
-#include <functional>           // gives: std::function
-#include <mutex>                // gives: std::mutex
 #include <system_error>         // gives: std::system_error
-#include <thread>               // gives: std::thread
 
 #include "check.h"              // gives: die
 

@@ -48,11 +48,11 @@ int main(int argc, char** argv) {
     const char* val_pattern;
     const char* train_default = "dev/data/tinyshakespeare/tiny_shakespeare_train.bin";
     const char* val_default = "dev/data/tinyshakespeare/tiny_shakespeare_val.bin";
-    const Flag table[] = {
+    const FlagTable table = {
         {"i", "train-data", FLAG_STRING, &train_pattern, train_default, 1, 0, nullptr, "count these (glob)"},
         {"j", "val-data", FLAG_STRING, &val_pattern, val_default, 1, 0, nullptr, "predict these (glob)"},
     };
-    flags_parse(table, 2, argc, argv);
+    flags_parse(table, argc, argv);
     std::vector<uint32_t> train = read_pairs(train_pattern), val = read_pairs(val_pattern);
     std::vector<double> count_first(kMaxIds), count_second(kMaxIds);
     size_t ids = 0;

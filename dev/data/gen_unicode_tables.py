@@ -26,16 +26,12 @@ TOP = """/*
 Character classes of Unicode {version} as ranges of code points; what is in no range is CHAR_OTHER.
 Made by dev/data/gen_unicode_tables.py: edit that, not this.
 
-    for (const CharRange& r : kLetters) {{ memset(table + r.first, CHAR_LETTER, r.last - r.first + 1); }}
+A range is two numbers in hexadecimal, both of them in it, or one: 41-5A AA. See tokenizer_build.
 */
 #pragma once
 
-#include <stdint.h>     // gives: uint32_t
-
 // \\p{{L}}, \\p{{N}}, \\s of regular expressions, and the rest
 enum CharClass {{ CHAR_OTHER = 0, CHAR_LETTER = 1, CHAR_NUMBER = 2, CHAR_SPACE = 3 }};
-
-struct CharRange {{ uint32_t first, last; }};                      // both ends included
 """
 
 
@@ -69,12 +65,13 @@ def header_text(kinds):
     for cp in range(1, 0x110001):
         if cp == 0x110000 or kinds[cp] != kinds[first]:
             if kinds[first] != OTHER:
-                ranges[kinds[first]].append(f"{{0x{first:X},~0x{cp - 1:X}}}")       # ~: no line ends there
+                ranges[kinds[first]].append(f"{first:X}" if first == cp - 1 else f"{first:X}-{cp - 1:X}")
             first = cp
     text = TOP.format(version=UNICODE_VERSION)
     for kind, table in TABLES.items():
-        lines = textwrap.fill(", ".join(ranges[kind]), 110, initial_indent="    ", subsequent_indent="    ")
-        text += f"\nstatic const CharRange {table}[] = {{\n{lines.replace('~', ' ')}}};\n"
+        lines = textwrap.fill(" ".join(ranges[kind]) + ')";', 110, initial_indent="    ",
+                              subsequent_indent="    ", break_on_hyphens=False)
+        text += f'\nstatic const char {table}[] = R"(\n{lines}\n'
     return text
 
 

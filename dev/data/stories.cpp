@@ -641,14 +641,14 @@ static std::string tell(uint64_t seed, uint32_t number) {
 int main(int argc, char** argv) {
     int64_t seed, count, bytes;
     const char* path;
-    const Flag table[] = {
+    const FlagTable table = {
         {"", "seed", FLAG_INT64, &seed, "1", 0, 9e18, nullptr, "which stories"},
         {"n", "count", FLAG_INT64, &count, "3", 1, 4294967296.0, nullptr, "how many stories"},
         {"", "bytes", FLAG_INT64, &bytes, "0", 0, 1e13, nullptr, "instead: stop when this much is written"},
         {"o", "output", FLAG_STRING, &path, "", 0, 0, nullptr, "file to write; none: standard output"},
     };
-    flags_parse(table, 4, argc, argv);
-    if (bytes > 0 && !flags_given(table, 4, "count")) { count = INT64_MAX; }
+    flags_parse(table, argc, argv);
+    if (bytes > 0 && !flags_given(table, "count")) { count = INT64_MAX; }
     bool to_file = path[0] != '\0';
     AtomicFile out = {};
     if (to_file) { out = atomic_open(path); }

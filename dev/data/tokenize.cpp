@@ -456,7 +456,7 @@ static struct {
     int64_t shard_tokens;
 } cfg;
 
-static const Flag kFlags[] = {
+static const FlagTable kFlags = {
     {"o", "output", FLAG_STRING, &cfg.output, "", 0, 0, nullptr,
      "where to: TEXT_train.bin, TEXT_val.bin"},
     {"", "val-tokens", FLAG_STRING, &cfg.val_tokens, "auto", 1, 0, nullptr,
@@ -481,7 +481,6 @@ static const Flag kFlags[] = {
     {"", "write-vocab", FLAG_STRING, &cfg.write_vocab, "", 0, 0, nullptr,
      "write the vocabulary as a gpt2_tokenizer.bin, do nothing else"},
 };
-static const int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
 
 // Reads the flags, returns the files: they may stand before, between and after the flags, of which every one
 // has a value. After -- all is files, so that a name may begin with a dash.
@@ -499,10 +498,10 @@ static std::vector<std::string> command_line(int argc, char** argv) {
             continue;
         }
         flags.push_back(argv[i]);
-        bool takes_next = !strchr(argv[i], '=') && flags_find(kFlags, kNumFlags, argv[i]);
+        bool takes_next = !strchr(argv[i], '=') && flags_find(kFlags, argv[i]);
         if (takes_next && i + 1 < argc) { flags.push_back(argv[++i]); }
     }
-    flags_parse(kFlags, kNumFlags, (int)flags.size(), flags.data());
+    flags_parse(kFlags, (int)flags.size(), flags.data());
     return files;
 }
 
@@ -559,7 +558,7 @@ static int64_t inputs_check(const std::vector<std::string>& files) {
 // The tokenizer of a shard: what --bytes says, else what its header says, else GPT-2's. first: some tokens.
 static void shard_tokenizer(Tokenizer* tok, const std::string& path, uint32_t id,
                             const std::vector<uint16_t>& first) {
-    if (flags_given(kFlags, kNumFlags, "bytes")) {
+    if (flags_given(kFlags, "bytes")) {
         id = cfg.bytes ? TOKENIZER_BYTES : TOKENIZER_GPT2;
     } else if (id == TOKENIZER_UNKNOWN && *std::max_element(first.begin(), first.end()) < 256) {
         fprintf(stderr, "warning: '%s' does not say which tokens it holds, and they look like bytes\n"

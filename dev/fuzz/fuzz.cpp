@@ -31,10 +31,6 @@ static int fuzz_fclose(FILE* f) {
 #define fopen fuzz_fopen
 #define fclose fuzz_fclose
 #include "llmc/files/json.h"
-#define NDEBUG                  // flags_parse would look through the whole table first: ten times the work
-#include "llmc/run/flags.h"
-#undef NDEBUG
-#include <assert.h>
 #define TESTING
 #include "../../train_gpt2.cu"  // gives: what is tested
 
@@ -171,13 +167,13 @@ static void fuzz_questions(Bytes input) {
     auto put = [&](int64_t value) { again += {(char)(value & 255), (char)(value >> 8)}; };
     for (size_t i = 0; i < set.questions.size(); i++) {
         const EvalQuestion& q = set.questions[i];
-        int64_t words = kEvalHead + 1 + q.context_tokens;
-        for (int c = 0; c < q.choices; c++) { words += 1 + q.choice_tokens[c]; }
+        int64_t words = kEvalHead + 1 + q.context.tokens;
+        for (int c = 0; c < q.choices; c++) { words += 1 + q.choice[c].tokens; }
         for (int64_t value : {(int64_t)kEvalStart, 2 * words, (int64_t)i, (int64_t)q.label}) { put(value); }
         put(q.choices);
         for (int part = -1; part < q.choices; part++) {
-            const int n = part < 0 ? q.context_tokens : q.choice_tokens[part];
-            const uint16_t* tokens = &set.words[(size_t)(part < 0 ? q.context : q.choice[part])];
+            const int n = part < 0 ? q.context.tokens : q.choice[part].tokens;
+            const uint16_t* tokens = &set.words[(size_t)(part < 0 ? q.context.at : q.choice[part].at)];
             put(n);
             for (int t = 0; t < n; t++) { put(tokens[t]); }
         }
@@ -404,7 +400,7 @@ static std::vector<std::string> flag_texts() {
 static void parse(std::vector<std::string>* words) {
     std::vector<char*> argv;
     for (std::string& w : *words) { argv.push_back(&w[0]); }
-    flags_parse(kFlags, kNumFlags, (int)argv.size(), argv.data());
+    flags_parse(kFlags, (int)argv.size(), argv.data());
 }
 
 static void fuzz_flags(Bytes input) {
@@ -429,9 +425,9 @@ static void fuzz_flags(Bytes input) {
         PROPERTY(second[i] == texts[i], "--%s: '%s', then '%s'", kFlags[i].name, texts[i].c_str(),
                  second[i].c_str());
     }
-    const std::string json = flags_json(kFlags, kNumFlags);
+    const std::string json = flags_json(kFlags);
     for (char c : json) { PROPERTY((uint8_t)c >= 0x20, "a control character in %s", json.c_str()); }
-    flags_print(kFlags, kNumFlags, true);
+    flags_print(kFlags, true);
 
     parse(&words);                                      // some flags belong together
     const Config c = settle();

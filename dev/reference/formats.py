@@ -367,7 +367,8 @@ def llama_of_header(path, header, **sizes):
     if family != 1 or mlp not in LLAMA_MLP or min(NKV, HS, F) < 1 or sizes["NH"] % NKV:
         raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}: not of family llama")
     flags = {name: bool(bits >> i & 1) for i, name in enumerate(LLAMA_BITS)}
-    return Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=LLAMA_MLP[mlp], theta=theta, eps=eps, softcap=softcap, **flags)
+    return Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=LLAMA_MLP[mlp], theta=theta, eps=eps, softcap=softcap,
+                 **flags)
 
 
 def read_checkpoint_header(path):
@@ -384,7 +385,8 @@ def read_checkpoint_header(path):
     version %= 100
     if version not in (3, 5):
         raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read, or 100 or 200 more")
-    if min(maxT, V, L, NH, C) < 1 or (C % NH and not dims.is_llama) or Vp < V or block not in (0, 1, 2) or norm not in (0, 1):
+    fits = dims.is_llama or C % NH == 0
+    if min(maxT, V, L, NH, C) < 1 or not fits or Vp < V or block not in (0, 1, 2) or norm not in (0, 1):
         raise FileError(path, f"impossible sizes: {dims.text()}, V padded to {Vp}, block {block} norm {norm}")
     count = sum(math.prod(param_shape(dims, name)) for name in NAMES) + (Vp - dims.Vp) * C
     expected = 1024 + count * (4 if version == 3 else 2)
@@ -435,7 +437,8 @@ def header_words(*values):
 
 def write_checkpoint(path, dims, params, version=3):
     with AtomicWriter(path) as f:
-        own = 200 if dims.is_llama else 100 if dims.block or dims.norm else 0   # not GPT-2: versions of its own
+        # what is not GPT-2 has versions of its own
+        own = 200 if dims.is_llama else 100 if dims.block or dims.norm else 0
         header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
                      dims.block, dims.norm, *(llama_header(dims) if dims.is_llama else ())).tofile(f)
         for name in NAMES:

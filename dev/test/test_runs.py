@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 from jobs import STOPPING, TERM, UNREAD, Job
 from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program, Result, assert_close,
                      flags_of, log_columns, log_lines, logged_steps, metrics, model_path, need_fp8, on_cpu,
@@ -127,6 +127,20 @@ def test_every_flag_has_a_row():
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
     known |= {name for name, row in rows.items() if flags & {*re.split("[ ,]", row.strip()), "--" + name}}
     assert not names - known, "flags that no row is about"
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("path", ["train_gpt2cpu", "build/tokenize", "build/stories", "build/bigram"])
+def test_no_spelling_of_a_flag_comes_twice(path):
+    if not os.access(f"{ROOT}/{path}", os.X_OK):
+        pytest.skip(f"no {path}: make {os.path.basename(path)}")
+    text = run_program([f"{ROOT}/{path}", "--help", "all"])[1]
+    spelled = []
+    for entry in re.split(r"^(?= -\S+ {1,7}--| {1,7}--)", text, flags=re.M)[1:]:
+        letters, name = re.match(r" (-\S+)? *(--\S+)", entry).groups()
+        spelled += [*(letters.split(",") if letters else []), name]
+        spelled += ["-" + other for other in re.findall(r"; or -(-[\w-]+)", " ".join(entry.split()))]
+    assert len(spelled) > 2 and len(spelled) == len(set(spelled)), sorted(spelled)
 
 
 # ---- what a run says ----

@@ -22,9 +22,6 @@ the watchdog, which knows why.
 #include <pthread.h>        // gives: pthread_sigmask
 #include <sys/eventfd.h>    // gives: eventfd
 
-#include <fstream>          // gives: std::ifstream
-#include <thread>           // gives: std::thread
-
 #include "../check.h"       // gives: die, die_report, format
 #include "../facts.h"       // gives: Facts, facts_text, facts_parse
 #include "net.h"            // gives: comm_read, comm_write

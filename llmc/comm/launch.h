@@ -15,13 +15,10 @@ kills the ranks.
 */
 #pragma once
 
-#include <signal.h>         // gives: sigtimedwait, kill
 #include <sys/mman.h>       // gives: memfd_create, mmap
 #include <sys/prctl.h>      // gives: prctl, PR_SET_PDEATHSIG
 #include <sys/random.h>     // gives: getrandom
 #include <sys/wait.h>       // gives: waitpid
-
-#include <atomic>           // gives: std::atomic
 
 #include "../check.h"       // gives: die, format
 #include "../host_cores.h"  // gives: share_cores

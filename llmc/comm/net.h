@@ -15,16 +15,11 @@ to allocate unchecked.
 */
 #pragma once
 
-#include <fcntl.h>          // gives: fcntl
 #include <netdb.h>          // gives: getaddrinfo
 #include <netinet/in.h>     // gives: IPPROTO_TCP
 #include <netinet/tcp.h>    // gives: TCP_NODELAY
 #include <poll.h>           // gives: poll
 #include <sys/socket.h>     // gives: recv, send
-#include <unistd.h>         // gives: close
-
-#include <chrono>           // gives: std::chrono::steady_clock
-#include <functional>       // gives: std::function
 
 #include "../check.h"       // gives: die, format
 #include "../numbers.h"     // gives: parse_int

@@ -14,9 +14,7 @@ id. It separates jobs that meet by accident.
 */
 #pragma once
 
-#include <ctype.h>          // gives: isalnum
 #include <ifaddrs.h>        // gives: getifaddrs
-#include <limits.h>         // gives: INT_MAX
 #include <net/if.h>         // gives: IFF_UP
 #ifdef USE_MPI
 #include <mpi.h>            // gives: MPI_Init, MPI_Bcast

@@ -14,9 +14,6 @@ rank ends when it continues, unless its launcher has killed it.
 */
 #pragma once
 
-#include <atomic>           // gives: std::atomic
-#include <mutex>            // gives: std::mutex
-#include <thread>           // gives: std::thread
 #include <tuple>            // gives: std::make_tuple
 
 #include "../check.h"       // gives: die_report, format

@@ -28,12 +28,7 @@ samples_per_epoch - p rows of the batch at p.
 */
 #pragma once
 
-#include <assert.h>             // gives: assert
-#include <fcntl.h>              // gives: open
 #include <glob.h>               // gives: glob
-#include <limits.h>             // gives: INT32_MAX
-#include <sys/stat.h>           // gives: fstat
-#include <unistd.h>             // gives: close
 
 #include "../check.h"           // gives: die, format, read_at, allow_most_files
 #include "../checksum.h"        // gives: Checksum, checksum_text

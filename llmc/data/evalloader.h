@@ -30,9 +30,6 @@ and the loss are computed only for positions whose loss counts, a quarter in Hel
 */
 #pragma once
 
-#include <assert.h>     // gives: assert
-#include <math.h>       // gives: exp, isfinite, NAN
-
 #include "../check.h"   // gives: die, format, fopen_check, file_size
 #include "../checksum.h" // gives: checksum, checksum_text
 #include "../numbers.h" // gives: round_up
@@ -46,11 +43,11 @@ static const int kEvalPadding = 32;             // a row's positions are rounded
 static const int64_t kEvalHead = 5, kEvalShortest = kEvalHead + 2 * 2;
 static const int64_t kEvalMostQuestions = 65536, kEvalMostBytes = 65535;
 
+struct EvalText { int64_t at; int tokens; };    // at: index of its first token in EvalSet.words
+
 struct EvalQuestion {
-    int64_t context;                            // index of its first token in EvalSet.words
-    int context_tokens, label, choices;
-    int64_t choice[kEvalMostChoices];           // index of its first token in EvalSet.words
-    int choice_tokens[kEvalMostChoices];
+    int label, choices;
+    EvalText context, choice[kEvalMostChoices];
     int same_as[kEvalMostChoices];              // the first choice that looks equal to the model
 };
 
@@ -171,8 +168,7 @@ static inline std::string evalset_question(const EvalSet* set, int64_t at, int64
             return format("%s has the token id %d, but the model's ids are 0..%d\n"
                           "hint: choose a model with a larger V (-e)", where.c_str(), head[i + t], V - 1);
         }
-        (part ? q->choice[part - 1] : q->context) = at + i;
-        (part ? q->choice_tokens[part - 1] : q->context_tokens) = tokens;
+        (part ? q->choice[part - 1] : q->context) = {at + i, tokens};
         i += tokens;
     }
     if (i != size) {
@@ -201,27 +197,25 @@ static inline std::string evalset_questions(EvalSet* set, int V) {
 
 // ---- rows and batches ----
 
-// A row's two texts, as indices into EvalSet.words: only the second's losses count.
-struct EvalTexts { int64_t first; int first_tokens; int64_t second; int second_tokens; };
+// A row's two texts: only the second's losses count.
+struct EvalTexts { EvalText first, second; };
 
 static inline EvalTexts evalset_texts(const EvalSet* set, const EvalRow& row) {
     const EvalQuestion& q = set->questions[(size_t)row.question];
-    const int64_t choice = q.choice[row.choice];
-    const int tokens = q.choice_tokens[row.choice];
-    if (set->context_last) { return {choice, tokens, q.context, q.context_tokens}; }
-    return {q.context, q.context_tokens, choice, tokens};
+    const EvalText& choice = q.choice[row.choice];
+    return set->context_last ? EvalTexts{choice, q.context} : EvalTexts{q.context, choice};
 }
 
 // Token i of a row as the model reads it, without a lost beginning.
 static inline int evalset_token(const EvalSet* set, const EvalRow& row, int i) {
     const EvalTexts x = evalset_texts(set, row);
-    const int at = x.first_tokens + x.second_tokens - 1 - row.positions + i;
-    return set->words[(size_t)(at < x.first_tokens ? x.first + at : x.second + at - x.first_tokens)];
+    const int at = x.first.tokens + x.second.tokens - 1 - row.positions + i, behind = at - x.first.tokens;
+    return set->words[(size_t)(behind < 0 ? x.first.at + at : x.second.at + behind)];
 }
 
 // The first position of a row whose target belongs to the second text. All later targets belong to it, too.
 static inline int evalset_first(const EvalSet* set, const EvalRow& row) {
-    return std::max(0, row.positions - evalset_texts(set, row).second_tokens);
+    return std::max(0, row.positions - evalset_texts(set, row).second.tokens);
 }
 
 static inline bool evalset_equal(const EvalSet* set, const EvalRow& a, const EvalRow& b) {
@@ -240,7 +234,7 @@ static inline void evalset_plan(EvalSet* set, int B, int T) {
         EvalQuestion& q = set->questions[i];
         EvalRow rows[kEvalMostChoices];
         for (int c = 0; c < q.choices; c++) {
-            rows[c] = {(int)i, c, std::min(T, q.context_tokens + q.choice_tokens[c] - 1)};
+            rows[c] = {(int)i, c, std::min(T, q.context.tokens + q.choice[c].tokens - 1)};
             q.same_as[c] = 0;
             while (!evalset_equal(set, rows[q.same_as[c]], rows[c])) { q.same_as[c]++; }
             if (q.same_as[c] == c) { set->rows.push_back(rows[c]); }

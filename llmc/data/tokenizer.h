@@ -21,8 +21,7 @@ bytes decodes exactly. No text becomes the end-of-text token: the caller adds it
 */
 #pragma once
 
-#include <unistd.h>     // gives: access, readlink
-
+#include <sstream>      // gives: std::istringstream
 #include <string_view>  // gives: std::string_view
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
 
@@ -104,8 +103,13 @@ static inline void tokenizer_build(Tokenizer* tok, const char* path) {
     }
 
     tok->char_class.assign(0x110000, CHAR_OTHER);
-    auto mark = [&](CharClass kind, const auto& ranges) {
-        for (const CharRange& r : ranges) { memset(&tok->char_class[r.first], kind, r.last - r.first + 1); }
+    auto mark = [&](CharClass kind, const char* ranges) {
+        std::istringstream words(ranges);
+        for (std::string word; words >> word;) {
+            unsigned first, last;
+            if (sscanf(word.c_str(), "%x-%x", &first, &last) < 2) { last = first; }
+            memset(&tok->char_class[first], kind, last - first + 1);
+        }
     };
     mark(CHAR_LETTER, kLetters);
     mark(CHAR_NUMBER, kNumbers);

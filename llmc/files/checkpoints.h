@@ -17,8 +17,6 @@ The checkpoints in a run's folder. Host only.
 */
 #pragma once
 
-#include <set>              // gives: std::set
-
 #include "../check.h"       // gives: atomic_file, die, folder_names
 #include "../checksum.h"    // gives: checksum, checksum_text
 #include "model_file.h"     // gives: model_checksum, model_file_error
@@ -254,10 +252,13 @@ static inline void checkpoint_retain(const std::string& folder, int64_t newest, 
     }
 }
 
-typedef std::vector<std::pair<uint64_t, int64_t>> RankedSteps;
-
-static inline std::vector<int64_t> best_last(RankedSteps ranked) {
-    std::sort(ranked.begin(), ranked.end());
+// The checkpoints up to step `most`, by rank(step), and those of equal rank by step.
+template <class Rank>
+static inline std::vector<int64_t> checkpoints_ranked(const std::string& folder, int64_t most, Rank rank) {
+    std::set<std::pair<uint64_t, int64_t>> ranked;
+    for (int64_t step : checkpoint_steps(folder, true)) {
+        if (step <= most) { ranked.insert({rank(step), step}); }
+    }
     std::vector<int64_t> steps;
     for (const auto& it : ranked) { steps.push_back(it.second); }
     return steps;
@@ -266,22 +267,17 @@ static inline std::vector<int64_t> best_last(RankedSteps ranked) {
 // Checkpoints to resume from, best last. After a rewind a smaller step may be newer, so the number of rewinds
 // ranks first. An unreadable checkpoint may be the newest: its -1 becomes the largest number.
 static inline std::vector<int64_t> checkpoint_newest(const std::string& folder) {
-    RankedSteps ranked;
-    for (int64_t step : checkpoint_steps(folder, true)) {
-        ranked.push_back({(uint64_t)checkpoint_fact(folder, step, "rewinds"), step});
-    }
-    return best_last(ranked);
+    return checkpoints_ranked(folder, INT64_MAX, [&](int64_t step) {
+        return checkpoint_fact(folder, step, "rewinds");
+    });
 }
 
 // Checkpoints to rewind to after a series of skipped updates, best last. One from within the series has the
 // weights of its beginning. A signal may have left one between multiples of `every`: it is the last choice.
 static inline std::vector<int64_t> checkpoint_before(const std::string& folder, int64_t from, int every) {
-    RankedSteps ranked;
-    for (int64_t step : checkpoint_steps(folder, true)) {
-        if (step > from) { continue; }
-        ranked.push_back({2 * (step % every == 0) + checkpoint_is_calm(folder, step), step});
-    }
-    return best_last(ranked);
+    return checkpoints_ranked(folder, from, [&](int64_t step) {
+        return 2 * (step % every == 0) + checkpoint_is_calm(folder, step);
+    });
 }
 
 // Removes the leftovers of a killed run: .part files, and the files of a step with HALF but no DONE.

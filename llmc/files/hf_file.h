@@ -11,12 +11,6 @@ GPT-2 only. Host only.
 */
 #pragma once
 
-#include <limits.h>     // gives: INT_MAX
-#include <math.h>       // gives: NAN
-
-#include <functional>   // gives: std::function
-#include <map>          // gives: std::map
-
 #include "../check.h"               // gives: die, format, shown
 #include "../facts.h"               // gives: facts_find
 #include "../model/layout.h"        // gives: ParamSpec, ParamTable

@@ -9,11 +9,6 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 */
 #pragma once
 
-#include <ctype.h>      // gives: isdigit, tolower
-#include <math.h>       // gives: isfinite
-
-#include <set>          // gives: std::set
-
 #include "../check.h"   // gives: format, file_text, utf8_decode
 #include "../facts.h"   // gives: Facts
 #include "../numbers.h" // gives: is_number

@@ -22,8 +22,6 @@ same function differently, so such a file is read, with a note.
 */
 #pragma once
 
-#include <functional>   // gives: std::function
-
 #include "../check.h"               // gives: AtomicFile, die, format, fopen_check
 #include "../checksum.h"            // gives: Checksum
 #include "../comm/comm.h"           // gives: comm

@@ -13,12 +13,7 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 */
 #pragma once
 
-#include <limits.h>     // gives: INT_MAX
-
-#include <map>          // gives: std::multimap
-#include <set>          // gives: std::set
 #include <type_traits>  // gives: std::remove_reference_t, std::is_same
-#include <utility>      // gives: std::pair
 
 #include "../check.h"               // gives: die, format, shown
 #include "../facts.h"               // gives: Facts, facts_find

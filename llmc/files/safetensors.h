@@ -13,9 +13,6 @@ checked against the file's size before memory is allocated for it.
 */
 #pragma once
 
-#include <map>          // gives: std::map
-#include <utility>      // gives: std::pair
-
 #include "../check.h"   // gives: format, fopen_check, fread_check, file_size
 #include "../numbers.h" // gives: parse_int
 #include "../rand.h"    // gives: bf16_to_float, half_to_float

@@ -17,8 +17,6 @@ pieces are saved in groups, and the host waits for each group.
 */
 #pragma once
 
-#include <functional>   // gives: std::function
-
 #include "../check.h"               // gives: die, shown, progress_clear
 #include "../comm/comm.h"           // gives: comm, comm_any, comm_now, warn, DiskWait
 #include "../host_memory.h"         // gives: host_memory_free, addresses_limited

@@ -12,13 +12,7 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 */
 #pragma once
 
-#include <assert.h>     // gives: assert
-#include <stddef.h>     // gives: size_t
-#include <stdint.h>     // gives: uintptr_t
-
-#include <algorithm>    // gives: std::max
-#include <vector>       // gives: std::vector
-
+#include "../check.h"           // gives: size_t, std::vector
 #include "../numbers.h"         // gives: round_up, ceil_div
 #include "../ops/op_types.h"    // gives: kChunk, ChunkRange
 

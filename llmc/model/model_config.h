@@ -6,8 +6,6 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
 */
 #pragma once
 
-#include <limits.h>     // gives: INT_MAX
-
 #include "../check.h"           // gives: die, format
 #include "../numbers.h"         // gives: parse_int, round_up
 #include "../ops/op_types.h"    // gives: NormKind

@@ -10,11 +10,7 @@ memory that takes. Host only.
 */
 #pragma once
 
-#include <stddef.h>     // gives: size_t
-
-#include <algorithm>    // gives: std::find_if, std::max, std::min
-#include <vector>       // gives: std::vector
-
+#include "../check.h"       // gives: std::vector, std::find_if
 #include "../numbers.h"     // gives: ceil_div, round_up
 #include "../ops/ops.h"     // gives: MuonPlaces, kMuonParts, kChunk
 #include "layout.h"         // gives: Layout, ParamSpec, Split, kAlign

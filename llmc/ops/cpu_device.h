@@ -8,10 +8,7 @@ the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 */
 #pragma once
 
-#include <limits.h>     // gives: INT_MAX
 #include <malloc.h>     // gives: mallopt
-#include <sys/resource.h> // gives: getrlimit
-#include <unistd.h>     // gives: execv, _exit
 #ifdef _OPENMP
 #include <omp.h>        // gives: omp_get_max_threads
 #endif

@@ -12,7 +12,6 @@ equal algorithms.
 */
 #pragma once
 
-#include <assert.h>             // gives: assert
 #include <cublasLt.h>           // gives: cublasLtMatmul
 
 #include <array>                // gives: std::array

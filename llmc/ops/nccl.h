@@ -15,9 +15,6 @@ bucket takes 0.36 ms that way, and GEMMs beside it take 3 % longer; with NCCL's 
 */
 #pragma once
 
-#include <map>              // gives: std::map
-#include <mutex>            // gives: std::mutex
-
 #include "../check.h"       // gives: die
 #include "../comm/comm.h"   // gives: comm, comm_broadcast, comm_health
 #include "cuda_device.h"    // gives: Stream, cudaCheck

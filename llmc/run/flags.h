@@ -3,25 +3,19 @@ The command line as one table. Parsing, --help, the settings at the start and in
 so they cannot disagree. A default is text that is parsed like user text. Host only.
 
     struct { int B; double lr; int schedule; const char* out; } cfg;
-    const Flag table[] = {
+    const FlagTable table = {
         // letters name      type         where          default   min max    options          help
         {"b", "micro-batch", FLAG_INT,    &cfg.B,        "4",      1,  65536, nullptr,         "rows (B)"},
         {"l", "lr",          FLAG_FLOAT,  &cfg.lr,       "3e-4",   0,  10,    nullptr,         "peak rate"},
         {"k", "lr-schedule", FLAG_ENUM,   &cfg.schedule, "cosine", 0,  0,     "cosine|linear", "its shape"},
         {"o", "output",      FLAG_STRING, &cfg.out,      "",       0,  0,     nullptr,         "folder"},
     };
-    flags_parse(table, 4, argc, argv);      // fills cfg; dies if the command line is wrong
+    flags_parse(table, argc, argv);         // fills cfg; dies if the command line is wrong
 
 A user writes `-b 8`, `-b=8`, `--micro-batch 8` or `--micro-batch=8`. In `--prompt -b` the value of --prompt
 counts as missing, because -b is a flag; the form with = takes any value (`--prompt=-b`).
 */
 #pragma once
-
-#include <assert.h>     // gives: assert, for mistakes in the table
-#include <ctype.h>      // gives: tolower
-#include <float.h>      // gives: FLT_MAX
-#include <limits.h>     // gives: INT_MIN, INT_MAX
-#include <math.h>       // gives: isfinite
 
 #include "../check.h"       // gives: die, format
 #include "../files/json.h"  // gives: json_quote
@@ -45,6 +39,7 @@ struct Flag {
     FlagResume resume = FLAG_KEPT;
     mutable const char* given = nullptr;    // what the user typed ("-b", "--micro-batch=8"); nullptr: default
 };
+typedef std::vector<Flag> FlagTable;
 
 // ---- text ----
 
@@ -105,24 +100,19 @@ static inline std::string flags_number(const Flag* f, double x) {
     return f->type == FLAG_FLOAT ? flags_real_text(x) : format("%.0f", x);
 }
 
-// The allowed values: "1 to 65536", "at least 0", "cosine|linear"; "": any.
+// The allowed values: "1 to 65536", "at least 0" (max is INT_MAX), "cosine|linear".
 static inline std::string flags_range(const Flag* f) {
     if (f->type == FLAG_ENUM) { return f->options; }
     if (f->type == FLAG_BOOL) { return "0|1"; }
-    if (f->type == FLAG_STRING) { return ""; }
-    double lowest = f->type == FLAG_INT ? INT_MIN : f->type == FLAG_INT64 ? (double)INT64_MIN : -FLT_MAX;
-    double highest = f->type == FLAG_INT ? INT_MAX : f->type == FLAG_INT64 ? (double)INT64_MAX : FLT_MAX;
-    bool has_min = f->min > lowest, has_max = f->max < highest;
-    std::string min = flags_number(f, f->min), max = flags_number(f, f->max);
-    if (has_min && has_max) { return min + " to " + max; }
-    return has_min ? "at least " + min : has_max ? "at most " + max : "";
+    const std::string min = flags_number(f, f->min);
+    return f->max == INT_MAX ? "at least " + min : min + " to " + flags_number(f, f->max);
 }
 
 // ---- names ----
 
-static inline const Flag* flags_find(const Flag* table, int count, const std::string& spelling) {
-    for (int i = 0; i < count; i++) {
-        for (const std::string& s : flags_spellings(&table[i])) { if (s == spelling) { return &table[i]; } }
+static inline const Flag* flags_find(const FlagTable& table, const std::string& spelling) {
+    for (const Flag& flag : table) {
+        for (const std::string& s : flags_spellings(&flag)) { if (s == spelling) { return &flag; } }
     }
     return nullptr;
 }
@@ -169,7 +159,7 @@ static inline std::string flags_about(const Flag* f) {
 
 // Stores the value in *f->where, or dies and names the allowed values.
 static inline void flags_set(const Flag* f, const char* text) {
-    std::string range = flags_range(f), see = flags_about(f);
+    const std::string see = flags_about(f);
     if (f->type == FLAG_STRING) {
         if ((double)strlen(text) < f->min) {
             flags_value_error(f, format("a text of %.0f or more characters", f->min), text, see);
@@ -188,11 +178,12 @@ static inline void flags_set(const Flag* f, const char* text) {
             if (options[i] == text) { memcpy(f->where, &i, sizeof(i)); return; }
         }
         std::string near = flags_nearest(options, text);
-        flags_value_error(f, "one of " + range, text, near.empty() ? see : "did you mean '" + near + "'?");
+        flags_value_error(f, std::string("one of ") + f->options, text,
+                          near.empty() ? see : "did you mean '" + near + "'?");
     }
 
     if (f->type == FLAG_FLOAT) {
-        std::string wants = "a number" + (range.empty() ? "" : ", " + range);
+        const std::string wants = "a number, " + flags_range(f);
         if (!is_number(text)) { flags_value_error(f, wants, text, see); }
         double x;                               // must not become inf or 0 as a float
         if (!parse_double(text, &x) || !isfinite((float)x) || ((float)x == 0.0f && x != 0.0)) {
@@ -202,23 +193,20 @@ static inline void flags_set(const Flag* f, const char* text) {
         *(double*)f->where = x;
         return;
     }
-    const char* bits = f->type == FLAG_INT ? " of at most 31 bits" : " of at most 63 bits";
-    std::string wants = "a whole number" + (range.empty() ? bits : ", " + range);
+    const std::string wants = "a whole number, " + flags_range(f);
     int64_t n;
     if (!parse_int(text, &n)) {
         std::string hint = parse_int_hint(text);
         flags_value_error(f, wants, text, hint.empty() ? see : hint);
     }
-    bool fits = f->type == FLAG_INT64 || (n >= INT_MIN && n <= INT_MAX);
-    if (!fits || (double)n < f->min || (double)n > f->max) { flags_value_error(f, wants, text, see); }
+    if ((double)n < f->min || (double)n > f->max) { flags_value_error(f, wants, text, see); }
     if (f->type == FLAG_INT) { *(int*)f->where = (int)n; } else { *(int64_t*)f->where = n; }
 }
 
 // Takes over the settings of an earlier start. saved(name) returns a flag's text, which must stay allocated,
 // or nullptr if the earlier start did not know the flag.
-template <class Saved> static inline void flags_resume(const Flag* table, int count, Saved saved) {
-    for (int i = 0; i < count; i++) {
-        const Flag& f = table[i];
+template <class Saved> static inline void flags_resume(const FlagTable& table, Saved saved) {
+    for (const Flag& f : table) {
         const char* text = f.resume == FLAG_NOW ? nullptr : saved(f.name);
         if (!text) { continue; }
         if (!f.given) { flags_set(&f, text); continue; }
@@ -267,18 +255,18 @@ static inline void flags_help_one(const Flag& f, size_t indent) {
     flags_wrap(line, text, terminal_columns(80));
 }
 
-static inline void flags_help(const Flag* table, int count, const char* program,
+static inline void flags_help(const FlagTable& table, const char* program,
                               const std::vector<FlagGroup>& groups, bool all) {
     const size_t indent = 28;
     printf("usage: %s [flags]\n", program);
-    for (int i = 0; groups.empty() && i < count; i++) { flags_help_one(table[i], indent); }
+    if (groups.empty()) { for (const Flag& flag : table) { flags_help_one(flag, indent); } }
     for (const FlagGroup& group : groups) {
         std::string names = group.everyday;
         if (all && !group.others.empty()) { names += (names.empty() ? "" : " ") + group.others; }
         if (names.empty() && !group.others.empty()) { continue; }
         printf("\n%s\n", group.title.c_str());
         for (const std::string& name : flags_split(names, ' ')) {
-            flags_help_one(*flags_find(table, count, "--" + name), indent);
+            flags_help_one(*flags_find(table, "--" + name), indent);
         }
     }
     const bool has_more = !groups.empty() && !all;
@@ -287,75 +275,60 @@ static inline void flags_help(const Flag* table, int count, const char* program,
 }
 
 // Prints the settings that the user gave and, with `all`, the others.
-static inline void flags_print(const Flag* table, int count, bool all) {
+static inline void flags_print(const FlagTable& table, bool all) {
     for (const bool given : {true, false}) {
         std::string text;
-        for (int i = 0; i < count; i++) {
-            if ((table[i].given != nullptr) != given) { continue; }
-            const std::string value = flags_show(flags_text(&table[i]));
-            text += (text.empty() ? "" : ", ") + std::string(table[i].name) + "=" + value;
+        for (const Flag& f : table) {
+            if ((f.given != nullptr) != given) { continue; }
+            text += (text.empty() ? "" : ", ") + std::string(f.name) + "=" + flags_show(flags_text(&f));
         }
         if (text.empty() || (!given && !all)) { continue; }
         flags_wrap(given ? "settings: " : "defaults: ", text, terminal_columns(80));
     }
 }
 
-static inline std::string flags_json(const Flag* table, int count) {
-    std::string json = "{";
-    for (int i = 0; i < count; i++) {
-        const Flag& f = table[i];
+static inline std::string flags_json(const FlagTable& table) {
+    std::string json;
+    for (const Flag& f : table) {
         std::string value = flags_text(&f);
         if (f.type == FLAG_STRING || f.type == FLAG_ENUM) { value = json_quote(value); }
         if (f.type == FLAG_BOOL) { value = *(int*)f.where ? "true" : "false"; }
-        json += (i ? ", " : "") + json_quote(f.name) + ": " + value;
+        json += (json.empty() ? "{" : ", ") + json_quote(f.name) + ": " + value;
     }
     return json + "}";
 }
 
 // ---- the command line ----
 
-static inline bool flags_table_ok(const Flag* table, int count) {
-    for (int i = 0; i < count; i++) {
-        const Flag& f = table[i];
-        if ((f.type == FLAG_ENUM) != (f.options != nullptr)) { return false; }
-        if (f.type <= FLAG_FLOAT && f.min > f.max) { return false; }
-        for (const std::string& s : flags_spellings(&f)) {
-            if (s == "--help" || flags_find(table, count, s) != &f) { return false; }
-        }
-    }
-    return true;
-}
-
-static inline bool flags_given(const Flag* table, int count, const char* name) {
-    const Flag* f = flags_find(table, count, std::string("--") + name);
+static inline bool flags_given(const FlagTable& table, const char* name) {
+    const Flag* f = flags_find(table, std::string("--") + name);
     assert(f && "flags_given: no such flag in the table");
     return f->given != nullptr;
 }
 
-static inline void flags_parse(const Flag* table, int count, int argc, const char* const* argv,
+static inline void flags_parse(const FlagTable& table, int argc, const char* const* argv,
                                const std::vector<FlagGroup>& groups = {}) {
-    assert(flags_table_ok(table, count));
-    for (int i = 0; i < count; i++) {
-        table[i].given = nullptr;
-        flags_set(&table[i], table[i].def);
+    for (const Flag& flag : table) {
+        flag.given = nullptr;
+        flags_set(&flag, flag.def);
     }
     for (int i = 1; i < argc; i++) {
         const char* arg = argv[i];
         const char* equals = arg[0] == '-' ? strchr(arg, '=') : nullptr;
         std::string spelling = equals ? std::string(arg, (size_t)(equals - arg)) : arg;
         if (spelling == "--help") {
-            flags_help(table, count, argv[0], groups, i + 1 < argc && strcmp(argv[i + 1], "all") == 0);
+            flags_help(table, argv[0], groups, i + 1 < argc && strcmp(argv[i + 1], "all") == 0);
             exit(fflush(stdout) == 0 ? EXIT_SUCCESS : EXIT_FAILURE);
         }
         if (arg[0] != '-' || spelling == "-" || spelling == "--") {
             die("unexpected '%s': every value follows a flag\nhint: a value with blanks or * needs quotes; "
                 "--help lists the flags", flags_show(arg).c_str());
         }
-        const Flag* f = flags_find(table, count, spelling);
+        const Flag* f = flags_find(table, spelling);
         if (!f) {
             std::vector<std::string> known = {"--help"};
-            for (int k = 0; k < count; k++) {
-                for (const std::string& s : flags_spellings(&table[k])) { known.push_back(s); }
+            for (const Flag& flag : table) {
+                for (const std::string& s : flags_spellings(&flag)) { known.push_back(s); }
             }
             std::string near = flags_nearest(known, spelling);
             die("unknown flag '%s'\nhint: %s--help all lists all flags", flags_show(spelling).c_str(),
@@ -368,7 +341,7 @@ static inline void flags_parse(const Flag* table, int count, int argc, const cha
         f->given = arg;
         if (equals) { flags_set(f, equals + 1); continue; }
         const char* value = i + 1 < argc ? argv[i + 1] : nullptr;
-        bool is_flag = value && value[0] == '-' && flags_find(table, count, flags_split(value, '=')[0]);
+        bool is_flag = value && value[0] == '-' && flags_find(table, flags_split(value, '=')[0]);
         if (!value || is_flag) {
             std::string found = is_flag ? ", found the flag '" + flags_show(value) + "'" : "";
             die("%s needs a value%s\nhint: %s", flags_title(f).c_str(), found.c_str(),

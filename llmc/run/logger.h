@@ -11,7 +11,7 @@ The files of a run's folder, except checkpoints. Host only.
 
     Logger log;
     logger_init(&log, "runs/a");                        // "" logs nowhere
-    logger_run(&log, table, count, {{"program", "train_gpt2cpu"}, {"precision", "FP32"}});
+    logger_run(&log, table, {{"program", "train_gpt2cpu"}, {"precision", "FP32"}});
     logger_val(&log, step, val_loss);
     logger_train(&log, {step, loss, lr, norm, tokens, ms, tokens_per_s});
     logger_go_back(&log, step);                         // the run continues from `step`: cuts later lines
@@ -21,8 +21,6 @@ The folder and its files are made after the first step, so a run that fails earl
 line is flushed, so a kill loses none. The run ends if a write fails, or if another process writes it, too.
 */
 #pragma once
-
-#include <math.h>       // gives: isnan, INFINITY
 
 #include "../data/evalloader.h" // gives: EvalScore
 #include "../facts.h"   // gives: Facts
@@ -235,8 +233,8 @@ static inline void logger_eval(Logger* log, int64_t step, const EvalScore& m) {
                        json_number(m.loss).c_str()));
 }
 
-static inline void logger_run(Logger* log, const Flag* table, int count, const Facts& info) {
-    log->run_json = "{\n\"settings\": " + flags_json(table, count);
+static inline void logger_run(Logger* log, const FlagTable& table, const Facts& info) {
+    log->run_json = "{\n\"settings\": " + flags_json(table);
     for (const auto& item : info) {
         log->run_json += ",\n" + json_quote(item.first) + ": " + json_quote(item.second);
     }

@@ -7,13 +7,7 @@
 */
 #pragma once
 
-#include <ctype.h>      // gives: isalnum
-#include <stdint.h>     // gives: int64_t
-#include <stdio.h>      // gives: printf
-#include <string.h>     // gives: strcasestr, strlen
-
-#include <string>       // gives: std::string
-
+#include "../check.h"           // gives: die
 #include "../model/model_config.h"      // gives: Config
 #include "../ops/fp8.h"         // gives: fp8_layer
 #include "run_config.h"         // gives: run, rank_micro_steps

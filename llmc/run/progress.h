@@ -8,8 +8,6 @@ Two lines at the bottom of a terminal that rewrite themselves. Host only.
 */
 #pragma once
 
-#include <unistd.h>     // gives: isatty, write
-
 #include "../check.h"   // gives: progress_shown, progress_clear, terminal_columns
 #include "../comm/net.h"    // gives: comm_now
 

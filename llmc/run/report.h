@@ -14,8 +14,6 @@ Host only.
 */
 #pragma once
 
-#include <math.h>       // gives: floor, exp
-
 #include "../check.h"           // gives: format, progress_clear, terminal_columns
 #include "../model/layout.h"    // gives: ParamSpec
 #include "../model/model_config.h"      // gives: Config, BLOCK_NAMES, NORM_NAMES

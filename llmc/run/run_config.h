@@ -2,7 +2,7 @@
 A run's configuration: the table of all flags, checks over several flags, and the settings that a resumed run
 keeps. Host only.
 
-    flags_parse(kFlags, kNumFlags, argc, argv);             // fills in `settings`
+    flags_parse(kFlags, argc, argv);                        // fills in `settings`
     muon_rate_default();
     if (checkpoint) { settings_resume(checkpoint->facts, config, build); } else { settings_keep(); }
     config_check(&config, is_descriptor, build);            // settles what the flags leave open
@@ -10,11 +10,6 @@ keeps. Host only.
     if (run_given("prompt")) { ... }                        // by the user, not by default
 */
 #pragma once
-
-#include <limits.h>     // gives: INT_MAX, PATH_MAX
-#include <stdarg.h>     // gives: va_list
-#include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: getcwd
 
 #include "../check.h"               // gives: die, format, file_text
 #include "../checksum.h"            // gives: checksum, checksum_text
@@ -95,7 +90,7 @@ static RunConfig settings;
 static const RunConfig& run = settings;
 
 #define DATA_DIR "dev/data/tinyshakespeare/"
-static const Flag kFlags[] = {
+static const FlagTable kFlags = {
     // letters, name           type         where                     default   min, max, options
     //     help
     {"i",   "train-data",      FLAG_STRING, &settings.train_data,
@@ -256,9 +251,8 @@ static const Flag kFlags[] = {
     {"",    "price",           FLAG_FLOAT,  &settings.price,          "0",       0, 1e6, nullptr,
         "--plan: dollars for an hour of one GPU", FLAG_NOW},
 };
-constexpr int kNumFlags = sizeof(kFlags) / sizeof(kFlags[0]);
 
-static inline bool run_given(const char* name) { return flags_given(kFlags, kNumFlags, name); }
+static inline bool run_given(const char* name) { return flags_given(kFlags, name); }
 
 // What --help shows; with `all`, also each group's further flags.
 static const std::vector<FlagGroup> kFlagGroups = {
@@ -394,9 +388,9 @@ static inline void settings_keep() {
 // The flags that config_check has settled. A run that begins again leaves them open again.
 static inline std::string settings_left_open() {
     std::string names;
-    for (int i = 0; i < kNumFlags; i++) {
+    for (size_t i = 0; i < kFlags.size(); i++) {
         const Flag& flag = kFlags[i];
-        const bool was_open = run_texts[(size_t)i] == flag.def && flags_text(&flag) != flag.def;
+        const bool was_open = run_texts[i] == flag.def && flags_text(&flag) != flag.def;
         if (was_open) { names += (names.empty() ? "" : " ") + std::string(flag.name); }
     }
     return names;
@@ -433,7 +427,7 @@ static inline void settings_known(Facts* facts, const std::string& prefix) {
         if (has_head && fact.first == prefix + "matmul-dtype") { fact.second = "fp8-head"; }
         if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
         const std::string name = fact.first.substr(prefix.size());
-        bool passes = flags_find(kFlags, kNumFlags, "--" + name) != nullptr;
+        bool passes = flags_find(kFlags, "--" + name) != nullptr;
         for (const auto& former : kFormerFlags) {
             passes = passes || (name == former.name && (!*former.value || fact.second == former.value));
         }
@@ -465,7 +459,7 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
     auto saved = [&](const std::string& name) {
         if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
         const std::string* text = facts_find(facts, "flag." + name);
-        const Flag* flag = flags_find(kFlags, kNumFlags, "--" + name);
+        const Flag* flag = flags_find(kFlags, "--" + name);
         // a flag that the run's program lacked: what that program did, today's default but for one
         if (!text && flag->resume == FLAG_FIXED) { return name == "muon-warmup" ? "0" : flag->def; }
         const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
@@ -474,7 +468,7 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
         if (number && *number == flags_text(flag)) { text = number; }   // the user gives the settled value
         return text ? text->c_str() : nullptr;
     };
-    flags_resume(kFlags, kNumFlags, saved);
+    flags_resume(kFlags, saved);
     settings_keep();
     settings.resumed = true;
     settings.T = (int)fact_number(facts, "T", 1, INT_MAX);
@@ -624,7 +618,7 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
     }
     if (run.schedule != LR_WSD && !run.resumed && run_given("cooldown")) {
         die("--cooldown is for -k wsd, and this run has -k %s\nhint: give -k wsd, or leave --cooldown out",
-            flags_text(flags_find(kFlags, kNumFlags, "--lr-schedule")).c_str());
+            flags_text(flags_find(kFlags, "--lr-schedule")).c_str());
     }
     if (!build.is_cuda && run.grad_dtype != GradDtype::Fp32) {
         die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");

@@ -10,13 +10,6 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 */
 #pragma once
 
-#include <ctype.h>      // gives: isalnum
-#include <limits.h>     // gives: PATH_MAX, INT_MAX
-#include <sys/stat.h>   // gives: stat
-#include <unistd.h>     // gives: access
-
-#include <set>          // gives: std::set
-
 #include "../check.h"               // gives: die, shown, file_size, file_text
 #include "../facts.h"               // gives: Facts, facts_find, fact_number
 #include "../numbers.h"             // gives: parse_int
@@ -80,7 +73,7 @@ static inline bool model_is_file(const std::string& text) {
 // Sets flags that are not given from run.json: those that -x 0 needs, or, for a run that begins again, all
 // but FLAG_NOW. Settings that the run left open are left open again. False: no run.json.
 static inline bool settings_take(const std::string& folder, bool begins_again) {
-    static std::string texts[kNumFlags];                    // static: the flags keep pointing to these texts
+    static std::vector<std::string> texts(kFlags.size());   // static: the flags keep pointing to these texts
     const std::set<std::string> needed = {"train-data", "val-data", "sequence-length", "micro-batch",
                                           "val-batches"};
     const std::string path = folder + "/run.json";
@@ -95,7 +88,7 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
     if (begins_again) { settings_known(&values, "settings."); }
     const std::string *start = facts_find(values, "started in"), *open = facts_find(values, "left open");
     const std::vector<std::string> left_open = flags_split(open ? *open : "", ' ');
-    for (int i = 0; i < kNumFlags; i++) {
+    for (size_t i = 0; i < kFlags.size(); i++) {
         const Flag& flag = kFlags[i];
         const std::string name = flag.name, *value = facts_find(values, "settings." + name);
         const bool was_open = std::count(left_open.begin(), left_open.end(), name) > 0;
@@ -147,7 +140,7 @@ static inline void launch_resume() {
     Facts values;
     if (!is_open || !json_file_read(path, &values).empty()) { return; }
     const std::string* gpus = facts_find(values, "settings.gpus");
-    if (gpus) { flags_set(flags_find(kFlags, kNumFlags, "--gpus"), gpus->c_str()); }
+    if (gpus) { flags_set(flags_find(kFlags, "--gpus"), gpus->c_str()); }
     settings.own_launch = run.comm.gpus > 1;
 }
 

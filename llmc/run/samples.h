@@ -10,11 +10,7 @@ Texts on the terminal: samples, and a chat. A callback draws the tokens, so no m
 #pragma once
 
 #include <pthread.h>    // gives: pthread_sigmask
-#include <signal.h>     // gives: sigaction, SIGINT
 #include <sys/select.h> // gives: pselect
-#include <unistd.h>     // gives: isatty
-
-#include <functional>   // gives: std::function
 
 #include "../check.h"           // gives: die, format, shown, file_size
 #include "../comm/comm.h"       // gives: comm_now, warn

@@ -11,10 +11,7 @@ From step `total` on the rate is peak*final_fraction; the last trained step, tot
 */
 #pragma once
 
-#include <math.h>       // gives: cos, sqrt
-#include <stdint.h>     // gives: int64_t
-
-#include <algorithm>    // gives: std::max, std::min
+#include "../check.h"   // gives: int64_t, std::max
 
 enum LrKind { LR_COSINE, LR_LINEAR, LR_CONSTANT, LR_WSD };
 static const char* const kLrKinds = "cosine|linear|constant|wsd";      // for the flag table, in enum order

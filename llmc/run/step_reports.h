@@ -11,10 +11,7 @@ always has work.
 */
 #pragma once
 
-#include <stdint.h>     // gives: int64_t
-
-#include <string>       // gives: std::string
-
+#include "../check.h"                   // gives: std::string
 #include "../comm/comm.h"               // gives: comm, CommWait, DiskWait
 #include "../files/json.h"              // gives: json_number
 #include "../model/model_config.h"      // gives: Config

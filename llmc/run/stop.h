@@ -14,11 +14,6 @@ once. A launcher's rank counts those that its launcher passes on (comm_signals_c
 */
 #pragma once
 
-#include <signal.h>     // gives: sigaction, SIGINT
-#include <unistd.h>     // gives: write, _exit
-
-#include <atomic>       // gives: std::atomic
-
 #include "../check.h"       // gives: progress_clear, atomic_remove_parts
 #include "../comm/comm.h"   // gives: comm_any, comm_progress, comm_signals_counted
 
