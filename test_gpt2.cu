@@ -610,10 +610,10 @@ static void test_variants(Config c) {
     }
 }
 
-// Along a tensor's gradient the loss's slope is the square of this gradient's norm. Differences of fourth order
-// say so, of steps that change the loss by some 0.002.
+// Along a tensor's gradient the loss's slope is the square of this gradient's norm. Differences of fourth
+// order say so, of steps that change the loss by some 0.005. In one row an op that is wrong at a position shows.
 static void test_slopes(const char* name, const Config& c) {
-    const Batch batch = random_batch(c, 2, 0);
+    const Batch batch = random_batch(c, 1, 0);
     RandomModel model(c, default_options(), batch.B);
     accumulate(&model, batch);
     const std::vector<Vector> grads = host_grads(&model);
@@ -635,12 +635,13 @@ static void test_slopes(const char* name, const Config& c) {
             const auto losses = from_device(&model, gpt2_acts(&model, 0).losses, batch.x.size());
             return std::accumulate(losses.begin(), losses.end(), 0.0) / (double)losses.size();
         };
-        const double h = 0.002 / squares;
+        const double h = 0.005 / squares;
         const double slope = (loss(-2 * h) - 8 * loss(-h) + 8 * loss(h) - loss(2 * h)) / (12 * h * squares);
         loss(0.0);
-        CHECK(fabs(slope - 1.0) <= 5e-4, "%s, %s: the loss changes %.6f as fast as its gradient says", name,
-              s.name, slope);
-        if (!(fabs(slope - 1.0) <= worst)) { worst = fabs(slope - 1.0); }       // keeps a NaN
+        const double off = fabs(slope - 1.0);
+        CHECK(off <= (kDeviceIsAsync ? 5e-4 : 1e-4), "%s, %s: the loss changes %.6f as fast as its gradient says",
+              name, s.name, slope);
+        if (!(off <= worst)) { worst = off; }           // keeps a NaN
     }
     printf("   %s: gradients off their slopes by up to %.1e\n", name, worst);
 }

@@ -1876,8 +1876,8 @@ static void fp8_scales(const Fp8Scales& a, Stream stream) {
 // With a softcap y = softcap * tanh(x / softcap) takes the place of x, and the gradient has the factor
 // 1 - (y / softcap)^2.
 // 124M, B=64: 6.6 GB of logits. The streaming kernel reads each row once and keeps it in registers, up to
-// kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows and with a softcap, reads
-// it twice.
+// kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows and softcaps, reads it
+// twice.
 // LossOnly does not write. With fp8_grad the gradient goes there as e5m2 bytes, times kFp8Dlogits: a fixed
 // scale, because |softmax - onehot| is at most 1.
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;

@@ -30,7 +30,7 @@ struct Sampling {
     float softcap = 0.0f;   // of the model; 0: none
 };
 
-// e^x * 2^shift for -28 < x <= 0. e^x = 2^n * e^r with |r| <= ln 2 / 2, where the Taylor series to r^7 is exact
+// e^x * 2^shift for -28 < x <= 0. e^x = 2^n e^r with |r| <= ln 2 / 2, where the Taylor series to r^7 is exact
 // to float rounding. Every product is in an fmaf or by a power of two, so a compiler cannot contract any.
 LLMC_HD static inline float sample_exp_float(float x, int shift) {
     const float n = fmaf(x, 1.44269504f, 12582912.0f) - 12582912.0f;    // adding 1.5 * 2^23 rounds
