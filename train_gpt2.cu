@@ -119,27 +119,28 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 // autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
 // ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), a
 // tied block has no second norm (`second` is 0), and Llama's family neither wpe (`learned`) nor biases
-// (`added`). QC, QKVC and FCC: the columns of q, of qkv and of fch; F: those of act. parts: a layer's matrix
-// may be several, one below the other, each with a name and a height; --optimizer muon updates them one by
-// one. id: the key of the random numbers that its first values are drawn with; it never changes, whatever
-// tensors are added. hf: its name in Hugging Face's files of GPT-2.
+// (`added`); its norms may lack weights (`weighted`). QC, QKVC and FCC: the columns of q, of qkv and of fch;
+// F: those of act. parts: a layer's matrix may be several, one below the other, each with a name and a
+// height; --optimizer muon updates them one by one. id: the key of the random numbers that its first values
+// are drawn with; it never changes, whatever tensors are added. hf: its name in Hugging Face's files of
+// GPT-2.
 //    name      type    where   rows    cols    init        kind    live    parts  id  hf
 #define GPT2_PARAMS(X)                                                                                       \
     X(wte,      floatX, Global, Vp,     C,      Normal,     Matrix, V,      NONE,  0,  "wte.weight")         \
     X(wpe,      floatX, Global, learned * maxT, C, Normal,  Matrix, learned * maxT, NONE, 1, "wpe.weight")   \
-    X(ln1w,     float,  Block,  1,      C,      One,        Norm,   1,      NONE,  2,  "ln_1.weight")        \
+    X(ln1w,     float,  Block,  weighted, C,    One,        Norm,   weighted, NONE, 2, "ln_1.weight")        \
     X(ln1b,     float,  Block,  biased, C,      Zero,       Norm,   biased, NONE,  3,  "ln_1.bias")          \
     X(qkvw,     floatX, Block,  QKVC,   C,      Normal,     Matrix, QKVC,   QKV,   4,  "attn.c_attn.weight") \
     X(qkvb,     floatX, Block,  added,  QKVC,   Zero,       Bias,   added,  NONE,  5,  "attn.c_attn.bias")   \
     X(attprojw, floatX, Block,  C,      QC,     Projection, Matrix, C,      WHOLE, 6,  "attn.c_proj.weight") \
     X(attprojb, floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  7,  "attn.c_proj.bias")   \
-    X(ln2w,     float,  Block,  second, C,      One,        Norm,   second, NONE,  8,  "ln_2.weight")        \
+    X(ln2w,     float,  Block,  second * weighted, C, One, Norm, second * weighted, NONE, 8, "ln_2.weight")  \
     X(ln2b,     float,  Block,  second * biased, C, Zero,   Norm,   second * biased, NONE, 9, "ln_2.bias")   \
     X(fcw,      floatX, Block,  FCC,    C,      Normal,     Matrix, FCC,    FC,    10, "mlp.c_fc.weight")    \
     X(fcb,      floatX, Block,  added,  FCC,    Zero,       Bias,   added,  NONE,  11, "mlp.c_fc.bias")      \
     X(fcprojw,  floatX, Block,  C,      F,      Projection, Matrix, C,      WHOLE, 12, "mlp.c_proj.weight")  \
     X(fcprojb,  floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  13, "mlp.c_proj.bias")    \
-    X(lnfw,     float,  Global, 1,      C,      One,        Norm,   1,      NONE,  14, "ln_f.weight")        \
+    X(lnfw,     float,  Global, weighted, C,    One,        Norm,   weighted, NONE, 14, "ln_f.weight")       \
     X(lnfb,     float,  Global, biased, C,      Zero,       Norm,   biased, NONE,  15, "ln_f.bias")          \
     X(qnw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 16, "")                   \
     X(knw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 17, "")                   \
@@ -152,10 +153,13 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
 // tensors have no elements. IN(other): the tensor lies in the memory of another row, and lives until another
 // tensor is written there; a DEBUG build mostly fills it with NaN first. Names that are 0 or 1: `sequential`
 // and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`;
-// `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by row; NAME_t8 the same, transposed.
+// `embed_norm`, a norm behind the embedding; `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by
+// row; NAME_t8 the same, transposed.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                        \
     X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                   \
+    X(raw,        floatX, Global, ALWAYS, embed_norm * N * C)           /* (B,T,C) rows of wte */           \
+    X(raw_rstd,   float,  Global, ALWAYS, embed_norm * N)               /* (B,T) */                         \
     X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                   \
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                     \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                \
@@ -239,7 +243,8 @@ static std::vector<ParamSpec> param_table(const Config& c) {
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, HS = s.HS;
     const auto [QC, QKVC, FCC, F] = model_widths(c);
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
-    const size_t learned = !c.is_llama(), added = !c.is_llama(), qk_norm = s.qk_norm, untied = !s.tied;
+    const size_t learned = !c.is_llama(), added = !c.is_llama(), untied = !s.tied;
+    const size_t weighted = s.norm_weights, qk_norm = s.qk_norm && weighted;
     const Parts NONE = {}, WHOLE = {{"", 0}}, QKV = {{"q", QC}, {"k", s.NKV * HS}, {"v", s.NKV * HS}};
     const Parts FC = s.mlp == Mlp::SwiGlu ? Parts{{"gate", F}, {"up", F}} : WHOLE;
     const Init Zero = Init::Zero, One = Init::One, Normal = Init::Normal;
@@ -277,6 +282,7 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Opt
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const auto [QC, QKVC, FCC, F] = model_widths(c);
     const size_t NKV = c.shape().NKV, qk_norm = c.shape().qk_norm, gelu = !c.is_llama();
+    const size_t embed_norm = c.shape().embed_norm;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
     const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
     const size_t fp8 = o.fp8, fp8_head = o.fp8_head;
@@ -502,6 +508,12 @@ template <int kCount> __device__ __forceinline__ void row_sums(float (&x)[kCount
     }
 }
 
+__device__ __forceinline__ Floats load_weights(const float* weight /*(C) or null: 1*/, int c, int C) {
+    Floats w = load_floats(weight, c, weight ? C : 0);
+    for (int k = 0; k < kWidth && !weight; k++) { w.at[k] = 1.0f; }
+    return w;
+}
+
 // The forward. A block takes kRows rows, which stay in registers as words; after keep_packed their floats are
 // computed again. Two rows share the loads of weight and bias. kAdds: there may be branches. With up to 4
 // vectors an SM has room for 1024 threads, else for 512.
@@ -573,7 +585,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
     row_sums(rstd, exchange[1]);
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-        rstd[r] = 1.0f / sqrtf(divide(rstd[r], C, inverse_C) + (float)kNormEps);
+        rstd[r] = 1.0f / sqrtf(divide(rstd[r], C, inverse_C) + (float)a.eps);
         if (threadIdx.x > 0 || first + r >= a.N) { continue; }
         if (!rms) { a.mean[first + r] = mean[r]; }
         a.rstd[first + r] = rstd[r];
@@ -581,7 +593,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
 
     // 4. Normalise, once or twice.
 #pragma unroll 1
-    for (int i = 0; i < 2 && a.y[i].weight; i++) {
+    for (int i = 0; i < 2 && (a.y[i].out || a.y[i].fp8); i++) {
         const NormOutput<floatX, float>& to = a.y[i];
         const float scale = to.fp8 ? to.tensor->scale : 0.0f;
         const uint32_t so_far = to.fp8 ? fp8_amax_so_far(to.stats) : 0;
@@ -590,7 +602,7 @@ __global__ void __launch_bounds__(kRowThreads, kRows * kVectors * (kAdds ? 2 : 1
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             const int c = c0 + v * c_step;
-            const Floats weight = load_floats(to.weight, c, C);
+            const Floats weight = load_weights(to.weight, c, C);
             const Floats bias = load_floats(to.bias, c, rms ? 0 : C);
 #pragma unroll
             for (int r = 0; r < kRows; r++) {
@@ -696,7 +708,7 @@ __global__ void __launch_bounds__(kNormSumsThreads)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             dout[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
-            weight[i] = load_floats(a.y[i].weight, c, i < norms ? C : 0);
+            weight[i] = load_weights(a.y[i].weight, c, i < norms ? C : 0);
         }
         const Floats g = norm_gradient(dout, weight);
         for (int k = 0; k < kWidth; k++) {
@@ -733,7 +745,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int v = 0; v < kVectors; v++) {
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
-            weight[v][i] = load_floats(a.y[i].weight, c0 + v * c_step, i < norms ? C : 0);
+            weight[v][i] = load_weights(a.y[i].weight, c0 + v * c_step, i < norms ? C : 0);
         }
     }
 
@@ -1850,8 +1862,11 @@ static void fp8_scales(const Fp8Scales& a, Stream stream) {
 // Row by row of logits x (N,Vp), over the first V columns:
 //     losses = log(sum(exp(x))) - x[target]
 //     LossAndGrad: x = (softmax(x) - onehot(target)) * dloss * loss_scale, and zeros into columns V and up
+// With a softcap y = softcap * tanh(x / softcap) takes the place of x, and the gradient has the factor
+// 1 - (y / softcap)^2.
 // 124M, B=64: 6.6 GB of logits. The streaming kernel reads each row once and keeps it in registers, up to
-// kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows, reads it twice.
+// kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows and softcaps, reads it
+// twice.
 // LossOnly does not write. With fp8_grad the gradient goes there as e5m2 bytes, times kFp8Dlogits: a fixed
 // scale, because |softmax - onehot| is at most 1.
 constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
@@ -1859,10 +1874,11 @@ constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 // log2(e), because inf - inf would turn the whole row into NaN.
 constexpr float kLowest = -FLT_MAX / 4;
 
-__device__ __forceinline__ void mask_padding(x128* x, int c, int V) {   // columns V and up get no probability
+// Columns V and up get no probability.
+template <class T> __device__ __forceinline__ void mask_padding(Pack<T>* x, int c, int V) {
     if (c + kWidth <= V) { return; }
     for (int k = 0; k < kWidth; k++) {
-        if (c + k >= V) { x->data[k] = (floatX)-INFINITY; }
+        if (c + k >= V) { x->data[k] = (T)-INFINITY; }
     }
 }
 
@@ -1876,7 +1892,8 @@ template <class T> __device__ __forceinline__ float pack_max(const Pack<T>& x) {
     return (float)top;
 }
 
-__device__ __forceinline__ float exp_sum(const x128& x, float top) {    // sum of exp(x - top)
+// sum of exp(x - top)
+template <class T> __device__ __forceinline__ float exp_sum(const Pack<T>& x, float top) {
     float sum = 0.0f;
     for (int k = 0; k < kWidth; k++) { sum += exp2_fast(fmaf((float)x.data[k], kLog2e, -top * kLog2e)); }
     return sum;
@@ -1905,7 +1922,8 @@ __device__ __forceinline__ float dlogits_scale(const Classifier& a, bool fp8) {
 }
 
 // The gradient of one vector of logits, columns [c, c + kWidth): scale * (softmax(x) - onehot(target)).
-__device__ __forceinline__ Floats softmax_grad(const x128& x, float top, float scale_over_sum, int c,
+template <class T>
+__device__ __forceinline__ Floats softmax_grad(const Pack<T>& x, float top, float scale_over_sum, int c,
                                                int target, float scale) {
     Floats d;
     for (int k = 0; k < kWidth; k++) {
@@ -1991,18 +2009,38 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
     }
 }
 
+// softcap * tanh(x / softcap), with tanh(|z|) = (1 - e)/(1 + e), e = exp(-2|z|)
+__device__ __forceinline__ float capped(float x, float softcap) {
+    const float e = exp2_fast(fabsf(x) * (-2.0f * kLog2e / softcap));
+    return copysignf(softcap * (1.0f - e) * reciprocal_fast(1.0f + e), x);
+}
+
+// What softmax takes of columns [c, c + kWidth) of a row.
+template <bool kCap>
+__device__ __forceinline__ auto load_logits(const Classifier& a, const floatX* x_row, int c) {
+    Pack<std::conditional_t<kCap, float, floatX>> x;
+    const x128 stored = load(x_row, c, a.Vp);
+    if constexpr (kCap) {
+        for (int k = 0; k < kWidth; k++) { x.data[k] = capped((float)stored.data[k], a.softcap); }
+    } else {
+        x = stored;
+    }
+    mask_padding(&x, c, a.V);
+    return x;
+}
+
 // Any number of columns: one block a row, read twice (the second time from cache).
-template <bool kGrad> __global__ void classifier_kernel(Classifier a) {
+template <bool kGrad, bool kCap> __global__ void classifier_kernel(Classifier a) {
     __shared__ float2 parts[kWarp];
     const int V = a.V, Vp = a.Vp, row = blockIdx.x, target = a.targets[row];
     const int first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     floatX* x_row = a.logits + (size_t)row * Vp;
     // Read before the barrier in softmax_combine, after which the row is written.
     float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
+    if (kCap) { target_logit = capped(target_logit, a.softcap); }
     float top = kLowest, sum = 0.0f;
     for (int c = first; c < V; c += step) {
-        x128 x = load(x_row, c, Vp);
-        mask_padding(&x, c, V);
+        const auto x = load_logits<kCap>(a, x_row, c);
         const float higher = fmaxf(top, pack_max(x));
         sum = sum * exp2_fast((top - higher) * kLog2e) + exp_sum(x, higher);
         top = higher;
@@ -2012,9 +2050,12 @@ template <bool kGrad> __global__ void classifier_kernel(Classifier a) {
     if (kGrad) {
         const float scale = dlogits_scale(a, a.fp8_grad), scale_over_sum = scale / sum;
         for (int c = first; c < Vp; c += step) {
-            x128 x = load(x_row, c, Vp);
-            mask_padding(&x, c, V);
-            const Floats d = softmax_grad(x, top, scale_over_sum, c, target, scale);
+            const auto x = load_logits<kCap>(a, x_row, c);
+            Floats d = softmax_grad(x, top, scale_over_sum, c, target, scale);
+            for (int k = 0; k < kWidth && kCap; k++) {          // the slope of padding, -inf, becomes 0
+                const float z = (float)x.data[k] / a.softcap;
+                d.at[k] *= fmaxf(fmaf(-z, z, 1.0f), 0.0f);
+            }
             if (a.fp8_grad) { store(a.fp8_grad + (size_t)row * Vp, c, Vp, to_fp8<Fp8Format::E5m2>(d)); }
             else { store(x_row, c, Vp, to_pack<floatX>(d)); }
         }
@@ -2023,8 +2064,8 @@ template <bool kGrad> __global__ void classifier_kernel(Classifier a) {
 
 // True for 16-bit rows that fit registers and two slots of shared memory (GPT-2's 50,304 columns fit the
 // 227 KB of an H200, but not the 163 KB of an A100), and are long enough to keep all threads busy.
-static bool classifier_streams(int Vp) {
-    return sizeof(floatX) == 2 && Vp >= kClassifierThreads * kWidth &&
+static bool classifier_streams(int Vp, float softcap) {
+    return sizeof(floatX) == 2 && softcap == 0.0f && Vp >= kClassifierThreads * kWidth &&
            Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
            2 * Vp * sizeof(floatX) + 1024 <= shared_memory_limit();    // 1024: the static part
 }
@@ -2033,7 +2074,7 @@ static void classifier(const Classifier& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.Vp);
     const bool grad = a.mode == ClassifierMode::LossAndGrad;
-    if (classifier_streams(a.Vp)) {
+    if (classifier_streams(a.Vp, a.softcap)) {
         auto kernel = !grad        ? classifier_stream_kernel<false, false>
                       : a.fp8_grad ? classifier_stream_kernel<true, true>
                                    : classifier_stream_kernel<true, false>;
@@ -2041,7 +2082,9 @@ static void classifier(const Classifier& a, Stream stream) {
         allow_shared_memory(kernel, shared);
         kernel<<<std::min(a.N, device_sm_count), kClassifierThreads, shared, stream>>>(a);
     } else {
-        auto kernel = grad ? classifier_kernel<true> : classifier_kernel<false>;
+        const bool cap = a.softcap > 0.0f;
+        auto kernel = cap ? (grad ? classifier_kernel<true, true> : classifier_kernel<false, true>)
+                          : (grad ? classifier_kernel<true, false> : classifier_kernel<false, false>);
         const int threads = std::min(round_up(ceil_div(a.Vp, kWidth), kWarp), kClassifierThreads);
         kernel<<<a.N, threads, 0, stream>>>(a);
     }
@@ -4048,7 +4091,7 @@ __global__ void __launch_bounds__(kSampleThreads, 1) sample_tokens_kernel(Sample
     if (best > 0 && s.temperature > 0.0f && s.top_k != 1) {
         // 2. The tokens that top-k and top-p keep.
         SampleCut cut = {0, 0};
-        auto weight = [=](float x) -> Weight64 { return sample_weight(x, largest, s.temperature); };
+        auto weight = [=](float x) -> Weight64 { return sample_weight(x, largest, s); };
         auto total = [&] {
             const uint32_t limit = cut.key;
             const Weight64 larger = row.sum(0, V, [=](uint32_t, uint32_t key, float x) {
@@ -5085,6 +5128,7 @@ struct Pass {
         const GPT2& m = *model;
         return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
     }
+    double norm_eps() const { return config().is_llama() ? config().llama.eps : kNormEps; }
     static NormOutput<floatX, float> norm_output(const Operand& y, const Norm& w) {
         if (!y.bytes) { return {y.data, w.weight, w.bias}; }
         return {nullptr, w.weight, w.bias, y.bytes, y.tensor, y.stats};
@@ -5094,7 +5138,7 @@ struct Pass {
                       const Norm& w2) const {
         return {.y = {norm_output(out, w), norm_output(out2, w2)}, .mean = w.mean, .rstd = w.rstd,
                 .sum = nullptr, .inp = x.data, .branch = {}, .dropout = {}, .kind = config().norm, .N = N(),
-                .C = config().C};
+                .C = config().C, .eps = norm_eps()};
     }
 };
 
@@ -5119,11 +5163,15 @@ struct Forward : Pass {
         if (model->layout.has(bucket)) { gpt2_await_params(model, bucket); }
     }
 
-    // x = token plus position embedding
+    // x = token plus position embedding, or its norm
     void embed(const Sum& x) {
-        encoder_forward({.out = x.data, .tokens = tokens, .wte = param<floatX>(PARAM_wte, 0),
-                         .wpe = param<floatX>(PARAM_wpe, 0), .B = B, .T = T, .C = config().C,
-                         .positions = positions}, stream());
+        const Acts a = acts(0);
+        const bool normalised = config().shape().embed_norm;
+        encoder_forward({.out = normalised ? a.raw : x.data, .tokens = tokens,
+                         .wte = param<floatX>(PARAM_wte, 0), .wpe = param<floatX>(PARAM_wpe, 0), .B = B,
+                         .T = T, .C = config().C, .positions = positions}, stream());
+        const Norm w = {nullptr, nullptr, nullptr, a.raw_rstd, {}, {}};         // without weights
+        if (normalised) { norm_forward(norms({x.data}, {a.raw, 0, {}}, w, {}, {}), stream()); }
         if (waits) { waiting = {nullptr, {x.data}, 1}; }            // for its dropout, in place
     }
 
@@ -5296,7 +5344,7 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
     e.linear(head.logits, head.lnf, head.w);
     classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
                 .dloss = 0.0f, .loss_scale = nullptr, .N = count, .V = c.V, .Vp = c.Vp,
-                .mode = ClassifierMode::LossOnly}, model->stream);
+                .mode = ClassifierMode::LossOnly, .softcap = c.shape().softcap}, model->stream);
 }
 
 // Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step,
@@ -5313,8 +5361,8 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
     classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
                 .dloss = weight, .loss_scale = &model->state->update.loss_scale, .N = N, .V = c.V,
                 .Vp = c.Vp, .mode = micro ? ClassifierMode::LossAndGrad : ClassifierMode::LossOnly,
-                .fp8_grad = dlogits.bytes, .fp8_tensor = dlogits.bytes ? dlogits.tensor : nullptr},
-               model->stream);
+                .fp8_grad = dlogits.bytes, .fp8_tensor = dlogits.bytes ? dlogits.tensor : nullptr,
+                .softcap = c.shape().softcap}, model->stream);
     loss_sum({mean, head.losses, weight, acc, N}, model->stream);
 }
 
@@ -5437,6 +5485,18 @@ struct Backward : Pass {
         for (int k = 0; k < x.branches; k++) { cast(x.added[k].dout, config().C); }
     }
 
+    // The gradient of the embedding: dout itself, or what its norm makes of it
+    const floatX* embed_backward(const floatX* dout) {
+        const Acts a = acts(0);
+        if (!config().shape().embed_norm) { return dout; }
+        NormBackward n = {};
+        n.dresidual = fresh(a.dlnf), n.dresidual_acc = Accumulate::No;
+        n.y[0].dout = dout, n.scratch = scratch, n.inp = a.raw, n.rstd = a.raw_rstd;
+        n.kind = config().norm, n.N = N(), n.C = config().C;
+        ::norm_backward(n, stream());
+        return n.dresidual;
+    }
+
     void fp8_product(floatX* out, const Operand& dout, const Linear& w, const floatX* residual,
                      const Fp8Cast& then) {
         fp8_matmul({.out = out, .a = dout.bytes, .b = w.weight.bytes_t, .a_tensor = dout.tensor,
@@ -5538,12 +5598,13 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
         else { parallel_layer_backward(e, l); }
     }
 
-    gpt2_bucket_complete(model, layout.norms(), micro);
-    if (layout.has(layout.biases())) { gpt2_bucket_complete(model, layout.biases(), micro); }
+    for (int bucket : {layout.norms(), layout.biases()}) {
+        if (layout.has(bucket)) { gpt2_bucket_complete(model, bucket, micro); }
+    }
     sum.acc = Accumulate::Yes;
     encoder_backward({.dwte = sum, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
-                      .dout = e.after_layer(-1).added[0].dout.data, .buckets = model->feed.buckets,
-                      .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
+                      .dout = e.embed_backward(e.after_layer(-1).added[0].dout.data),
+                      .buckets = model->feed.buckets, .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
     if (grads_bf16) { grad_accumulate({dwte, sum.data, wte_elems}, e.stream()); }
     gpt2_bucket_complete(model, layout.embedding(), micro);
     e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);        // layer 0's qkv
@@ -5966,6 +6027,8 @@ static void decoder_step(Decoder* d, int i) {
     const Config& c = model->config;
     Stream stream = model->stream;
     const int n = d->rows;
+    Sampling sampling = model->options.sampling;
+    sampling.softcap = c.shape().softcap;
     graph_run(&d->step, stream, [&] {
         Decoding e(d);
         gpt2_forward(e);
@@ -5973,7 +6036,7 @@ static void decoder_step(Decoder* d, int i) {
         head.w.OC = c.V;                        // padding has no logits here
         e.linear(head.logits, head.lnf, head.w);
         sample_tokens({.tokens = d->tokens, .positions = d->positions, .draws = d->draws, .ids = d->ids,
-                       .logits = head.logits, .sampling = model->options.sampling,
+                       .logits = head.logits, .sampling = sampling,
                        .seed = model->options.seed, .N = n, .V = c.V}, stream);
     });
     copy_to_host(d->drawn + i * n, d->tokens, n * sizeof(int), stream);

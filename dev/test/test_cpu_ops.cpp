@@ -1,6 +1,6 @@
 /*
 Tests of llmc/ops/cpu_ops.h, in double: each forward pass against a formula written another way, each backward
-pass against finite differences of its forward pass. test_training.py has norms of the residual stream and
+pass against finite differences of its forward pass. test_training.py has branches of the residual stream and
 several threads, test_ranks.py records of ranks. test_gpt2's invariance mode has sums of lanes, the norm,
 Muon's values and decoding.
 */
@@ -319,6 +319,55 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, bool norm, bool w
     CHECK_EACH(of_zero, kExact, i == 1 ? 0.0 : of_q[i]);
     CHECK(std::all_of((double*)dqkv, dqkv + n, [](double x) { return isfinite(x); }), "%s: a weight of 0",
           shape.c_str());
+}
+
+// ---- norms of the residual stream: epsilons, and RMSNorms without weights ----
+
+static void test_norm(NormKind kind, int N, int C, int norms, bool weights) {
+    const std::string shape = format("norm %d N=%d C=%d norms=%d weights=%d", (int)kind, N, C, norms,
+                                     weights);
+    const size_t n = (size_t)N * C;
+    const double eps = 0.05;
+    const bool layer = kind == NormKind::Layer;
+    Doubles x = random_tensor(n, 1.0, 0.3), y0(n), y1(n), mean(N), rstd(N), bias = random_tensor(C);
+    Doubles weight0 = random_tensor(C, 0.5, 1.0), weight1 = random_tensor(C, 0.5, 1.0);
+    double *const w0 = weights ? (double*)weight0 : nullptr, *const w1 = weights ? (double*)weight1 : nullptr;
+    double* const b = layer ? (double*)bias : nullptr;
+    NormForwardOf<double, double> f = {};
+    f.y[0] = {y0, w0, b}, f.mean = mean, f.rstd = rstd, f.inp = x, f.kind = kind;
+    f.N = N, f.C = C, f.eps = eps;
+    if (norms == 2) { f.y[1] = {y1, w1, b}; }
+    auto forward = [&] { norm_forward_cpu<double>(f, 0); };
+    auto direct = [&](size_t i, const double* w) {
+        const double* row = x + i / C * C;
+        double m = 0.0, squares = 0.0;
+        for (int c = 0; c < C && layer; c++) { m += row[c] / C; }
+        for (int c = 0; c < C; c++) { squares += pow(row[c] - m, 2.0); }
+        return (x[i] - m) * pow(squares / C + eps, -0.5) * (w ? w[i % C] : 1.0) + (b ? b[i % C] : 0.0);
+    };
+    forward();
+    CHECK_EACH(y0, kExact, direct(i, w0));
+    if (norms == 2) { CHECK_EACH(y1, kExact, direct(i, w1)); }
+
+    const Doubles dout0 = random_tensor(n), dout1 = random_tensor(n);
+    Doubles dx(n);
+    NormBackwardOf<double, double> d = {};
+    d.dresidual = dx, d.y[0] = {dout0, w0, {}, {}}, d.dresidual_acc = Accumulate::No;
+    d.inp = x, d.mean = mean, d.rstd = rstd, d.kind = kind, d.N = N, d.C = C;
+    if (norms == 2) { d.y[1] = {dout1, w1, {}, {}}; }
+    norm_backward_cpu<double>(d, 0);
+    auto loss = [&] {
+        forward();
+        return dot(y0, dout0, n) + (norms == 2 ? dot(y1, dout1, n) : 0.0);
+    };
+    CHECK_GRADIENT(x, dx, loss);
+    if (!weights) { return; }
+    forward();
+    const Doubles dweight = gradient_of(shape, C, [&](GradOf<double> grad) {
+        d.y[0].dweight = grad;
+        norm_backward_cpu<double>(d, 0);
+    });
+    CHECK_GRADIENT(weight0, dweight, loss);
 }
 
 // ---- matmul ----
@@ -677,21 +726,26 @@ static void test_attention_large() {
 
 // ---- classifier and loss ----
 
-static void test_classifier(int N, int V, int Vp) {
-    const std::string shape = format("classifier N=%d V=%d Vp=%d", N, V, Vp);
+static void test_classifier(int N, int V, int Vp, float softcap = 0.0f) {
+    const std::string shape = format("classifier N=%d V=%d Vp=%d softcap %g", N, V, Vp, softcap);
     const float dloss = 0.25f, loss_scale = 8.0f, one = 1.0f;
     Doubles logits = random_tensor((size_t)N * Vp, 3.0), losses(N), losses2(N);
     std::vector<int> targets = random_ints(N, V);
     targets[0] = V - 1;
     auto classify = [&](double* in_place, double* losses, const float* scale, ClassifierMode mode) {
-        classifier_cpu<double>({in_place, losses, targets.data(), dloss, scale, N, V, Vp, mode}, 0);
+        classifier_cpu<double>({in_place, losses, targets.data(), dloss, scale, N, V, Vp, mode, nullptr,
+                                nullptr, softcap}, 0);
     };
     const Doubles before = logits;
     classify(logits, losses, nullptr, ClassifierMode::LossOnly);
     CHECK(logits == before, "%s: LossOnly changes the logits", shape.c_str());
     const Doubles expected = doubles(N, [&](size_t n) {
         double sum = 0.0;
-        for (int v = 0; v < V; v++) { sum += exp(logits[n * Vp + v] - logits[n * Vp + targets[n]]); }
+        auto logit = [&](int v) {
+            const double x = logits[n * Vp + v];
+            return softcap > 0 ? softcap * tanh(x / softcap) : x;
+        };
+        for (int v = 0; v < V; v++) { sum += exp(logit(v) - logit(targets[n])); }
         return log(sum);
     });
     CHECK_SAME(losses, expected, 1e-12);
@@ -719,7 +773,7 @@ static void test_classifier(int N, int V, int Vp) {
     std::vector<uint8_t> bytes(logits.n);
     Fp8Tensor tensor = {};
     classifier_cpu<double>({logits, losses2, targets.data(), dloss, &loss_scale, N, V, Vp, both, bytes.data(),
-                            &tensor}, 0);
+                            &tensor, softcap}, 0);
     size_t wrong = 0;
     for (size_t i = 0; i < logits.n; i++) {
         wrong += bytes[i] != fp8_encode((float)dlogits[i] / tensor.inverse, Fp8Format::E5m2);
@@ -743,6 +797,15 @@ static void test_classifier_large() {
     CHECK(losses[0] == 0 && logits[3] == 0, "certain and right: %g", losses[0]);
     CHECK(losses[1] == 2e4f && logits[Vp + 4] == 1 && logits[Vp + 3] == -1, "and wrong: %g", losses[1]);
     CHECK(fabs(losses[2] - log(509.0)) <= 1e-5, "undecided: %g", losses[2]);
+
+    // Far beyond a softcap: the losses have a bound, and the gradients are 0.
+    logits = random_tensor<float>((size_t)N * Vp, 1e4, 2e4);
+    for (int v = 0; v < V; v++) { logits[v] = v == 3 ? INFINITY : -INFINITY; }
+    classifier_cpu<float>({logits, losses, targets.data(), 1.0f, nullptr, N, V, Vp, mode, nullptr, nullptr,
+                           2.0f}, 0);
+    CHECK(fabs(losses[0] - log(1 + 508 * exp(-4.0))) <= 1e-5 && fabs(losses[1] - log(509.0)) <= 1e-5,
+          "beyond a softcap: %g %g", losses[0], losses[1]);
+    CHECK(std::all_of((float*)logits, logits + logits.n, [](float x) { return x == 0; }), "with gradients");
 }
 
 // ---- update ----
@@ -994,6 +1057,12 @@ int main() {
             test_rotate(3, 5, 4, 2, 80, k > 0, k > 1);
         }
     }
+    TEST("norms") {
+        for (int norms : {1, 2}) {
+            test_norm(NormKind::Layer, 5, 40, norms, true);
+            for (bool weights : {true, false}) { test_norm(NormKind::Rms, 5, 40, norms, weights); }
+        }
+    }
     TEST("matmul") {
         test_matmul(33, 40, 67);
         test_matmul(1, 40, 7);
@@ -1037,6 +1106,8 @@ int main() {
         test_classifier(3, 128, 128);
         test_classifier(2, 600, 640);
         test_classifier(2, 1, 128);
+        test_classifier(5, 509, 512, 1.5f);
+        test_classifier(3, 128, 128, 15.0f);
         test_classifier_large();
     }
     TEST("updates") {

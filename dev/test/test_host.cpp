@@ -935,6 +935,28 @@ static void test_sampler() {
         }
         CHECK(wrong == 0, "%d of 2700 weights are not e^x", wrong);
     }
+    TEST("sampler: a softcap") {
+        int wrong = 0, others = 0, moved = 0;
+        for (float x = -300.0f; x <= 300.0f; x += 0.01f) {
+            wrong += !(fabs((double)sample_capped(x, 15.0f) - 15.0 * tanh((double)x / 15.0)) <= 3e-6);
+        }
+        CHECK(wrong == 0, "%d capped logits are off", wrong);
+        CHECK_IS(sample_capped(INFINITY, 15.0f), 15.0f);
+        CHECK_IS(sample_capped(-FLT_MAX, 15.0f), -15.0f);
+        for (uint64_t c = 0; c < 500; c++) {
+            std::vector<float> logits, capped;
+            for (uint64_t i = 0; i < 50; i++) {
+                logits.push_back(3.0f * rand_normal(1, 5, 50 * c + i));
+                capped.push_back(sample_capped(logits.back(), 2.0f));
+            }
+            const double coin = rand_unit(5, RAND_SAMPLE, 0, c);
+            const int token = draw(capped, 0.9f, 20, coin, 0.9f);
+            others += sample_token(logits.data(), 50, {0.9f, 20, 0.9f, 2.0f}, coin) != token;
+            moved += draw(logits, 0.9f, 20, coin, 0.9f) != token;
+        }
+        CHECK(others == 0 && moved > 50, "%d of 500 tokens are not those of capped logits; it moves %d",
+              others, moved);
+    }
 }
 
 // ---- rand.h ----

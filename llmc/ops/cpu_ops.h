@@ -171,7 +171,8 @@ static inline void add_branch(double* sum, const Real* branch, const Dropout& d,
 
 // LayerNorm: mean = sum(x)/C, rstd = 1/sqrt(sum((x-mean)^2)/C + eps). RMSNorm: mean is 0.
 template <class Real>
-static inline void norm_statistics(Real* mean, Real* rstd, const Real* x, NormKind kind, int C) {
+static inline void norm_statistics(Real* mean, Real* rstd, const Real* x, NormKind kind, int C,
+                                   double eps) {
     double sum = 0.0, squares = 0.0;
     #pragma omp simd reduction(+ : sum)
     for (int c = 0; c < C; c++) { sum += x[c]; }
@@ -179,18 +180,18 @@ static inline void norm_statistics(Real* mean, Real* rstd, const Real* x, NormKi
     #pragma omp simd reduction(+ : squares)
     for (int c = 0; c < C; c++) { squares += (x[c] - m) * (x[c] - m); }
     *mean = (Real)m;
-    *rstd = (Real)(1.0 / sqrt(squares / C + kNormEps));
+    *rstd = (Real)(1.0 / sqrt(squares / C + eps));
 }
 
 // out[c] = (x[c]-mean)*rstd*weight[c] + bias[c], without a bias in an RMSNorm
 template <class Real>
-static inline void norm_row(const NormOutput<Real, Real>& y, Real* out, const Real* x, Real mean, Real rstd,
-                            int C) {
-    if (y.bias) {
+static inline void norm_row(Real* out, const Real* x, Real mean, Real rstd, const Real* weight,
+                            const Real* bias, int C) {
+    if (bias) {
         #pragma omp simd
-        for (int c = 0; c < C; c++) { out[c] = (x[c] - mean) * rstd * y.weight[c] + y.bias[c]; }
+        for (int c = 0; c < C; c++) { out[c] = (x[c] - mean) * rstd * weight[c] + bias[c]; }
     } else {
-        for (int c = 0; c < C; c++) { out[c] = (x[c] - mean) * rstd * y.weight[c]; }
+        for (int c = 0; c < C; c++) { out[c] = (x[c] - mean) * rstd * weight[c]; }
     }
 }
 
@@ -217,6 +218,7 @@ static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const std::vector<Rea
 // the buffer of inp or of a branch: each element is read before it is written. y[i].fp8: its bytes.
 template <class Real> void norm_forward_cpu(const NormForwardOf<Real, Real>& a) {
     const int N = a.N, C = a.C;
+    const std::vector<Real> ones(C, 1);
     std::vector<Real> unrounded[2];
     for (int i = 0; i < 2; i++) { unrounded[i].resize(a.y[i].fp8 ? (size_t)N * C : 0); }
     #pragma omp parallel
@@ -234,11 +236,12 @@ template <class Real> void norm_forward_cpu(const NormForwardOf<Real, Real>& a) 
             }
             const Real* x = (a.sum ? a.sum : a.inp) + row;
             Real mean;
-            norm_statistics(&mean, a.rstd + n, x, a.kind, C);
+            norm_statistics(&mean, a.rstd + n, x, a.kind, C, a.eps);
             if (a.kind == NormKind::Layer) { a.mean[n] = mean; }
-            for (int i = 0; i < 2 && a.y[i].weight; i++) {
+            for (int i = 0; i < 2 && (a.y[i].out || a.y[i].fp8); i++) {
                 Real* out = a.y[i].fp8 ? unrounded[i].data() : a.y[i].out;
-                norm_row(a.y[i], out + row, x, mean, a.rstd[n], C);
+                const Real* weight = a.y[i].weight ? a.y[i].weight : ones.data();
+                norm_row(out + row, x, mean, a.rstd[n], weight, a.y[i].bias, C);
             }
         }
     }
@@ -286,7 +289,9 @@ static inline void norm_backward_row(const NormBackwardOf<Real, Real>& a, int n,
 template <class Real> void norm_backward_cpu(const NormBackwardOf<Real, Real>& a) {
     const int N = a.N, C = a.C;
     const bool two = a.y[1].dout;
-    const Real *weight0 = a.y[0].weight, *weight1 = a.y[1].weight;
+    const std::vector<Real> ones(C, 1);
+    const Real* weight0 = a.y[0].weight ? a.y[0].weight : ones.data();
+    const Real* weight1 = a.y[1].weight ? a.y[1].weight : ones.data();
     for (const NormGrad<Real, Real>& y : a.y) {
         if (!y.dout) { continue; }
         column_sums(y.dweight, N, C, [&](int n, int c) {
@@ -829,27 +834,37 @@ template <class Real> static inline double sum_exp(const Real* x, Real max, int 
 // the padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
 // dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
 // fp8_grad: not the logits, but these bytes hold the gradient, with kFp8Dlogits for dloss * loss_scale.
+// softcap: c = softcap * tanh(logits / softcap) takes the logits' place. Their gradient is that of c times
+// the slope 1 - (c / softcap)^2. With e = exp(-2|z|), tanh(|z|) = (1 - e) / (1 + e).
 template <class Real> void classifier_cpu(const ClassifierOf<Real, Real>& a) {
     const int V = a.V, Vp = a.Vp;
     const Real dlogits = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
+    const Real cap = (Real)a.softcap;
     const Real gradient_scale = a.fp8_grad ? (Real)kFp8Dlogits : dlogits;
     if (a.fp8_grad) { a.fp8_tensor->inverse = (float)dlogits / kFp8Dlogits; }
     #pragma omp parallel for
     for (int n = 0; n < a.N; n++) {
         Real* logits = a.logits + (size_t)n * Vp;
-        Real max = logits[0];
+        std::vector<Real> capped(cap > 0 ? V : 0);
+        for (int v = 0; v < (int)capped.size(); v++) {
+            const Real x = logits[v], e = exp_cpu(std::abs(x) * (-2 / cap)), y = cap * (1 - e) / (1 + e);
+            capped[v] = x < 0 ? -y : y;
+        }
+        const Real* x = cap > 0 ? capped.data() : logits;
+        Real max = x[0];
         #pragma omp simd reduction(max : max)
-        for (int v = 0; v < V; v++) { max = logits[v] > max ? logits[v] : max; }
-        const double sum = sum_exp(logits, max, V);
+        for (int v = 0; v < V; v++) { max = x[v] > max ? x[v] : max; }
+        const double sum = sum_exp(x, max, V);
         const int target = a.targets[n];
-        a.losses[n] = (Real)(log(sum) - (logits[target] - max));
+        a.losses[n] = (Real)(log(sum) - (x[target] - max));
         if (a.mode == ClassifierMode::LossOnly) { continue; }
         const Real factor = (Real)(gradient_scale / sum);
         std::vector<Real> own(a.fp8_grad ? Vp : 0);
         Real* grad = a.fp8_grad ? own.data() : logits;
         #pragma omp simd
-        for (int v = 0; v < V; v++) { grad[v] = exp_cpu(logits[v] - max) * factor; }
+        for (int v = 0; v < V; v++) { grad[v] = exp_cpu(x[v] - max) * factor; }
         grad[target] -= gradient_scale;
+        for (int v = 0; v < (int)capped.size(); v++) { grad[v] *= 1 - (x[v] / cap) * (x[v] / cap); }
         for (int v = V; v < Vp; v++) { grad[v] = 0; }
         for (int v = 0; v < (int)own.size(); v++) {
             a.fp8_grad[(size_t)n * Vp + v] = fp8_encode((float)grad[v], Fp8Format::E5m2);

@@ -33,7 +33,8 @@ enum class Accumulate { No, Yes };              // No: output = value; Yes: outp
 enum class ClassifierMode { LossOnly, LossAndGrad };
 
 // LayerNorm: (x - mean)*rstd*weight + bias, rstd = 1/sqrt(mean((x - mean)^2) + eps). RMSNorm (Zhang, Sennrich
-// 2019) subtracts no mean and has no bias: x*rstd*weight, rstd = 1/sqrt(mean(x^2) + eps).
+// 2019) subtracts no mean and has no bias, and may have no weight: x*rstd*weight, rstd = 1/sqrt(mean(x^2) +
+// eps).
 enum class NormKind { Layer, Rms };
 
 // Dropout of (N,C): an element becomes 0 with probability dropped/65536. The others are multiplied by

@@ -42,9 +42,8 @@ template <class X, class S> struct EncoderBackwardOf {  // dwte is only added to
 // Norms of the residual stream. Forward: a row's new value is inp plus up to two branches, each after its
 // dropout; it is normalised once or twice, with the same statistics. Backward is the reverse.
 template <class X, class S> struct NormOutput {
-    X* out;                             // (N,C)
-    const S *weight, *bias;             // (C). weight: null in the second: there is one norm. bias: null in
-                                        // an RMSNorm
+    X* out;                             // (N,C); null in the second, without fp8: there is one norm
+    const S *weight, *bias;             // (C), in an RMSNorm null: weights of 1, and no bias
     uint8_t* fp8 = nullptr;             // (N,C) or null; else the bytes of y * scale in e4m3, and no `out`
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
@@ -59,6 +58,7 @@ template <class X, class S> struct NormForwardOf {
     Dropout dropout[2];                 // of each branch
     NormKind kind;
     int N, C;
+    double eps = kNormEps;
     template <class F> void outputs(F gives) const {
         gives("y0", y[0].out, N, C); gives("y1", y[1].out, N, C); gives("fp8_y0", y[0].fp8, N, C);
         gives("fp8_y1", y[1].fp8, N, C); gives("fp8_amax0", y[0].stats ? &y[0].stats->amax : nullptr, 1);
@@ -68,7 +68,7 @@ template <class X, class S> struct NormForwardOf {
 };
 template <class X, class S> struct NormGrad {
     const X* dout;                      // (N,C); null in the second: there is one norm
-    const S* weight;                    // (C)
+    const S* weight;                    // (C) or null: 1
     GradOf<S> dweight, dbias;           // (C) each or null
 };
 template <class X, class S> struct BranchGrad {         // of what the forward added
@@ -325,6 +325,7 @@ template <class X, class S> struct ClassifierOf {       // softmax and cross-ent
     ClassifierMode mode;
     uint8_t* fp8_grad = nullptr;        // (N,Vp) or null; the gradient times kFp8Dlogits, in e5m2
     Fp8Tensor* fp8_tensor = nullptr;    // with it: `inverse` is set to what its bytes are multiplied by
+    float softcap = 0.0f;               // above 0: softmax takes softcap * tanh(logits / softcap)
     template <class F> void outputs(F gives) const {
         gives("losses", losses, N);
         gives("dlogits", mode == ClassifierMode::LossAndGrad && !fp8_grad ? logits : nullptr, N, Vp);
