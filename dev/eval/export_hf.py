@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""A trained model as Hugging Face's GPT2LMHeadModel: a folder for transformers, lm-eval and others.
+"""A trained model for Hugging Face: a folder for transformers, lm-eval and others. GPT-2 becomes a
+GPT2LMHeadModel; the family of Llama, by its shape, a Llama-, Qwen3- or NanoChatForCausalLM.
 
     python3 dev/eval/export_hf.py runs/mine gpt2-mine               # a run's last model
     python3 dev/eval/export_hf.py model_00019073.bin gpt2-mine --dtype fp32
@@ -11,6 +12,7 @@ names another type. It appears whole or not at all. Needs numpy, neither torch n
 """
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -43,19 +45,28 @@ except ImportError:             # .venv, which setup.sh has filled, has one: the
         "hint: scripts/setup.sh installs it into .venv; or pip install numpy, in a venv of yours")
 
 from formats import read_checkpoint, read_checkpoint_header, to_bf16_bits       # noqa: E402
+from llama_file import Llama, llama_shapes, read_llama, read_llama_header       # noqa: E402
 
 MERGES = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_NAMES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
 DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16"}
 LAYER = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
          "fcproj": "mlp.c_proj"}
+LLAMA_NORMS = {"ln1w": "input_layernorm", "ln2w": "post_attention_layernorm", "qnw": "self_attn.q_norm",
+               "knw": "self_attn.k_norm"}
 
 
 # ---- weights ----
 
 def weights(dims, params):
-    """{transformers' name: array}: no padding, one for each layer, linear layers (in, out)."""
+    """{transformers' name: array}: no padding, one for each layer."""
+    return llama_weights(dims, params) if isinstance(dims, Llama) else gpt2_weights(dims, params)
+
+
+def gpt2_weights(dims, params):
+    """Linear layers are (in, out)."""
     tensors = {"wte.weight": params["wte"][:dims.V], "wpe.weight": params["wpe"]}
     for layer in range(dims.L):
         for ours, theirs in LAYER.items():
@@ -63,6 +74,36 @@ def weights(dims, params):
             tensors[f"h.{layer}.{theirs}.bias"] = params[ours + "b"][layer]
     tensors.update({"ln_f.weight": params["lnfw"], "ln_f.bias": params["lnfb"]})
     return {"transformer." + name: array for name, array in tensors.items()}
+
+
+def llama_weights(d, params):
+    """NanoChat turns heads the other way. With the second halves of q's and k's rows negated the products are
+    the same, and its norms, which have no weights, do not see the sign."""
+    def turned(rows):
+        halves = rows.reshape(-1, 2, d.HS // 2, d.C)
+        return (halves * np.array([1, -1], "f4")[:, None, None]).reshape(rows.shape) if nanochat else rows
+
+    nanochat = d.mlp == "relu2"
+    tensors = {"model.embed_tokens": params["wte"][:d.V]}
+    for l in range(d.L):
+        q, k, v = np.split(params["qkvw"][l], [d.NH * d.HS, (d.NH + d.NKV) * d.HS])
+        layer = {"self_attn.q_proj": turned(q), "self_attn.k_proj": turned(k), "self_attn.v_proj": v,
+                 "self_attn.o_proj": params["attprojw"][l]}
+        if nanochat:
+            layer.update({"mlp.fc1": params["fcw"][l], "mlp.fc2": params["fcprojw"][l]})
+        else:
+            gate, up = np.split(params["fcw"][l], 2)
+            layer.update({"mlp.gate_proj": gate, "mlp.up_proj": up})
+            layer["mlp.down_proj"] = params["fcprojw"][l]
+        for ours, theirs in LLAMA_NORMS.items():
+            if ours in params:
+                layer[theirs] = params[ours][l]
+        tensors.update({f"model.layers.{l}.{name}": array for name, array in layer.items()})
+    if "lnfw" in params:
+        tensors["model.norm"] = params["lnfw"]
+    if not d.tied:
+        tensors["lm_head"] = params["headw"][:d.V]
+    return {name + ".weight": array for name, array in tensors.items()}
 
 
 def write_safetensors(path, tensors, dtype):
@@ -80,6 +121,8 @@ def write_safetensors(path, tensors, dtype):
 
 
 def count_parameters(dims):
+    if isinstance(dims, Llama):
+        return sum(math.prod(shape) for shape in llama_shapes(dims, dims.V).values())
     return (dims.V + dims.maxT) * dims.C + dims.L * (12 * dims.C + 13) * dims.C + 2 * dims.C
 
 
@@ -95,6 +138,10 @@ def read_model(path):
     """(dims, {name: array}, its type)"""
     if not stat.S_ISREG(mode(path)):
         die(f"no file '{path}'\nhint: give a model_*.bin, or the folder of a run")
+    llama = read_llama_header(path)
+    if llama:
+        class_of(llama[0], path)
+        return *read_llama(path), {203: "F32", 205: "BF16"}[llama[1]]
     dims, version, _ = read_checkpoint_header(path)
     if dims.block or dims.norm:
         kinds = ("sequential", "parallel", "parallel-tied")[dims.block], ("layernorm", "rmsnorm")[dims.norm]
@@ -105,8 +152,58 @@ def read_model(path):
 
 # ---- the configuration ----
 
+def class_of(dims, path=None):
+    """What transformers' classes begin with. Dies if none of them computes this model."""
+    if not isinstance(dims, Llama):
+        return "GPT-2"
+    shape = dims.mlp, dims.norm_weights, dims.embed_norm, dims.softcap > 0
+    if shape == ("swiglu", True, False, False):
+        if not dims.qk_norm and dims.C % dims.NH:
+            die(f"'{path}': C={dims.C} is not a multiple of NH={dims.NH}, as transformers' Llama wants it\n"
+                "hint: such a model runs here alone: train_gpt2cu -e FILE")
+        return "Qwen3" if dims.qk_norm else "Llama"
+    if shape[:3] == ("relu2", False, True) and dims.qk_norm:
+        return "NanoChat"
+    die(f"'{path}': no class of transformers computes this: {dims.mlp}, "
+        + ", ".join(f"{name} {getattr(dims, name):g}"
+                    for name in ("qk_norm", "norm_weights", "embed_norm", "softcap"))
+        + "\nhint: Llama and Qwen3 have swiglu and norms with weights, no embed_norm and no softcap; "
+          "NanoChat has relu2, qk_norm and embed_norm, and norms without weights")
+
+
+def llama_config(d, dtype):
+    """As model_config. Versions of transformers before 5 read rope_theta, the others rope_parameters."""
+    end, kind = end_of_text(d.V), class_of(d)
+    config = {
+        "architectures": [kind + "ForCausalLM"], "model_type": kind.lower(), "vocab_size": d.V,
+        "max_position_embeddings": d.maxT, "hidden_size": d.C, "num_hidden_layers": d.L,
+        "num_attention_heads": d.NH, "num_key_value_heads": d.NKV, "head_dim": d.HS,
+        "intermediate_size": d.F,
+        "hidden_act": "relu2" if kind == "NanoChat" else "silu", "rms_norm_eps": shortest(d.eps),
+        "rope_theta": shortest(d.theta),
+        "rope_parameters": {"rope_type": "default", "rope_theta": shortest(d.theta)},
+        "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
+        "tie_word_embeddings": d.tied, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None,
+        "torch_dtype": DTYPE_NAMES[dtype],
+    }
+    if kind == "NanoChat":
+        config["final_logit_softcapping"] = shortest(d.softcap) if d.softcap else None
+    elif kind == "Llama":
+        config["mlp_bias"] = False
+    else:
+        config["use_sliding_window"] = False
+    return config
+
+
+def shortest(x):
+    """1e-05 and not 9.999999747378752e-06: the shortest number that is the same as a float."""
+    return float(str(np.float32(x)))
+
+
 def model_config(dims, dtype):
     """What transformers must be told; whatever it could take otherwise by default is spelled out."""
+    if isinstance(dims, Llama):
+        return llama_config(dims, dtype)
     end = end_of_text(dims.V)
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
@@ -117,7 +214,7 @@ def model_config(dims, dtype):
         "reorder_and_upcast_attn": False, "tie_word_embeddings": True, "use_cache": True,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,       # dropout is no part of a model file
         "bos_token_id": end, "eos_token_id": end,
-        "torch_dtype": {"F32": "float32", "BF16": "bfloat16"}[dtype],
+        "torch_dtype": DTYPE_NAMES[dtype],
     }
 
 
@@ -179,8 +276,8 @@ def model_card(name, dims, dtype, source):
     """Short: what the files are; what it was trained on, its maker has to say."""
     loss = validation_loss(source)
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", f"# {name}", "",
-             f"GPT-2 with {count_parameters(dims):,} parameters: {dims.L} layers, {dims.NH} heads, "
-             f"{dims.C} channels, {dims.maxT} positions, {dims.V} tokens, "
+             f"{class_of(dims)} with {count_parameters(dims):,} parameters: {dims.L} layers, "
+             f"{dims.NH} heads, {dims.C} channels, {dims.maxT} positions, {dims.V} tokens, "
              f"{'fp32' if dtype == 'F32' else 'bf16'}. Exported from `{os.path.basename(source)}`"
              + (f", validation loss {loss}" if loss else "") + ".", "",
              "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer",

@@ -1,6 +1,7 @@
 """dev/eval: models to Hugging Face's files, and the trainer on these files, held against names and shapes
 spelled out here. dev/reference/check_eval_gpu.py holds both against transformers on a machine that has it;
-here test_transformers does what that leaves (CI has neither torch nor transformers).
+here test_transformers does what that leaves (CI has neither torch nor transformers). The family of Llama is
+held against a forward in NumPy, and, where they are, against transformers' classes.
 """
 import hashlib
 import json
@@ -17,7 +18,8 @@ from checks import ROOT, read, run_program, write
 from forked import Forked
 from trainer import Result, check_ran, log_lines, model_path, run_ok, snapshot
 import trainer
-from twins import formats, np, wide_model
+from twins import formats, np, softmax, wide_model, windows
+import llama_file
 
 sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
 import export_hf                                    # noqa: E402
@@ -65,8 +67,8 @@ def refused(*words, said, **more):
 
 
 def takes(folder, want):
-    """-e takes the file as it is: an update at the rate 0 leaves the weights of `want`, to the bit."""
-    run_ok({"-e": folder + "/model.safetensors", "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
+    """-e takes the folder as it is: an update at the rate 0 leaves the weights of `want`, to the bit."""
+    run_ok({"-e": folder, "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
     got, want = read("taken/model_00000001.bin"), read(want)
     assert got[:32] == want[:32] and got[1024:] == want[1024:]
     shutil.rmtree("taken")
@@ -379,7 +381,6 @@ def test_damaged_folders():
         trainer.refused({"-e": path}, "is not a JSON object")
     os.unlink("other/config.json")
     for path, said in ((path, f"'{path}' has no config.json beside it"), ("none.safetensors", "'none.safe"),
-                       ("plain", "hint: -e plain/model.safetensors"),
                        ("/dev/null/x.safetensors", "x.safetensors")):
         trainer.refused({"-e": path}, said)
 
@@ -454,3 +455,288 @@ def test_transformers():
     config = theirs.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=50257)
     theirs.GPT2LMHeadModel(config).save_pretrained("fresh")
     run_ok({"-e": "fresh/model.safetensors", "-t": 8, "-x": 1})
+
+
+# ---- several files ----
+
+def split(folder, count=3, **weight_map):
+    """The folder's model.safetensors as `count` files and their index, in which weight_map changes names."""
+    tensors, where = read_tensors(folder + "/model.safetensors"), {}
+    for i in range(count):
+        name = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        part = dict(list(tensors.items())[i::count])
+        write_tensors(f"{folder}/{name}", part)
+        where.update(dict.fromkeys(part, name))
+    os.unlink(folder + "/model.safetensors")
+    where = {name: at for name, at in {**where, **weight_map}.items() if at}
+    write_json(folder + "/model.safetensors.index.json", {"metadata": {"total_size": 1}, "weight_map": where})
+    return folder
+
+
+def test_several_files():
+    """Also with what wrappers of modules put in front of names."""
+    takes(split(changed_folder("sharded")), "plain.bin")
+    fronts = "_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."
+    names = [fronts[i % 4] + (name if i % 2 else name.replace("transformer.", "")) for i, name in
+             enumerate(plain())]
+    takes(split(changed_folder("wrapped", dict(zip(names, plain().values())))), "plain.bin")
+
+
+@pytest.mark.parametrize("weight_map, said", [
+    ({"x": "../x.safetensors"}, "'../x.safetensors' is not the name"), ({"x": "x.bin"}, "'x.bin' is not the"),
+    ({"x": "x.safetensors"}, "'other/x.safetensors'"),
+    ({"x": "all.safetensors"}, "attn.c_proj.weight twice")])
+def test_damaged_index(weight_map, said):
+    path = split(changed_folder("other"), **weight_map) + "/model.safetensors.index.json"
+    shutil.copy("plain/model.safetensors", "other/all.safetensors")
+    trainer.refused({"-e": path}, said)
+    for raw, complaint in ((b"[]", "is not a JSON object"), (b'{"weight_map": {}}', "has no weight_map"),
+                           (b'{"weight_map": {"x": "model-00001-of-00003.safetensors"}}', "lacks the")):
+        write(path, raw)
+        trainer.refused({"-e": "other"}, complaint)
+
+
+# ---- the family of Llama ----
+
+SMALL = {"maxT": 21, "V": 256, "L": 2, "NH": 4, "C": 40, "NKV": 2, "HS": 16, "F": 72}    # NH * HS is not C
+RELU2 = {"mlp": "relu2", "norm_weights": False, "embed_norm": True, "qk_norm": True}
+FAMILY = {
+    "Llama": {"theta": 500.0, "eps": 1e-3}, "Llama tied": {"tied": True},
+    "Qwen3": {"qk_norm": True, "theta": 1e6},
+    "Qwen3 tied": {"qk_norm": True, "tied": True, "eps": 1e-6}, "NanoChat": {**RELU2, "softcap": 1.5},
+    "NanoChat tied": {**RELU2, "eps": 1e-3, "tied": True}}
+
+
+def family_model(path, version=203, seed=7, **shape):
+    """(dims, params) of a written model with weights that leave nothing out: no norm's are 1."""
+    dims, rng, params = llama_file.Llama(**{**SMALL, **shape}), np.random.default_rng(seed), {}
+    for name, size in llama_file.llama_shapes(dims).items():
+        x = rng.standard_normal(size)
+        is_norm = name in ("ln1w", "ln2w", "lnfw", "qnw", "knw")
+        params[name] = (1 + 0.3 * x if is_norm else x * size[-1] ** -0.5).astype("<f4")
+        if size[0] == dims.Vp:
+            params[name][dims.V:] = 0
+    params = formats.round_params(params, "bfloat16") if version == 205 else params
+    llama_file.write_llama(path, dims, params, version)
+    return dims, params
+
+
+def family_logits(d, params, tokens):
+    """(B,T,V) in double."""
+    p = {name: x.astype(np.float64) for name, x in params.items()}
+
+    def normed(x, name, l=...):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + d.eps) * (p[name][l] if name in p else 1)
+
+    def turned(x):                                                      # (B,T,heads,HS)
+        half = d.HS // 2
+        angle = np.arange(x.shape[1])[:, None, None] * d.theta ** (-np.arange(half) / half)
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = p["wte"][np.asarray(tokens)]
+    x = normed(x, "none") if d.embed_norm else x
+    mask = np.triu(np.full((x.shape[1],) * 2, -np.inf), 1)
+    for l in range(d.L):
+        qkv = (normed(x, "ln1w", l) @ p["qkvw"][l].T).reshape(*x.shape[:2], -1, d.HS)
+        q, k, v = np.split(qkv, [d.NH, d.NH + d.NKV], 2)
+        if d.qk_norm:
+            q, k = normed(q, "qnw", l), normed(k, "knw", l)
+        q, k, v = turned(q), *(np.repeat(each, d.NH // d.NKV, 2) for each in (turned(k), v))
+        scores = np.einsum("bthd,bshd->bhts", q, k) / math.sqrt(d.HS) + mask
+        y = np.einsum("bhts,bshd->bthd", softmax(scores), v)
+        x = x + y.reshape(*x.shape[:2], -1) @ p["attprojw"][l].T
+        h = normed(x, "ln2w", l) @ p["fcw"][l].T
+        gate, up = np.split(h, 2, -1)
+        h = gate / (1 + np.exp(-gate)) * up if d.mlp == "swiglu" else np.maximum(h, 0) ** 2
+        x = x + h @ p["fcprojw"][l].T
+    logits = normed(x, "lnfw") @ p["wte" if d.tied else "headw"][:d.V].T
+    return d.softcap * np.tanh(logits / d.softcap) if d.softcap else logits
+
+
+def computes(folder, dims, params):
+    """The program's loss of a shard is that of these weights."""
+    tokens = np.random.default_rng(3).integers(1, dims.V, 6 * dims.maxT + 1).tolist()
+    rows = windows(tokens, dims.maxT)
+    right = softmax(family_logits(dims, params, rows[:, :-1]))
+    want = -np.log(np.take_along_axis(right, rows[:, 1:, None], -1)).mean()
+    shard = trainer.write_shard("tokens.bin", tokens)
+    got = run_ok({"-e": folder, "-j": shard, "-t": dims.maxT, "-x": 0, "-v": 1})
+    assert abs(got.val_losses()[0] - want) <= 3e-6, f"{got.val_losses()[0]}, expected {want}"
+
+
+def greedy(dims, params, prompt, count):
+    """Prompt and text; the two best logits must not be nearer to each other than rounding."""
+    tokens = list(prompt)
+    for _ in range(count):
+        last = family_logits(dims, params, [tokens])[0, -1]
+        first, second = np.sort(last)[[-1, -2]]
+        assert first - second > 1e-4
+        tokens.append(int(last.argmax()))
+    return tokens
+
+
+def needs_nanochat():
+    """Not all programs have norms without weights."""
+    family_model("probe.bin", **RELU2)
+    tool_ok("probe.bin", "probe")
+    if "lacks the tensor model.layers.0.input_layernorm" in trainer.run({"-e": "probe", "-x": 0}).err:
+        pytest.skip("norms without weights are not built")
+
+
+def test_family_file():
+    """Both types, every shape; what is no such file."""
+    for version in (203, 205):
+        for shape in FAMILY.values():
+            dims, params = family_model("m.bin", version, V=250, **shape)
+            got_dims, got = llama_file.read_llama("m.bin")
+            assert {**vars(got_dims), "theta": 0, "eps": 0} == {**vars(dims), "theta": 0, "eps": 0}
+            assert np.float32(got_dims.eps) == np.float32(dims.eps) and list(got) == list(params)
+            assert all(np.array_equal(got[name], params[name]) for name in got)
+    good = read("m.bin")
+    for at, word, said in ((4, 204, "version 204"), (40, 2, "of family 2"), (44, 3, "impossible sizes"),
+                           (56, 3, "impossible sizes"), (68, 0, "impossible sizes"), (52, 80, "bytes, exp")):
+        write("bad.bin", good[:at] + struct.pack("<i", word) + good[at + 4:])
+        refused("bad.bin", "x", said=said)
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_family(kind):
+    """Each class's names and configuration, and what the program computes with them."""
+    dims, params = family_model("m.bin", **FAMILY[kind])
+    out = tool_ok("m.bin", "hf").out
+    assert f"{sum(x.size for x in params.values()):,} parameters" in out
+    name, config = kind.split()[0], read_json("hf/config.json")
+    want = {"architectures": [name + "ForCausalLM"], "model_type": name.lower(), "vocab_size": 256,
+            "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 21, "rms_norm_eps": dims.eps,
+            "rope_theta": dims.theta, "rope_parameters": {"rope_type": "default", "rope_theta": dims.theta},
+            "tie_word_embeddings": dims.tied, "hidden_act": "relu2" if name == "NanoChat" else "silu",
+            "bos_token_id": 0, "eos_token_id": 0}
+    assert {key: config[key] for key in want} == want
+    assert config.get("final_logit_softcapping") == (dims.softcap or None)
+    tensors = read_tensors("hf/model.safetensors")
+    layer = ["self_attn." + x for x in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    layer += ["mlp.fc1", "mlp.fc2"] if name == "NanoChat" else \
+        ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
+    layer += ["self_attn.q_norm", "self_attn.k_norm"] if name == "Qwen3" else []
+    names = ["model.embed_tokens"] + ["model.norm"] * (name != "NanoChat") + ["lm_head"] * (not dims.tied) + \
+        [f"model.layers.{l}.{x}" for l in range(2) for x in layer]
+    assert set(tensors) == {x + ".weight" for x in names}
+    assert tensors["model.layers.1.self_attn.k_proj.weight"][1].shape == (32, 40)
+    assert name + " with" in read("hf/README.md").decode()
+    if name == "NanoChat":
+        needs_nanochat()
+    computes("hf", dims, params)
+    text = bytes(greedy(dims, params, [0, *b"ab"], 8)[3:]).split(b"\0")[0].decode("latin-1")
+    said = run_ok({"-e": "hf", "-x": 0, "--prompt": "ab", "--temperature": 0, "--sample-tokens": 8, "-s": 1,
+                   "-t": dims.maxT}).out
+    assert text + "\n" in said
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_family_round_trip(kind):
+    """A file, its export and what the trainer makes of it, to the bit."""
+    if kind.startswith("NanoChat"):
+        needs_nanochat()
+    for version, name in ((203, "m3.bin"), (205, "m5.bin")):
+        dims, params = family_model(name, version, V=250, **FAMILY[kind])
+        llama_file.write_llama("want.bin", dims, params)
+        tool_ok(name, f"hf{version}")
+        run_ok({"-e": f"hf{version}", "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
+        if struct.unpack("<i", read(model_path("taken"))[4:8])[0] < 200:
+            pytest.skip("no model files of this family are written")
+        got, want = read(model_path("taken")), read("want.bin")
+        assert got[:76] == want[:76] and got[1024:] == want[1024:]
+        shutil.rmtree("taken")
+
+
+def test_family_types():
+    """bf16, fp16, several files, wrapped names, a head that is the embedding, keys that are not there."""
+    dims, params = family_model("m.bin", 205, qk_norm=True, tied=True, V=250)
+    tool_ok("m.bin", "hf")
+    tensors = read_tensors("hf/model.safetensors")
+    assert {dtype for dtype, _ in tensors.values()} == {"BF16"}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = "F32", np.ones(8, "<f4")
+    write_tensors("hf/model.safetensors", {"_orig_mod." + name: t for name, t in tensors.items()})
+    split("hf")
+    computes("hf", dims, params)
+    dims, params = family_model("m.bin", HS=16, NH=3, NKV=3, C=48, eps=1e-6)
+    params = formats.round_params(params, "float16")
+    tool_ok("m.bin", "halves")
+    write_tensors("halves/model.safetensors", {name: ("F16", array.astype("<f2")) for name, (_, array) in
+                                               read_tensors("halves/model.safetensors").items()})
+    optional = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_parameters",
+                "tie_word_embeddings", "hidden_act", "attention_bias", "mlp_bias")
+    config = read_json("halves/config.json")
+    write_json("halves/config.json", {key: value for key, value in config.items() if key not in optional})
+    computes("halves", dims, params)
+    nothing = dict.fromkeys(("rope_parameters", "rope_scaling", "head_dim"))
+    write_json("halves/config.json", {**config, **nothing})
+    computes("halves", dims, params)
+
+
+LLAMA_OTHERS = [
+    ("Llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type is llama3; Llama has default"),
+    ("Llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type is linear"),
+    ("Qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type is yarn"),
+    ("Llama", {"attention_bias": True}, "attention_bias is true; Llama has false"),
+    ("Llama", {"mlp_bias": True}, "mlp_bias is true"), ("Llama", {"hidden_act": "gelu"}, "Llama has silu"),
+    ("NanoChat", {"hidden_act": "silu"}, "hidden_act is silu; NanoChat has relu2"),
+    ("Qwen3", {"use_sliding_window": True}, "use_sliding_window is true; Qwen3 has false"),
+    ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1 is sliding_attention"),
+    ("Llama", {"model_type": "mistral"}, "model_type is mistral; gpt2, llama, qwen3 and nanochat are built"),
+    ("Llama", {"vocab_size": 128256}, "V is at most 65536"), ("Llama", {"num_key_value_heads": 3}, "NKV=3"),
+    ("Llama", {"rms_norm_eps": "x"}, "lacks a number for rms_norm_eps"),
+    ("Llama", {"hidden_size": None}, "lacks a whole number for hidden_size"),
+    ("Llama", {"quantization_config": {"bits": 4}}, "quantization_config.bits is 4"),
+    ("Llama", {"head_dim": 32}, "q_proj.weight has the shape (64, 40), config.json means (128, 40)"),
+    ("Qwen3", {"model_type": "llama"}, "k_norm.weight, which a Llama of 2 layers has not"),
+    ("Llama", {"model_type": "qwen3"}, "lacks the tensor model.layers.0.self_attn.q_norm.weight"),
+    ("Llama tied", {"tie_word_embeddings": False}, "lacks the tensor lm_head.weight"),
+    ("Llama", {"tie_word_embeddings": True}, "differs from the embedding, which is the head of this Llama")]
+
+
+@pytest.mark.parametrize("kind, change, said", LLAMA_OTHERS, ids=[said for _, _, said in LLAMA_OTHERS])
+def test_family_refused(kind, change, said):
+    family_model("m.bin", **FAMILY[kind])
+    tool_ok("m.bin", "hf")
+    write_json("hf/config.json", {**read_json("hf/config.json"), **change})
+    trainer.refused({"-e": "hf", "-t": 8}, said)
+
+
+@pytest.mark.parametrize("shape, said", [
+    ({"qk_norm": True, "norm_weights": False}, "no class of transformers computes this: swiglu, qk_norm 1"),
+    ({"softcap": 30.0}, "softcap 30"), ({"mlp": "relu2"}, "computes this: relu2"),
+    ({"embed_norm": True}, "embed_norm 1"),
+    ({"NH": 3, "NKV": 1}, "C=40 is not a multiple of NH=3")])
+def test_family_not_exported(shape, said):
+    family_model("m.bin", **shape)
+    refused("m.bin", "x", said=said)
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_family_in_transformers(kind):
+    """Logits, greedy text, and what save_pretrained makes of it."""
+    theirs, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    dims, params = family_model("m.bin", **FAMILY[kind])
+    tool_ok("m.bin", "hf")
+    model, wrong = theirs.AutoModelForCausalLM.from_pretrained("hf", output_loading_info=True)
+    assert type(model).__name__ == kind.split()[0] + "ForCausalLM"
+    assert not any(wrong.values()), wrong
+    tokens = np.random.default_rng(5).integers(0, 256, (3, dims.maxT))
+    want = family_logits(dims, params, tokens)
+    got = model(torch.from_numpy(tokens)).logits.detach().numpy()
+    worst = np.abs(got - want).max()
+    print(f"{kind}: logits off by {worst:.1e}, rms {want.std():.2f}")
+    assert worst <= 2e-5 * max(1.0, want.std())
+    text = theirs.AutoTokenizer.from_pretrained("hf")("<|endoftext|>ab", return_tensors="pt")
+    said = model.generate(**text, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert said[0].tolist() == greedy(dims, params, [0, *b"ab"], 8)
+    if kind.startswith("NanoChat"):
+        needs_nanochat()
+    model.save_pretrained("theirs", max_shard_size="20KB")
+    assert os.path.exists("theirs/model.safetensors.index.json")
+    computes("theirs", dims, params)

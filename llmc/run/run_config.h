@@ -102,7 +102,7 @@ static const Flag kFlags[] = {
     {"j",   "val-data",        FLAG_STRING, &settings.val_data,
         DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
     {"e",   "model",           FLAG_STRING, &settings.model,          "d12",     1, 0, nullptr,
-        "model_*.bin, model.safetensors; a run's folder: its newest; or d12 d24 d36 d48, gpt3:c768, "
+        "model_*.bin; the folder of a run or of Hugging Face; or d12 d24 d36 d48, gpt3:c768, "
         "L4,NH4,C128,T128,V256",
         FLAG_FIXED},
     {"o",   "output-dir",      FLAG_STRING, &settings.output_dir,     "",        0, 0, nullptr,

@@ -40,8 +40,9 @@ static inline bool model_is_folder() {
     return (strchr(text, '/') || !reads_so) && path_stat(text, &st) && S_ISDIR(st.st_mode);
 }
 
-// The step of a folder's newest undamaged model, with a marker if possible. Rank 0 checks the checksums.
-static inline int64_t newest_model(const std::string& folder) {
+// A folder's newest undamaged model, with a marker if possible; else Hugging Face's files. Rank 0 checks the
+// checksums.
+static inline std::string newest_model(const std::string& folder) {
     std::vector<std::pair<bool, int64_t>> models;           // has a marker; step
     for (const std::string& name : folder_names(folder)) {
         const int64_t step = checkpoint_step(name, "model_", ".bin");
@@ -59,17 +60,17 @@ static inline int64_t newest_model(const std::string& folder) {
         else { faults.push_back(shown(path) + " " + error); }
     }
     comm_broadcast(&newest, sizeof(newest));
-    if (newest < 0 && file_size((folder + "/model.safetensors").c_str()) >= 0) {
-        die("-e %s: there is no model_*.bin in this folder, but a model.safetensors\n"
-            "hint: -e %s/model.safetensors", folder.c_str(), folder.c_str());
+    for (const char* name : {"/model.safetensors", "/model.safetensors.index.json"}) {
+        if (newest < 0 && file_size((folder + name).c_str()) >= 0) { return folder + name; }
     }
     if (newest < 0) {
         die("-e %s: there is no %smodel_*.bin in this folder%s\n"
-            "hint: -e takes a run's folder, a model_*.bin, or a descriptor such as d12", folder.c_str(),
+            "hint: -e takes a folder of a run or of Hugging Face, a model_*.bin, or a descriptor such as d12",
+            folder.c_str(),
             models.empty() ? "" : "whole ", faults.empty() ? "" : (": " + faults[0]).c_str());
     }
     for (const std::string& fault : faults) { warn("passed over: %s", fault.c_str()); }
-    return newest;
+    return checkpoint_model(folder, newest);
 }
 
 static inline bool model_is_file(const std::string& text) {
@@ -125,9 +126,10 @@ static inline void folder_resolve() {
             "hint: -y 1 -o %s, without -e, goes on with that run; or choose another folder with -o",
             folder.c_str(), folder.c_str());
     }
-    path = checkpoint_model(folder, newest_model(folder));
+    path = newest_model(folder);
     settings.model = path.c_str();
-    if (run_task() != Task::Train && !settings_take(folder, false)) {
+    const bool is_run = path.compare(path.size() - 4, 4, ".bin") == 0;
+    if (is_run && run_task() != Task::Train && !settings_take(folder, false)) {
         warn("%s/run.json is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
              shown(folder).c_str());
     }
