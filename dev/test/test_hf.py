@@ -577,14 +577,6 @@ def greedy(dims, params, prompt, count):
     return tokens
 
 
-def needs_nanochat():
-    """Not all programs have norms without weights."""
-    family_model("probe.bin", **RELU2)
-    tool_ok("probe.bin", "probe")
-    if "lacks the tensor model.layers.0.input_layernorm" in trainer.run({"-e": "probe", "-x": 0}).err:
-        pytest.skip("norms without weights are not built")
-
-
 def test_family_file():
     """Both types, every shape; what is no such file."""
     for version in (203, 205):
@@ -626,8 +618,6 @@ def test_family(kind):
     assert set(tensors) == {x + ".weight" for x in names}
     assert tensors["model.layers.1.self_attn.k_proj.weight"][1].shape == (32, 40)
     assert name + " with" in read("hf/README.md").decode()
-    if name == "NanoChat":
-        needs_nanochat()
     computes("hf", dims, params)
     text = bytes(greedy(dims, params, [0, *b"ab"], 8)[3:]).split(b"\0")[0].decode("latin-1")
     said = run_ok({"-e": "hf", "-x": 0, "--prompt": "ab", "--temperature": 0, "--sample-tokens": 8, "-s": 1,
@@ -638,15 +628,11 @@ def test_family(kind):
 @pytest.mark.parametrize("kind", FAMILY)
 def test_family_round_trip(kind):
     """A file, its export and what the trainer makes of it, to the bit."""
-    if kind.startswith("NanoChat"):
-        needs_nanochat()
     for version, name in ((203, "m3.bin"), (205, "m5.bin")):
         dims, params = family_model(name, version, V=250, **FAMILY[kind])
         llama_file.write_llama("want.bin", dims, params)
         tool_ok(name, f"hf{version}")
         run_ok({"-e": f"hf{version}", "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
-        if struct.unpack("<i", read(model_path("taken"))[4:8])[0] < 200:
-            pytest.skip("no model files of this family are written")
         got, want = read(model_path("taken")), read("want.bin")
         assert got[:76] == want[:76] and got[1024:] == want[1024:]
         shutil.rmtree("taken")
@@ -735,8 +721,6 @@ def test_family_in_transformers(kind):
     text = theirs.AutoTokenizer.from_pretrained("hf")("<|endoftext|>ab", return_tensors="pt")
     said = model.generate(**text, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert said[0].tolist() == greedy(dims, params, [0, *b"ab"], 8)
-    if kind.startswith("NanoChat"):
-        needs_nanochat()
     model.save_pretrained("theirs", max_shard_size="20KB")
     assert os.path.exists("theirs/model.safetensors.index.json")
     computes("theirs", dims, params)

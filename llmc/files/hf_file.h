@@ -132,7 +132,8 @@ static inline HfModel hf_read_model(const std::string& weights) {
         s.mlp = nanochat ? Mlp::Relu2 : Mlp::SwiGlu;
         s.qk_norm = type != "llama", s.norm_weights = !nanochat, s.embed_norm = nanochat, s.tied = tied;
         s.eps = real("rms_norm_eps", 1e-6);
-        s.theta = real("rope_parameters.rope_theta", real("rope_scaling.rope_theta", real("rope_theta", 1e4)));
+        s.theta = real("rope_theta", 1e4);
+        s.theta = real("rope_parameters.rope_theta", real("rope_scaling.rope_theta", s.theta));
         const std::string* cap = facts_find(values, "final_logit_softcapping");
         s.softcap = nanochat && !(cap && *cap == "null") ? real("final_logit_softcapping", 15.0) : 0.0f;
     }
