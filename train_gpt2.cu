@@ -508,10 +508,10 @@ template <int kCount> __device__ __forceinline__ void row_sums(float (&x)[kCount
     }
 }
 
+static_assert(kWidth <= 8, "kOnes has a vector");
+__device__ alignas(32) const float kOnes[8] = {1, 1, 1, 1, 1, 1, 1, 1};
 __device__ __forceinline__ Floats load_weights(const float* weight /*(C) or null: 1*/, int c, int C) {
-    Floats w = load_floats(weight, c, weight ? C : 0);
-    for (int k = 0; k < kWidth && !weight; k++) { w.at[k] = 1.0f; }
-    return w;
+    return load_floats(weight ? weight : kOnes, weight ? c : 0, C);
 }
 
 // The forward. A block takes kRows rows, which stay in registers as words; after keep_packed their floats are
