@@ -98,7 +98,7 @@ static double relative_error(const Vector& a, const Vector& b, size_t from = 0) 
 }
 
 static bool same_bits(const Vector& a, const Vector& b) {
-    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+    return a.size() == b.size() && (a.empty() || memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
 // ---- models and batches ----

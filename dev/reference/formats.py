@@ -385,8 +385,8 @@ def read_checkpoint_header(path):
     version %= 100
     if version not in (3, 5):
         raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read, or 100 or 200 more")
-    fits = dims.is_llama or C % NH == 0
-    if min(maxT, V, L, NH, C) < 1 or not fits or Vp < V or block not in (0, 1, 2) or norm not in (0, 1):
+    fits = min(maxT, V, L, NH, C) >= 1 and (dims.is_llama or C % NH == 0)
+    if not fits or Vp < V or block not in (0, 1, 2) or norm not in (0, 1):
         raise FileError(path, f"impossible sizes: {dims.text()}, V padded to {Vp}, block {block} norm {norm}")
     count = sum(math.prod(param_shape(dims, name)) for name in NAMES) + (Vp - dims.Vp) * C
     expected = 1024 + count * (4 if version == 3 else 2)

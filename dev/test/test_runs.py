@@ -62,6 +62,7 @@ CHANGES = [
                                                       "-k wsd --cooldown 0.6", "-q 0.5")],
     *[(flag, LEARNED, SHOWN) for flag in ("-c 1", "--beta1 0.5", "--beta2 0.5", "--eps 1e-2",
                                           "--grad-clip 0.01")],
+    ("--embedding-rate 2", LEARNED, SHOWN),
     ("--optimizer muon", LEARNED | {"memory"}, SHOWN),
     *[("--optimizer muon " + flag, LEARNED, SHOWN)
       for flag in ("--muon-lr 0.05", "--muon-momentum 0.5", "--muon-warmup 3", "--muon-decay 5")],
@@ -121,7 +122,7 @@ def test_every_flag_has_a_row():
     assert not [name for name in names if "(default " not in " ".join(rows[name].split())]
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
     known |= {"evaluate", "eval-data", "eval-every", "log-gpu", "verbose"}  # tests of their own
-    known |= {"plan", "price"}
+    known |= {"plan", "price", "head-rate"}         # head-rate: test_head_rate
     known |= {"gpus", "zero-stage", "lanes", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node"}
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}

@@ -34,18 +34,19 @@ template <class... Args> static inline bool nvml_call(void* library, const char*
 }
 
 static inline void telemetry_end(Telemetry* t) {
-    if (t->library) {
-        nvml_call(t->library, "nvmlShutdown");          // without nvmlInit an error, which is no harm
-        dlclose(t->library);
-    }
+    if (t->gpu) { nvml_call(t->library, "nvmlShutdown"); }
+    if (t->library) { dlclose(t->library); }
     *t = Telemetry();
 }
 
 static inline Telemetry telemetry_start(const std::string& bus_id) {
     Telemetry t = {dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL), nullptr};
-    const bool found = t.library && nvml_call(t.library, "nvmlInit_v2") &&
-                       nvml_call(t.library, "nvmlDeviceGetHandleByPciBusId_v2", bus_id.c_str(), &t.gpu);
-    if (!found) { telemetry_end(&t); }
+    if (!t.library || !nvml_call(t.library, "nvmlInit_v2")) { telemetry_end(&t); return t; }
+    if (!nvml_call(t.library, "nvmlDeviceGetHandleByPciBusId_v2", bus_id.c_str(), &t.gpu)) {
+        nvml_call(t.library, "nvmlShutdown");
+        t.gpu = nullptr;
+        telemetry_end(&t);
+    }
     return t;
 }
 
