@@ -1,5 +1,5 @@
-"""The second family, Llama's, as users see it: the same bits on any number of ranks and over a stop, its rates,
-what is refused. Its numbers are test_gpt2.cu's, beside PyTorch; its files of Hugging Face test_hf.py's.
+"""The second family, Llama's, as users see it: the same bits on any number of ranks and over a stop, its
+rates, refusals. Its numbers are test_gpt2.cu's, beside PyTorch; its files of Hugging Face test_hf.py's.
 
     pytest dev/test/test_family.py
 """
