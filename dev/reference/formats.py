@@ -363,7 +363,7 @@ def llama_header(dims):
 
 def llama_of_header(path, header, **sizes):
     family, NKV, HS, F, mlp, bits = (int(v) for v in header[10:16])
-    theta, eps, softcap = (float(f"{v:.9g}") for v in header[16:19].copy().view("<f4"))
+    theta, eps, softcap = (float(str(v)) for v in header[16:19].copy().view("<f4"))      # 1e-05, not 9.99e-06
     if family != 1 or mlp not in LLAMA_MLP or min(NKV, HS, F) < 1 or sizes["NH"] % NKV:
         raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}: not of family llama")
     flags = {name: bool(bits >> i & 1) for i, name in enumerate(LLAMA_BITS)}
