@@ -1,6 +1,6 @@
 /*
-Pretraining of models shaped like GPT-2, GPT-3, Llama and Qwen3 in one file: every forward and backward kernel,
-the models, AdamW and Muon, gradient accumulation, several GPUs, checkpoints, the training loop.
+Pretraining of models shaped like GPT-2, GPT-3, Llama and Qwen3 in one file: every forward and backward
+kernel, the models, AdamW and Muon, gradient accumulation, several GPUs, checkpoints, the training loop.
 
 Two builds of this file:
     make train_gpt2cu      nvcc, the CUDA program (PRECISION=BF16|FP16|FP32)
