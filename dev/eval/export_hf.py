@@ -44,8 +44,8 @@ except ImportError:             # .venv, which setup.sh has filled, has one: the
     die("no numpy in this Python\n"
         "hint: scripts/setup.sh installs it into .venv; or pip install numpy, in a venv of yours")
 
-from formats import read_checkpoint, read_checkpoint_header, to_bf16_bits       # noqa: E402
-from llama_file import Llama, llama_shapes, read_llama, read_llama_header       # noqa: E402
+from formats import (NAMES, param_shape, read_checkpoint, read_checkpoint_header,       # noqa: E402
+                     to_bf16_bits)
 
 MERGES = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
 END_OF_TEXT = "<|endoftext|>"
@@ -62,7 +62,7 @@ LLAMA_NORMS = {"ln1w": "input_layernorm", "ln2w": "post_attention_layernorm", "q
 
 def weights(dims, params):
     """{transformers' name: array}: no padding, one for each layer."""
-    return llama_weights(dims, params) if isinstance(dims, Llama) else gpt2_weights(dims, params)
+    return llama_weights(dims, params) if dims.is_llama else gpt2_weights(dims, params)
 
 
 def gpt2_weights(dims, params):
@@ -96,10 +96,10 @@ def llama_weights(d, params):
             layer.update({"mlp.gate_proj": gate, "mlp.up_proj": up})
             layer["mlp.down_proj"] = params["fcprojw"][l]
         for ours, theirs in LLAMA_NORMS.items():
-            if ours in params:
+            if params[ours].size:
                 layer[theirs] = params[ours][l]
         tensors.update({f"model.layers.{l}.{name}": array for name, array in layer.items()})
-    if "lnfw" in params:
+    if params["lnfw"].size:
         tensors["model.norm"] = params["lnfw"]
     if not d.tied:
         tensors["lm_head"] = params["headw"][:d.V]
@@ -121,8 +121,9 @@ def write_safetensors(path, tensors, dtype):
 
 
 def count_parameters(dims):
-    if isinstance(dims, Llama):
-        return sum(math.prod(shape) for shape in llama_shapes(dims, dims.V).values())
+    if dims.is_llama:
+        padding = (dims.Vp - dims.V) * dims.C * (1 if dims.tied else 2)
+        return sum(math.prod(param_shape(dims, name)) for name in NAMES) - padding
     return (dims.V + dims.maxT) * dims.C + dims.L * (12 * dims.C + 13) * dims.C + 2 * dims.C
 
 
@@ -138,12 +139,10 @@ def read_model(path):
     """(dims, {name: array}, its type)"""
     if not stat.S_ISREG(mode(path)):
         die(f"no file '{path}'\nhint: give a model_*.bin, or the folder of a run")
-    llama = read_llama_header(path)
-    if llama:
-        class_of(llama[0], path)
-        return *read_llama(path), {203: "F32", 205: "BF16"}[llama[1]]
     dims, version, _ = read_checkpoint_header(path)
-    if dims.block or dims.norm:
+    if dims.is_llama:
+        class_of(dims, path)
+    elif dims.block or dims.norm:
         kinds = ("sequential", "parallel", "parallel-tied")[dims.block], ("layernorm", "rmsnorm")[dims.norm]
         die(f"'{path}' is not GPT-2: its block is {kinds[0]} and its norm {kinds[1]}, which "
             "transformers' GPT-2 does not compute\nhint: such a model runs here alone: train_gpt2cu -e FILE")
@@ -154,7 +153,7 @@ def read_model(path):
 
 def class_of(dims, path=None):
     """What transformers' classes begin with. Dies if none of them computes this model."""
-    if not isinstance(dims, Llama):
+    if not dims.is_llama:
         return "GPT-2"
     shape = dims.mlp, dims.norm_weights, dims.embed_norm, dims.softcap > 0
     if shape == ("swiglu", True, False, False):
@@ -202,7 +201,7 @@ def shortest(x):
 
 def model_config(dims, dtype):
     """What transformers must be told; whatever it could take otherwise by default is spelled out."""
-    if isinstance(dims, Llama):
+    if dims.is_llama:
         return llama_config(dims, dtype)
     end = end_of_text(dims.V)
     return {

@@ -364,11 +364,19 @@ def llama_header(dims):
 def llama_of_header(path, header, **sizes):
     family, NKV, HS, F, mlp, bits = (int(v) for v in header[10:16])
     theta, eps, softcap = (float(str(v)) for v in header[16:19].copy().view("<f4"))      # 1e-05, not 9.99e-06
-    if family != 1 or mlp not in LLAMA_MLP or min(NKV, HS, F) < 1 or sizes["NH"] % NKV:
-        raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}: not of family llama")
+    fits = family == 1 and mlp in LLAMA_MLP and min(NKV, HS, F) >= 1 and sizes["NH"] % NKV == 0
+    if not fits or HS % 2 or not (theta > 0 and eps > 0 and softcap >= 0):
+        raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}, theta {theta}, "
+                              f"eps {eps}, softcap {softcap}: not of family llama")
     flags = {name: bool(bits >> i & 1) for i, name in enumerate(LLAMA_BITS)}
     return Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=LLAMA_MLP[mlp], theta=theta, eps=eps, softcap=softcap,
                  **flags)
+
+
+def file_shape(dims, name, Vp):
+    """As param_shape, in a file that pads V to Vp."""
+    shape = param_shape(dims, name)
+    return (Vp, dims.C) if name in ("wte", "headw") and math.prod(shape) else shape
 
 
 def read_checkpoint_header(path):
@@ -382,13 +390,13 @@ def read_checkpoint_header(path):
         dims = llama_of_header(path, header, maxT=maxT, V=V, L=L, NH=NH, C=C)
     else:
         dims = Dims(maxT=maxT, V=V, L=L, NH=NH, C=C, block=block, norm=norm)
-    version %= 100
-    if version not in (3, 5):
+    if version not in (3, 5, 103, 105, 203, 205):
         raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read, or 100 or 200 more")
+    version %= 100
     fits = min(maxT, V, L, NH, C) >= 1 and (dims.is_llama or C % NH == 0)
     if not fits or Vp < V or block not in (0, 1, 2) or norm not in (0, 1):
         raise FileError(path, f"impossible sizes: {dims.text()}, V padded to {Vp}, block {block} norm {norm}")
-    count = sum(math.prod(param_shape(dims, name)) for name in NAMES) + (Vp - dims.Vp) * C
+    count = sum(math.prod(file_shape(dims, name, Vp)) for name in NAMES)
     expected = 1024 + count * (4 if version == 3 else 2)
     if os.path.getsize(path) != expected:
         raise FileError(path, f"{os.path.getsize(path)} bytes, expected {expected}")
@@ -402,11 +410,11 @@ def read_checkpoint(path):
     with open_checked(path) as f:
         f.seek(1024)
         for name in NAMES:
-            shape = (Vp, dims.C) if name == "wte" else param_shape(dims, name)
-            data = read_array(f, path, "<f4" if version == 3 else "<u2", shape)
+            data = read_array(f, path, "<f4" if version == 3 else "<u2", file_shape(dims, name, Vp))
             params[name] = data if version == 3 else from_bf16_bits(data)
-    if Vp != dims.Vp:
-        params["wte"] = np.pad(params["wte"][:dims.V], ((0, dims.Vp - dims.V), (0, 0)))
+    for name in ("wte", "headw"):
+        if Vp != dims.Vp and params[name].size:
+            params[name] = np.pad(params[name][:dims.V], ((0, dims.Vp - dims.V), (0, 0)))
     return dims, params
 
 
