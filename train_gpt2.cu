@@ -6296,7 +6296,8 @@ static void print_model(const GPT2& model) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
-    printf("kernels: attention %s, GELU %s\n", attention_form(c.shape().HS), gelu_form(c.C));
+    const std::string gelu = c.is_llama() ? "" : format(", GELU %s", gelu_form(c.C));
+    printf("kernels: attention %s%s\n", attention_form(c.shape().HS), gelu.c_str());
 }
 
 // Allocates the model. Its parameters are a checkpoint's, a model file's, or random.

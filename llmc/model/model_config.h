@@ -81,6 +81,13 @@ static inline std::string config_error(const Config& c) {
     return "";
 }
 
+// The shortest text that is read back as this number.
+static inline std::string float_text(float x) {
+    int digits = 6;
+    while (digits < 9 && strtof(format("%.*g", digits, x).c_str(), nullptr) != x) { digits++; }
+    return format("%.*g", digits, x);
+}
+
 // Of family Llama: the descriptor that means this model, as descriptor_config reads it.
 static inline std::string llama_text(const Config& c) {
     const Config::Shape& s = c.llama;
@@ -91,8 +98,8 @@ static inline std::string llama_text(const Config& c) {
     if (!s.norm_weights) { text += ",no_norm_weights"; }
     if (s.embed_norm) { text += ",embed_norm"; }
     if (s.tied) { text += ",tied"; }
-    text += format(",theta=%.9g,eps=%.9g", s.theta, s.eps);
-    return s.softcap > 0.0f ? text + format(",softcap=%.9g", s.softcap) : text;
+    text += ",theta=" + float_text(s.theta) + ",eps=" + float_text(s.eps);
+    return s.softcap > 0.0f ? text + ",softcap=" + float_text(s.softcap) : text;
 }
 
 // Reads one part of a descriptor, such as L12 or theta=1e4; false: it is none, or has come before.
