@@ -59,25 +59,16 @@ static void backward_plain(const Buffers& b) { attention_plain(b.backward, 0); }
 static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
 static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
 
-// As in MmaShape: head size, groups of 16 rows a warp, rows of a tile, blocks on an SM.
-#define FORWARD(HS, ...) \
-    {HS, AttentionPass::Forward, "forward mma.sync <" #HS ", " #__VA_ARGS__ ">", forward_mma<HS, __VA_ARGS__>}
-#define DQ(HS, ...) \
-    {HS, AttentionPass::Dq, "dQ mma.sync <" #HS ", " #__VA_ARGS__ ">", \
-     backward_mma<Own::Queries, HS, __VA_ARGS__>}
-#define DKV(HS, ...) \
-    {HS, AttentionPass::Dkv, "dK/dV mma.sync <" #HS ", " #__VA_ARGS__ ">", \
-     backward_mma<Own::Keys, HS, __VA_ARGS__>}
-
-// As in Sm90Shape: columns, warpgroups, rows of a tile, stages, blocks on an SM.
-#define FORWARD_SM90(HS, ...) \
-    {HS, AttentionPass::Forward, "forward sm90 <" #HS ", " #__VA_ARGS__ ">", forward_sm90<HS, __VA_ARGS__>}
-#define DQ_SM90(HS, ...) \
-    {HS, AttentionPass::Dq, "dQ sm90 <" #HS ", " #__VA_ARGS__ ">", \
-     backward_sm90<Own::Queries, HS, __VA_ARGS__>}
-#define DKV_SM90(HS, ...) \
-    {HS, AttentionPass::Dkv, "dK/dV sm90 <" #HS ", " #__VA_ARGS__ ">", \
-     backward_sm90<Own::Keys, HS, __VA_ARGS__>}
+// form: mma, with head size, groups of 16 rows a warp, rows of a tile, blocks on an SM, as in MmaShape; or
+// sm90, with columns, warpgroups, rows of a tile, stages, blocks on an SM, as in Sm90Shape.
+#define STEP(pass, text, form, run, HS, ...) \
+    {HS, AttentionPass::pass, text " " #form " <" #HS ", " #__VA_ARGS__ ">", run}
+#define FORWARD(form, HS, ...) \
+    STEP(Forward, "forward", form, (forward_##form<HS, __VA_ARGS__>), HS, __VA_ARGS__)
+#define DQ(form, HS, ...) \
+    STEP(Dq, "dQ", form, (backward_##form<Own::Queries, HS, __VA_ARGS__>), HS, __VA_ARGS__)
+#define DKV(form, HS, ...) \
+    STEP(Dkv, "dK/dV", form, (backward_##form<Own::Keys, HS, __VA_ARGS__>), HS, __VA_ARGS__)
 
 static const Step kSteps[] = {
     {0, AttentionPass::Forward, "forward plain", forward_plain},
@@ -85,37 +76,38 @@ static const Step kSteps[] = {
     {0, AttentionPass::Forward, "forward shipped", forward_shipped},
     {0, AttentionPass::Backward, "backward shipped", backward_shipped},
 #ifdef ENABLE_FP32
-    FORWARD(32, 2, 64, 2), FORWARD(32, 2, 32, 3), FORWARD(32, 1, 64, 3),
-    DQ(32, 2, 32, 2), DQ(32, 2, 32, 3), DQ(32, 1, 32, 3),
-    DKV(32, 2, 32, 2), DKV(32, 1, 32, 3),
-    FORWARD(64, 2, 32, 2), FORWARD(64, 1, 64, 2), FORWARD(64, 1, 32, 3),
-    DQ(64, 2, 16, 2), DQ(64, 2, 32, 2), DQ(64, 1, 32, 2), DQ(64, 1, 32, 3), DQ(64, 1, 64, 2),
-    DKV(64, 2, 16, 2), DKV(64, 2, 32, 2), DKV(64, 1, 32, 2), DKV(64, 1, 32, 3),
-    FORWARD(96, 1, 32, 2), FORWARD(96, 1, 16, 2),
-    DQ(96, 1, 16, 2), DQ(96, 1, 32, 2),
-    DKV(96, 1, 16, 2), DKV(96, 1, 32, 2),
-    FORWARD(128, 1, 32, 2), FORWARD(128, 1, 16, 2),
-    DQ(128, 1, 16, 2), DQ(128, 1, 32, 2),
-    DKV(128, 1, 16, 2), DKV(128, 1, 32, 2),
+    FORWARD(mma, 32, 2, 64, 2), FORWARD(mma, 32, 2, 32, 3), FORWARD(mma, 32, 1, 64, 3),
+    DQ(mma, 32, 2, 32, 2), DQ(mma, 32, 2, 32, 3), DQ(mma, 32, 1, 32, 3),
+    DKV(mma, 32, 2, 32, 2), DKV(mma, 32, 1, 32, 3),
+    FORWARD(mma, 64, 2, 32, 2), FORWARD(mma, 64, 1, 64, 2), FORWARD(mma, 64, 1, 32, 3),
+    DQ(mma, 64, 2, 16, 2), DQ(mma, 64, 2, 32, 2), DQ(mma, 64, 1, 32, 2), DQ(mma, 64, 1, 32, 3),
+    DQ(mma, 64, 1, 64, 2),
+    DKV(mma, 64, 2, 16, 2), DKV(mma, 64, 2, 32, 2), DKV(mma, 64, 1, 32, 2), DKV(mma, 64, 1, 32, 3),
+    FORWARD(mma, 96, 1, 32, 2), FORWARD(mma, 96, 1, 16, 2),
+    DQ(mma, 96, 1, 16, 2), DQ(mma, 96, 1, 32, 2),
+    DKV(mma, 96, 1, 16, 2), DKV(mma, 96, 1, 32, 2),
+    FORWARD(mma, 128, 1, 32, 2), FORWARD(mma, 128, 1, 16, 2),
+    DQ(mma, 128, 1, 16, 2), DQ(mma, 128, 1, 32, 2),
+    DKV(mma, 128, 1, 16, 2), DKV(mma, 128, 1, 32, 2),
 #else
-    FORWARD_SM90(64, 1, 64, 2, 4), FORWARD_SM90(64, 1, 64, 3, 3), FORWARD_SM90(64, 2, 128, 3, 1),
-    DQ_SM90(64, 1, 64, 2, 4), DQ_SM90(64, 1, 64, 1, 4),
-    DKV_SM90(64, 1, 64, 2, 3), DKV_SM90(64, 1, 64, 3, 3),
-    FORWARD_SM90(128, 2, 128, 2, 1), FORWARD_SM90(128, 1, 64, 2, 2),
-    DQ_SM90(128, 1, 64, 1, 3), DQ_SM90(128, 1, 64, 2, 2),
-    DKV_SM90(128, 1, 64, 2, 2), DKV_SM90(128, 1, 64, 1, 2),
-    FORWARD(32, 2, 64, 3), FORWARD(32, 2, 64, 2), FORWARD(32, 1, 64, 4),
-    DQ(32, 2, 32, 3), DQ(32, 2, 32, 2), DQ(32, 1, 64, 3),
-    DKV(32, 2, 32, 3), DKV(32, 2, 32, 2), DKV(32, 1, 64, 3),
-    FORWARD(64, 2, 64, 2), FORWARD(64, 1, 64, 3),
-    DQ(64, 2, 32, 2), DQ(64, 1, 32, 3),
-    DKV(64, 2, 32, 2), DKV(64, 1, 32, 3),
-    FORWARD(96, 1, 64, 2), FORWARD(96, 1, 32, 3),
-    DQ(96, 1, 64, 2), DQ(96, 1, 32, 2),
-    DKV(96, 1, 32, 2),
-    FORWARD(128, 1, 64, 2), FORWARD(128, 1, 32, 2),
-    DQ(128, 1, 32, 2), DQ(128, 1, 64, 2),
-    DKV(128, 1, 32, 2), DKV(128, 1, 16, 2),
+    FORWARD(sm90, 64, 1, 64, 2, 4), FORWARD(sm90, 64, 1, 64, 3, 3), FORWARD(sm90, 64, 2, 128, 3, 1),
+    DQ(sm90, 64, 1, 64, 2, 4), DQ(sm90, 64, 1, 64, 1, 4),
+    DKV(sm90, 64, 1, 64, 2, 3), DKV(sm90, 64, 1, 64, 3, 3),
+    FORWARD(sm90, 128, 2, 128, 2, 1), FORWARD(sm90, 128, 1, 64, 2, 2),
+    DQ(sm90, 128, 1, 64, 1, 3), DQ(sm90, 128, 1, 64, 2, 2),
+    DKV(sm90, 128, 1, 64, 2, 2), DKV(sm90, 128, 1, 64, 1, 2),
+    FORWARD(mma, 32, 2, 64, 3), FORWARD(mma, 32, 2, 64, 2), FORWARD(mma, 32, 1, 64, 4),
+    DQ(mma, 32, 2, 32, 3), DQ(mma, 32, 2, 32, 2), DQ(mma, 32, 1, 64, 3),
+    DKV(mma, 32, 2, 32, 3), DKV(mma, 32, 2, 32, 2), DKV(mma, 32, 1, 64, 3),
+    FORWARD(mma, 64, 2, 64, 2), FORWARD(mma, 64, 1, 64, 3),
+    DQ(mma, 64, 2, 32, 2), DQ(mma, 64, 1, 32, 3),
+    DKV(mma, 64, 2, 32, 2), DKV(mma, 64, 1, 32, 3),
+    FORWARD(mma, 96, 1, 64, 2), FORWARD(mma, 96, 1, 32, 3),
+    DQ(mma, 96, 1, 64, 2), DQ(mma, 96, 1, 32, 2),
+    DKV(mma, 96, 1, 32, 2),
+    FORWARD(mma, 128, 1, 64, 2), FORWARD(mma, 128, 1, 32, 2),
+    DQ(mma, 128, 1, 32, 2), DQ(mma, 128, 1, 64, 2),
+    DKV(mma, 128, 1, 32, 2), DKV(mma, 128, 1, 16, 2),
 #endif
 };
 
