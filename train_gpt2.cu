@@ -854,10 +854,8 @@ __global__ void __launch_bounds__(kRowThreads)
     }
 }
 
-// The plain form, for rows of any length: C > 4096 in 16 bits. A block takes kLongNormRows rows at a time,
-// first their sums and then, from vector to vector, their gradients. It adds column sums to its row of
-// partials.
-constexpr int kLongNormRows = 4;
+// The plain form, for rows of any length: C > 4096 in 16 bits. A block takes row after row, first its sums
+// and then, from vector to vector, its gradients. It adds the column sums to its row of partials.
 __global__ void __launch_bounds__(kRowThreads)
     norm_backward_long_kernel(NormBackward a, float* partial /*(gridDim.x,2*norms+branches,C)*/, int norms,
                               int branches) {
@@ -865,56 +863,40 @@ __global__ void __launch_bounds__(kRowThreads)
     const int C = a.C;
     const bool rms = a.kind == NormKind::Rms, add = a.dresidual_acc == Accumulate::Yes;
     partial += (size_t)blockIdx.x * (2 * norms + branches) * C;
-    for (int first = blockIdx.x * kLongNormRows; first < a.N; first += gridDim.x * kLongNormRows) {
-        const bool begins = first == (int)blockIdx.x * kLongNormRows;
-        float mean[kLongNormRows], rstd[kLongNormRows];
-        float mean_g[kLongNormRows] = {}, mean_gx[kLongNormRows] = {};
-        Floats xhat, d[2], g;
-        auto read = [&](int r, int c) {                                 // row first + r
-            const size_t at = (size_t)(first + r) * C;
+    for (int n = blockIdx.x; n < a.N; n += gridDim.x) {
+        const size_t at = (size_t)n * C;
+        const float mean = rms ? 0.0f : a.mean[n], rstd = a.rstd[n];
+        Floats xhat, d[2], g, weight[2];
+        auto read = [&](int c) {
             const Floats x = load_floats(a.inp + at, c, C);
-            Floats weight[2];
             for (int i = 0; i < 2; i++) {
                 d[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
                 weight[i] = load_weights(a.y[i].weight, c, i < norms ? C : 0);
             }
             g = norm_gradient(d, weight);
-            for (int k = 0; k < kWidth; k++) { xhat.at[k] = (x.at[k] - mean[r]) * rstd[r]; }
+            for (int k = 0; k < kWidth; k++) { xhat.at[k] = (x.at[k] - mean) * rstd; }
         };
-#pragma unroll
-        for (int r = 0; r < kLongNormRows; r++) {
-            if (first + r >= a.N) { break; }
-            mean[r] = rms ? 0.0f : a.mean[first + r], rstd[r] = a.rstd[first + r];
-            for (int c = threadIdx.x * kWidth; c < C; c += kRowThreads * kWidth) {
-                read(r, c);
-                for (int k = 0; k < kWidth; k++) {
-                    mean_g[r] += rms ? 0.0f : g.at[k];
-                    mean_gx[r] = fmaf(g.at[k], xhat.at[k], mean_gx[r]);
-                }
-            }
-            mean_g[r] = block_sum(mean_g[r], shared) / C, mean_gx[r] = block_sum(mean_gx[r], shared) / C;
-        }
+        float sum_g = 0.0f, sum_gx = 0.0f;
         for (int c = threadIdx.x * kWidth; c < C; c += kRowThreads * kWidth) {
+            read(c);
+            for (int k = 0; k < kWidth; k++) { sum_g += g.at[k], sum_gx = fmaf(g.at[k], xhat.at[k], sum_gx); }
+        }
+        const float mean_g = block_sum(rms ? 0.0f : sum_g, shared) / C;
+        const float mean_gx = block_sum(sum_gx, shared) / C;
+        for (int c = threadIdx.x * kWidth; c < C; c += kRowThreads * kWidth) {
+            read(c);
+            Floats result = load_floats(a.dresidual + at, c, add ? C : 0);
             Floats total[6] = {};                                       // of dweight, dbias; then of branches
-#pragma unroll
-            for (int r = 0; r < kLongNormRows; r++) {
-                if (first + r >= a.N) { break; }
-                read(r, c);
-                Floats result = load_floats(a.dresidual + (size_t)(first + r) * C, c, add ? C : 0);
-                for (int k = 0; k < kWidth; k++) {
-                    result.at[k] += rstd[r] * (g.at[k] - mean_g[r] - xhat.at[k] * mean_gx[r]);
-                    for (int i = 0; i < 2; i++) {
-                        total[2 * i].at[k] = fmaf(d[i].at[k], xhat.at[k], total[2 * i].at[k]);
-                        total[2 * i + 1].at[k] += d[i].at[k];
-                    }
-                }
-                norm_store<2>(a, result, first + r, c, C, total + 4);
+            for (int k = 0; k < kWidth; k++) {
+                result.at[k] += rstd * (g.at[k] - mean_g - xhat.at[k] * mean_gx);
+                for (int i = 0; i < 4; i++) { total[i].at[k] = d[i / 2].at[k] * (i % 2 ? 1.0f : xhat.at[k]); }
             }
+            norm_store<2>(a, result, n, c, C, total + 4);
 #pragma unroll
             for (int i = 0; i < 6; i++) {
                 const bool wanted = i < 4 ? i < 2 * norms : i - 4 < branches;
                 float* to = partial + (size_t)(i < 4 ? i : i - 4 + 2 * norms) * C;
-                const Floats before = load_floats(to, c, wanted && !begins ? C : 0);
+                const Floats before = load_floats(to, c, wanted && n >= (int)gridDim.x ? C : 0);
                 for (int k = 0; k < kWidth; k++) { total[i].at[k] += before.at[k]; }
                 store(to, c, wanted ? C : 0, to_pack<float>(total[i]));
             }
@@ -970,7 +952,7 @@ static void norm_backward(const NormBackward& a, Stream stream) {
     check_width(a, a.C);
     const int norms = a.y[1].dout ? 2 : 1;
     const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
-    int blocks = std::min(norm_most_blocks(), ceil_div(a.N, kLongNormRows));
+    int blocks = std::min(norm_most_blocks(), a.N);
     if (a.C > kRowThreads * kWidth) {
         norm_backward_long_kernel<<<blocks, kRowThreads, 0, stream>>>(a, a.scratch, norms, branches);
     } else {
