@@ -60,6 +60,15 @@ def test_ops():
     assert floors == {"matmul_forward 768x3072": 9.0, "classifier": pytest.approx(3.115), "all": 12.15}
 
 
+def test_sizes():
+    assert bench.size_of("d12:64") == ("d12", 64, 1024)
+    assert bench.size_of("qwen3:0.6B:8x2048") == ("qwen3:0.6B", 8, 2048)
+    for command in bench.contestants("m12:4x512", ["pytorch"], None, [], "x.bin").values():
+        assert command[command.index("-t") + 1] == "512" and command[command.index("-b") + 1] == "4"
+    with pytest.raises(SystemExit, match="MODEL:B"):
+        bench.size_of("qwen3:0.6B")
+
+
 def test_turns(monkeypatch, capsys):
     """The whole of `make bench`, with programs that only print."""
     monkeypatch.setattr(bench, "ROOT", os.getcwd())
