@@ -1224,7 +1224,7 @@ struct ProductMaps { CUtensorMap rows, weight, pre_act, out, out_t; };          
 
 // Of a block, for the epilogue E.
 union EpilogueOwn {
-    floatX bias[kProductColumns];          // forward
+    uint32_t bias[kProductColumns / 2]; // forward, in pairs
     float sums[4][64];                  // backward: each warp's, of a block's columns
 };
 template <class E> struct ProductShared {
@@ -1391,28 +1391,23 @@ struct Epilogue {
     // The warpgroup's rows of a tile begin here.
     __device__ __forceinline__ int row_of(const ProductTile& tile) { return tile.row + group * 64; }
 
-    // Each thread asks for two columns' bias; then all have it in shared memory.
+    // Each thread asks for two columns' bias, and puts it where `pack` looks for the thread's number `at`.
     __device__ __forceinline__ void ask_bias(const ProductTile& tile) {
         const uint32_t* bias = (const uint32_t*)(p.bias + tile.column);
         bias_pair = p.bias ? bias[threadIdx.x % 128] : 0;
     }
-    __device__ __forceinline__ void share_bias() {
-        ((uint32_t*)own.bias)[threadIdx.x % 128] = bias_pair;
+    __device__ __forceinline__ void share_bias(int at) {
+        own.bias[at] = bias_pair;
         barrier();
     }
-    // packed = d scale + bias, rounded. bias_of(n): of the lane's two columns of the n-th eight
-    template <class BiasOf>
-    __device__ __forceinline__ void pack(const float (&d)[32][4], float scale, BiasOf bias_of) {
+    // packed = d scale + bias, rounded; the n-th of d has two columns of a lane, in two rows.
+    template <bool kBiased> __device__ __forceinline__ void pack(const float (&d)[32][4], float scale) {
 #pragma unroll
         for (int n = 0; n < 32; n++) {
-            const float2 b = bias_of(n);
-            uint32_t* to = &packed[n / 2][n % 2 * 2];
-            to[0] = pack_pair(fmaf(d[n][0], scale, b.x), fmaf(d[n][1], scale, b.y));
-            to[1] = pack_pair(fmaf(d[n][2], scale, b.x), fmaf(d[n][3], scale, b.y));
+            const float2 b = kBiased ? unpack_pair(own.bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
+            packed[n / 2][n % 2 * 2] = pack_pair(fmaf(d[n][0], scale, b.x), fmaf(d[n][1], scale, b.y));
+            packed[n / 2][n % 2 * 2 + 1] = pack_pair(fmaf(d[n][2], scale, b.x), fmaf(d[n][3], scale, b.y));
         }
-    }
-    __device__ __forceinline__ void pack(const float (&d)[32][4], float scale) {
-        pack(d, scale, [](int) { return make_float2(0.0f, 0.0f); });
     }
 
     // ldmatrix and stmatrix move 8 x 8 values four times: the upper and the lower half of the warp's 16 rows,
@@ -1423,17 +1418,18 @@ struct Epilogue {
         return smem_address(block) + (warp * 16 + half * 8 + row8) * 128 + ((n % 4 * 2 + beside) ^ row8) * 16;
     }
 
-    // One thread: starts the copy of a block of pre_act into staging; its bytes arrive at `barrier`.
-    __device__ __forceinline__ void load_block(int buffer, uint64_t* barrier, int row, int column) {
-        tma_load_4d(staging[buffer], &maps.pre_act, barrier, 0, row, column / 64, 0);
+    // The leader starts the copy of block i of a tile's pre_act; blocks of gate and of up: kParts 2. It comes
+    // into staging[i % 2 * kParts]. Later all wait for it, while the next one is on its way.
+    template <int kParts> __device__ __forceinline__ void load_pre_act(const ProductTile& tile, int i) {
+        if (!leads) { return; }
+        mbarrier_expect(&loaded[i % 2], kParts * kBlock);
+        for (int part = 0; part < kParts; part++) {
+            tma_load_4d(staging[i % 2 * kParts + part], &maps.pre_act, &loaded[i % 2], 0, row_of(tile),
+                        (tile.column + part * p.columns) / 64 + i, 0);
+        }
     }
-    // pre_act's blocks of a tile come into two buffers by turns.
-    __device__ __forceinline__ void load_pre_act(const ProductTile& tile, int i) {
-        mbarrier_expect(&loaded[i % 2], kBlock);
-        load_block(i % 2, &loaded[i % 2], row_of(tile), tile.column + 64 * i);
-    }
-    __device__ __forceinline__ void await_pre_act(const ProductTile& tile, int i) {
-        if (leads && i < 3) { load_pre_act(tile, i + 1); }
+    template <int kParts> __device__ __forceinline__ void await_pre_act(const ProductTile& tile, int i) {
+        if (i < 3) { load_pre_act<kParts>(tile, i + 1); }
         mbarrier_wait(&loaded[i % 2], i / 2);
     }
     // The lane's sums of its columns in 16 columns, which it has of two rows.
@@ -1452,8 +1448,7 @@ struct Epilogue {
                 (((sums[0][c] + sums[1][c]) + sums[2][c]) + sums[3][c]) * unit;
         }
     }
-    // From here on staging is written again: the last store has read it. Then: it is written, and may be
-    // stored.
+    // Staging may be written again: the last store has read it. Staging is written: it may be stored.
     __device__ __forceinline__ void begin_block() {
         if (leads) { tma_store_wait<0>(); }
         barrier();
@@ -1472,10 +1467,8 @@ template <class Act> struct ActivationForward : Epilogue {
     static constexpr int kStages = 4, kBuffers = 2, kSlices = 16;
     using Epilogue::Epilogue;
     __device__ __forceinline__ void begin(const ProductTile& tile) { ask_bias(tile); }
-    __device__ __forceinline__ void meet() { share_bias(); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) {
-        pack(d, 1.0f, [&](int n) { return unpack_pair(((uint32_t*)own.bias)[4 * n + lane % 4]); });
-    }
+    __device__ __forceinline__ void meet() { share_bias(threadIdx.x % 128); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<true>(d, 1.0f); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
         const int row = row_of(tile), column = tile.column + s / 4 * 64;
@@ -1507,16 +1500,14 @@ template <class Act> struct ActivationBackward : Epilogue {
     static constexpr bool kTransB = true;
     static constexpr int kStages = 4, kBuffers = 2, kSlices = 8;
     using Epilogue::Epilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) {
-        if (leads) { load_pre_act(tile, 0); }
-    }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack(d, 1.0f); }
+    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<1>(tile, 0); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
         const int i = s / 2, row = row_of(tile), column = tile.column + i * 64;
         if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
             if (leads) { tma_store_wait<0>(); }
-            await_pre_act(tile, i);
+            await_pre_act<1>(tile, i);
         }
         uint32_t at[2], y[2][4];
 #pragma unroll
@@ -1557,7 +1548,7 @@ template <class Act> struct ActivationBackward : Epilogue {
 struct GatedForward : Epilogue {
     static constexpr int kColumns = kProductColumns / 2, kStages = 3, kBuffers = 3, kSlices = 8;
     using Epilogue::Epilogue;
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack(d, 1.0f); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
         const int row = row_of(tile), column = tile.column + s / 4 * 64;
@@ -1590,23 +1581,14 @@ struct GatedBackward : Epilogue {
     static constexpr bool kTransB = true;
     static constexpr int kStages = 3, kBuffers = 4, kSlices = 8;
     using Epilogue::Epilogue;
-    __device__ __forceinline__ void load_gate_up(const ProductTile& tile, int i) {
-        const int row = row_of(tile), column = tile.column + i * 64, buffer = i % 2 * 2;
-        mbarrier_expect(&loaded[i % 2], 2 * kBlock);
-        load_block(buffer, &loaded[i % 2], row, column);
-        load_block(buffer + 1, &loaded[i % 2], row, column + p.columns);
-    }
-    __device__ __forceinline__ void load(const ProductTile& tile) {
-        if (leads) { load_gate_up(tile, 0); }
-    }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack(d, 1.0f); }
+    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<2>(tile, 0); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
         const int i = s / 2, row = row_of(tile), column = tile.column + i * 64, buffer = i % 2 * 2;
         if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
             if (leads) { tma_store_wait<0>(); }
-            if (leads && i < 3) { load_gate_up(tile, i + 1); }
-            mbarrier_wait(&loaded[i % 2], i / 2);
+            await_pre_act<2>(tile, i);
         }
         uint32_t at[2], gate[2][4], up[2][4];
 #pragma unroll
@@ -1707,12 +1689,11 @@ template <class Act> struct ForwardBytes : BytesEpilogue {
     static constexpr int kStages = 4, kBuffers = 2;             // pre_act; bytes
     using BytesEpilogue::BytesEpilogue;
     __device__ __forceinline__ void begin(const ProductTile& tile) { ask_bias(tile); }
-    __device__ __forceinline__ void meet() { share_bias(); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) {
-        pack(d, unscale, [&](int n) {
-            return unpack_pair(((uint32_t*)own.bias)[n / 2 * 8 + lane % 4 * 2 + n % 2]);
-        });
+    __device__ __forceinline__ void meet() {            // a lane's columns are 4q to 4q + 3 of 16
+        const int pair = threadIdx.x % 128;
+        share_bias(pair / 8 * 8 + pair % 2 * 4 + pair % 8 / 2);
     }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<true>(d, unscale); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
         const int row = row_of(tile), column = tile.column + s / 2 * 64;
@@ -1749,14 +1730,12 @@ template <class Act> struct BackwardBytes : BytesEpilogue {
     static constexpr int kStages = 3, kBuffers = 3;             // pre_act, two blocks by turns; bytes
     const float scale = unscale * p.bytes8->scale;
     using BytesEpilogue::BytesEpilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) {
-        if (leads) { load_pre_act(tile, 0); }
-    }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack(d, scale); }
+    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<1>(tile, 0); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, scale); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
         const int i = s / 2, row = row_of(tile), column = tile.column + i * 64;
-        if (s % 2 == 0) { await_pre_act(tile, i); }
+        if (s % 2 == 0) { await_pre_act<1>(tile, i); }
         uint2 quads[2][2];
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
