@@ -3120,7 +3120,10 @@ int main(int argc, char** argv) {
     printf("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
 
     // whatever else is broken, the other tests notice
-    const bool variants = !break_name || strncmp(break_name, "norm_", 5) == 0;
+    bool variants = !break_name;
+    for (const char* op : {"norm_", "swiglu_forward", "relu2_forward"}) {
+        variants = variants || strncmp(break_name, op, strlen(op)) == 0;
+    }
     for (const std::string& mode : modes) {
 #ifndef GPT2_CPU
         if (mode == "kernels") { test_kernels(); }
