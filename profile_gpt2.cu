@@ -54,11 +54,11 @@ WORK(NormBackward) {
     return {kX * (stream + others) * a.N * a.C, 0};
 }
 WORK(MatmulForward) {                   // SwiGLU: (N,OC/2) of out
-    const double act = !a.pre_act ? 0 : a.mlp == Mlp::SwiGlu ? 0.5 : 1;
+    const double act = (a.mlp == Mlp::SwiGlu ? 0.5 : 1) * !!a.pre_act;
     return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + act));
 }
 WORK(MatmulBackwardInput) {             // SwiGLU: (N,2C) are read and written
-    const double act = !a.pre_act ? 0 : a.mlp == Mlp::SwiGlu ? 3 : 1;
+    const double act = (a.mlp == Mlp::SwiGlu ? 3 : 1) * !!a.pre_act;
     return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + act), kX, kX);
 }
 WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }

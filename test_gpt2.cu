@@ -2974,8 +2974,12 @@ static void test_kernels() {
         }
         for (int C : {448, 512, 520, 768, 1600}) {
             const bool fits = attention_uses_sm90(64) && C >= 512 && C % 64 == 0;
-            const char* form = activation_form(C, 4 * C);
-            CHECK(strcmp(form, fits ? "in its products (sm90)" : "apart") == 0, "C=%d: GELU %s", C, form);
+            for (Mlp mlp : {Mlp::Gelu, Mlp::SwiGlu}) {
+                const char* form = activation_form(mlp, C, 4 * C);
+                const bool both = mlp == Mlp::Gelu || C <= kMaxGatedTerms;
+                const char* fused = both ? "in its products (sm90)" : "in the backward's product (sm90)";
+                CHECK(strcmp(form, fits ? fused : "apart") == 0, "C=%d: %s %s", C, kMlpNames[(int)mlp], form);
+            }
         }
     }
     TEST("kernels: products with activations") {

@@ -974,8 +974,8 @@ static void norm_backward(const NormBackward& a, Stream stream) {
 //     forward      out (N,OC) = inp weight^T + bias (+ residual)     D = W^T inp   (m,n,k) = (OC,N,C)
 //     input grad   dinp (N,C) = dout weight (+ residual)             D = W dout            = (C,N,OC)
 //     weight grad  dweight (OC,C) (+)= dout^T inp, fp32              D = inp dout^T        = (C,OC,N)
-// bias and residual (as the C matrix, beta = 1) ride in the epilogue. GELU and its derivative ride in that of
-// a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not pay (BGRADB +25
+// bias and residual (as the C matrix, beta = 1) ride in the epilogue. The MLP's activation and its derivative
+// ride in that of a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not pay (BGRADB +25
 // to 60 %): column sums come from LayerNorm's backward, GELU's and bias_backward. Descriptors and the
 // algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
 //     grad_accumulate   grad (+)= values
@@ -1183,7 +1183,7 @@ static void gelu_backward_inplace(const GeluBackward& a, Stream stream) {
 
 // ---- sm90: a product and its activation in one kernel (wgmma, TMA) ----
 // ProductLoop computes tiles of 128 x 256 sums, and does not know what follows. An epilogue rounds a tile's
-// sums, and computes and stores what the op wants of them:
+// sums, and computes and stores the rest:
 //     ActivationForward    pre_act (N,OC) = inp weight^T + bias, and out = act(pre_act)
 //     ActivationBackward   dinp (N,C) = (dout weight) * act'(pre_act), and dbias (+)= sums of its columns
 //     GatedForward         gate, up (N,2F) = inp weight^T, and out (N,F) = silu(gate) * up
@@ -1222,15 +1222,15 @@ struct Product {
 };
 struct ProductMaps { CUtensorMap rows, weight, pre_act, out, out_t; };          // out_t: of FP8's bytes
 
-// Of a block, for the epilogue E.
+// Shared memory of a block, with the epilogue E, and what a warpgroup's epilogue has of it beside staging.
 union EpilogueOwn {
-    uint32_t bias[kProductColumns / 2]; // forward, in pairs
+    uint32_t bias[kProductColumns / 2]; // forward: in pairs
     float sums[4][64];                  // backward: each warp's, of a block's columns
 };
 template <class E> struct ProductShared {
-    alignas(1024) floatX a[E::kStages][kProductRows * kProductK];     // of rows
-    floatX b[E::kStages][kProductColumns * kProductK];                // weight, in blocks of 64 columns
-    floatX staging[2][E::kBuffers][64 * 64];                    // of each warpgroup
+    alignas(1024) floatX a[E::kStages][kProductRows * kProductK];       // rows
+    floatX b[E::kStages][kProductColumns * kProductK];                  // weight, in blocks of 64 columns
+    floatX staging[2][E::kBuffers][64 * 64];                            // of each warpgroup
     EpilogueOwn own[2];
     uint64_t full[E::kStages], empty[E::kStages], loaded[2][2];
 };
@@ -1249,8 +1249,9 @@ template <class E> __device__ __forceinline__ ProductTile product_tile(const Pro
     return {(t / across * kProductCluster + rank) * kProductRows, t % across * E::kColumns};
 }
 
-// The main loop. E says how the operands lie: kTransB: weight is (K,columns); kFp8: both are bytes; kColumns
-// 128: the tile's second 128 columns are those of the weight's second half (SwiGLU's gate and up).
+// The main loop. The epilogue E says how the operands lie. kTransB: weight is (K,columns). kFp8: both are
+// bytes. kColumns = 128: a tile has 128 columns of the weight's first half, SwiGLU's gate, and the same ones
+// of its second half, up.
 template <class E> struct ProductLoop {
     static constexpr int kStages = E::kStages, kPart = kProductColumns / kProductCluster;
     ProductShared<E>& shared;
@@ -1362,10 +1363,11 @@ template <class E> struct ProductLoop {
 //     meet()            all products of the tile have begun
 //     take(d)           they have ended: d (64,256) is rounded into `packed`
 //     end()             after the last tile
+// A slice is 16 or 32 of the tile's columns. Slices fill blocks of 64 columns, and these are stored.
 struct Epilogue {
     static constexpr bool kFp8 = false, kTransB = false;
-    static constexpr int kColumns = kProductColumns;       // of the result that a tile gives
-    static constexpr int kBlock = 64 * 64 * sizeof(floatX);
+    static constexpr int kColumns = kProductColumns;    // of the result that a tile gives
+    static constexpr int kBlock = 64 * 64 * sizeof(floatX);     // bytes of a block of 64 columns in staging
     const ProductMaps& maps;
     const Product& p;
     floatX (*const staging)[64 * 64];
@@ -1432,7 +1434,7 @@ struct Epilogue {
         if (i < 3) { load_pre_act<kParts>(tile, i + 1); }
         mbarrier_wait(&loaded[i % 2], i / 2);
     }
-    // The lane's sums of its columns in 16 columns, which it has of two rows.
+    // The lane has four of 16 columns, in two rows, which are added up.
     __device__ __forceinline__ void add_rows(float* sum, const float2 (&f)[4]) {
         for (int j = 0; j < 2; j++) {
             sum[2 * j] = f[2 * j].x + f[2 * j + 1].x;
@@ -1543,8 +1545,9 @@ template <class Act> struct ActivationBackward : Epilogue {
     }
 };
 
-// A tile's first 128 columns are gate, and the next are up, of the same 128 columns of out: a thread has both
-// of an element. A slice has 16 columns of each.
+// The tile's first 128 columns are gate, the others are up, of the same 128 columns of out. So a thread has
+// both of an element. A slice has 16 columns of each. Three blocks are staged at a time, and three stages fit
+// beside.
 struct GatedForward : Epilogue {
     static constexpr int kColumns = kProductColumns / 2, kStages = 3, kBuffers = 3, kSlices = 8;
     using Epilogue::Epilogue;
@@ -1576,7 +1579,7 @@ struct GatedForward : Epilogue {
 };
 
 // The sums, rounded, are dact. Two blocks of gate and two of up are in staging, where dgate and dup replace
-// them.
+// them; three stages fit beside. A slice has 32 columns.
 struct GatedBackward : Epilogue {
     static constexpr bool kTransB = true;
     static constexpr int kStages = 3, kBuffers = 4, kSlices = 8;
@@ -1813,9 +1816,15 @@ static bool products_activate(int K, int columns) {
     const bool whole = K % kProductK == 0 && K >= 512 && columns % kProductColumns == 0;
     return kLowPrecision && whole && sm90_kernels_run();
 }
-// Where a model computes its MLP's activation, for the printed line. Both passes have products of this shape.
-static const char* activation_form(int C, int F) {
-    return products_activate(C, F) ? "in its products (sm90)" : "apart";
+// The most terms of a sum in SwiGLU's forward. Of longer sums, cuBLASLt's product gains more time than the op
+// costs: K=2048 took 1.30 ms in one kernel and 1.23 apart; K=768 .73 and .89.
+constexpr int kMaxGatedTerms = 1024;
+
+// Where a model computes its MLP's activation, for the printed line. Both passes have sums of C terms.
+static const char* activation_form(Mlp mlp, int C, int F) {
+    if (!products_activate(C, F)) { return "apart"; }
+    const bool backward_only = mlp == Mlp::SwiGlu && C > kMaxGatedTerms;
+    return backward_only ? "in the backward's product (sm90)" : "in its products (sm90)";
 }
 
 // A map of bytes (rows,2K) that permutes each group of 16 rows; a box has 8 groups. kRows: row 2m + p goes to
@@ -1864,23 +1873,25 @@ template <class E> static bool product_sm90([[maybe_unused]] const Product& p, S
 
 // Whether the product with its activation was one kernel.
 static bool matmul_forward_sm90(const MatmulForward& a, Stream stream) {
-    const bool gated = a.mlp == Mlp::SwiGlu;
-    const Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act, .out = a.out,
-                       .N = a.N, .K = a.C, .columns = gated ? a.OC / 2 : a.OC, .pre_columns = a.OC};
-    if (gated) { return !a.bias && product_sm90<GatedForward>(p, stream); }
-    return a.mlp == Mlp::Gelu ? product_sm90<ActivationForward<Gelu>>(p, stream)
-                              : product_sm90<ActivationForward<Relu2>>(p, stream);
+    Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act, .out = a.out,
+                 .N = a.N, .K = a.C, .columns = a.OC, .pre_columns = a.OC};
+    if (a.mlp == Mlp::Gelu) { return product_sm90<ActivationForward<Gelu>>(p, stream); }
+    if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationForward<Relu2>>(p, stream); }
+    p.columns = a.OC / 2;
+    return !a.bias && p.K <= kMaxGatedTerms && product_sm90<GatedForward>(p, stream);
 }
 static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stream) {
-    const bool gated = a.mlp == Mlp::SwiGlu;
-    const Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
-                       .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC, .columns = a.C,
-                       .pre_columns = gated ? 2 * a.C : a.C};
-    const bool done = gated                ? product_sm90<GatedBackward>(p, stream)
-                      : a.mlp == Mlp::Gelu ? product_sm90<ActivationBackward<Gelu>>(p, stream)
-                                           : product_sm90<ActivationBackward<Relu2>>(p, stream);
-    if (done && p.partial) { column_sums({{a.dbias}}, 1, p.partial, ceil_div(a.N, 64), a.C, stream); }
-    return done;
+    Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
+                 .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC, .columns = a.C,
+                 .pre_columns = a.C};
+    if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationBackward<Relu2>>(p, stream); }
+    if (a.mlp == Mlp::SwiGlu) {
+        p.pre_columns = 2 * a.C;
+        return product_sm90<GatedBackward>(p, stream);
+    }
+    if (!product_sm90<ActivationBackward<Gelu>>(p, stream)) { return false; }
+    if (p.partial) { column_sums({{a.dbias}}, 1, p.partial, ceil_div(a.N, 64), a.C, stream); }
+    return true;
 }
 
 // ---- FP8: casts, products, scales ----
@@ -6558,8 +6569,8 @@ static void print_model(const GPT2& model) {
     }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
     const Config::Shape s = c.shape();
-    const char* act = s.mlp == Mlp::Gelu ? "GELU" : s.mlp == Mlp::SwiGlu ? "SwiGLU" : "ReLU^2";
-    printf("kernels: attention %s, %s %s\n", attention_form(s.HS), act, activation_form(c.C, s.F));
+    printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlpNames[(int)s.mlp],
+           activation_form(s.mlp, c.C, s.F));
 }
 
 // Allocates the model. Its parameters are a checkpoint's, a model file's, or random.
