@@ -6281,7 +6281,10 @@ struct Decoding : Forward {
                        .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
     void linear_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
-        if (config().is_llama()) { return linear(fch, inp, w), activate(out, fch); }
+        if (config().shape().mlp != Mlp::Gelu) {
+            linear(fch, inp, w);
+            return activate(out, fch);
+        }
         decode_matmul({.out = out.data, .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
                        .gelu = true, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
