@@ -53,8 +53,14 @@ WORK(NormBackward) {
     const int others = !!a.branch[0].dout + !!a.branch[1].dout + !!a.y[0].dout + !!a.y[1].dout;
     return {kX * (stream + others) * a.N * a.C, 0};
 }
-WORK(MatmulForward) { return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + !!a.pre_gelu)); }
-WORK(MatmulBackwardInput) { return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + !!a.pre_gelu), kX, kX); }
+WORK(MatmulForward) {                   // SwiGLU: (N,OC/2) of out
+    const double act = (a.mlp == Mlp::SwiGlu ? 0.5 : 1) * !!a.pre_act;
+    return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + act));
+}
+WORK(MatmulBackwardInput) {             // SwiGLU: (N,2C) are read and written
+    const double act = (a.mlp == Mlp::SwiGlu ? 3 : 1) * !!a.pre_act;
+    return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + act), kX, kX);
+}
 WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }
 WORK(Fp8Matmul) {                       // GELU's slope reads as much of pre_gelu as others write of out
     const double out = a.out ? kX * (1 + !!a.residual) : width(a.grad), cast = a.cast.stats ? 2 : 0;

@@ -1987,7 +1987,75 @@ static void test_grad_accumulate(size_t n) {
     }
 }
 
-// Products with GELU of `columns` results, each a sum of K.
+// The MLP's activation by its own op.
+template <class X, class S>
+static void act_forward(const Side<X, S>& at, Mlp mlp, X* out, const X* pre_act, int N, int F) {
+    switch (mlp) {
+        case Mlp::Gelu: return op<GeluForwardOf>(at, {out, pre_act, (size_t)N * F});
+        case Mlp::SwiGlu: return op<SwigluForwardOf>(at, {out, pre_act, N, F});
+        case Mlp::Relu2: return op<Relu2ForwardOf>(at, {out, pre_act, (size_t)N * F});
+    }
+}
+
+// Products of K terms with the activation of an MLP F wide: against the twin; and with whole numbers, whose
+// product is exact in 16 bits, to the bit as a product and then the activation's op.
+static void test_matmul_act(Mlp mlp, int N, int K, int F) {
+    const int pre = mlp == Mlp::SwiGlu ? 2 * F : F, n = N * F;
+    const std::string shape = format("mlp=%d N=%d K=%d F=%d", (int)mlp, N, K, F);
+    Doubles inp(N * K), forward_weight(pre * K), weight(K * F);
+    auto draw = [](Doubles& values, double unit) {
+        for (size_t i = 0; i < values.size(); i++) {
+            const float z = rand_normal(8, values.size(), i);
+            values[i] = z > 0.5f ? unit : z < -0.5f ? -unit : 0.0;
+        }
+    };
+    draw(inp, 1.0), draw(forward_weight, 0.125), draw(weight, 0.125);
+    if (mlp != Mlp::Gelu) {                             // test_matmul_gelu has GELU's
+        Case k("matmul_forward " + shape);
+        compute(k, [&](auto at) {
+            op<MatmulForwardOf>(at, {at.x("out", Out(n)), at.x("inp", In(N * K)),
+                                   at.x("weight", In(pre * K, 1.0 / sqrt(K))), nullptr, nullptr,
+                                   at.x("pre_act", Out(N * pre, 5e-6)), N, K, pre, mlp});
+        });
+        k.take("pre_act");                              // the activation reads it as stored
+        act_forward(Twin{&k}, mlp, k["out"].twin.data(), k["pre_act"].twin.data(), N, F);
+        k.expect();
+        Case b("matmul_backward_input " + shape);
+        check(b, [&](auto at) {
+            auto* inplace = at.x("pre_act", InOut(N * pre, 2.0, 7e-6));
+            op<MatmulBackwardInputOf>(at, {inplace, at.x("dout", In(N * K)),
+                                         at.x("weight", In(F * K, 1.0 / sqrt(K))), nullptr, inplace, N, F, K,
+                                         {}, nullptr, at.x("dact", Scratch(n)), mlp});
+        });
+    }
+    Case k("whole numbers " + shape);
+    repeat(k, [&](auto at) {
+        auto *x = at.x("inp", Of(inp)), *w = at.x("forward_weight", Of(forward_weight));
+        auto *pre_act = at.x("pre_act", Out(N * pre)), *plain = at.x("plain", Out(N * pre));
+        op<MatmulForwardOf>(at, {at.x("out", Out(n)), x, w, nullptr, nullptr, pre_act, N, K, pre, mlp});
+        op<MatmulForwardOf>(at, {plain, x, w, nullptr, nullptr, nullptr, N, K, pre});
+        act_forward(at, mlp, at.x("out_apart", Out(n)), plain, N, F);
+
+        auto *dinp = at.x("dinp", Out(N * pre)), *apart = at.x("dinp_apart", Out(N * pre));
+        auto *dact = at.x("dact", Scratch(n)), *of_x = at.x("weight", Of(weight));
+        op<MatmulBackwardInputOf>(at, {dinp, x, of_x, nullptr, pre_act, N, F, K, {}, nullptr,
+                                     mlp == Mlp::Gelu ? nullptr : dact, mlp});
+        auto* product = mlp == Mlp::Gelu ? apart : dact;
+        op<MatmulBackwardInputOf>(at, {product, x, of_x, nullptr, nullptr, N, F, K});
+        switch (mlp) {
+            case Mlp::Gelu: return op<GeluBackwardOf>(at, {apart, {}, nullptr, plain, N, F});
+            case Mlp::SwiGlu: return op<SwigluBackwardOf>(at, {apart, dact, plain, N, F});
+            case Mlp::Relu2: return op<Relu2BackwardOf>(at, {apart, dact, plain, (size_t)n});
+        }
+    });
+    auto same = [&](const char* one, const char* two) {
+        const bool equal = k[one].read<uint16_t>() == k[two].read<uint16_t>();
+        CHECK(equal, "%s: %s and %s differ", k.title.c_str(), one, two);
+    };
+    same("pre_act", "plain"), same("out", "out_apart"), same("dinp", "dinp_apart");
+}
+
+// GELU's products of `columns` results, each a sum of K, with biases.
 static void test_matmul_gelu(int N, int K, int columns) {
     const size_t n = (size_t)N * columns;
     for (bool biased : {false, true}) {
@@ -1996,10 +2064,10 @@ static void test_matmul_gelu(int N, int K, int columns) {
             op<MatmulForwardOf>(at, {at.x("out", Out(n)), at.x("inp", In(N * K)),
                                    at.x("weight", In(columns * K, 1.0 / sqrt(K))),
                                    biased ? at.x("bias", In(columns)) : nullptr, nullptr,
-                                   at.x("pre_gelu", Out(n, 5e-6)), N, K, columns});
+                                   at.x("pre_act", Out(n, 5e-6)), N, K, columns});
         });
-        k.take("pre_gelu");                             // GELU reads it as stored
-        op<GeluForwardOf>(Twin{&k}, {k["out"].twin.data(), k["pre_gelu"].twin.data(), n});
+        k.take("pre_act");                              // GELU reads it as stored
+        op<GeluForwardOf>(Twin{&k}, {k["out"].twin.data(), k["pre_act"].twin.data(), n});
         k.expect();
     }
     for (const GradForm& is : kGradForms) {
@@ -2010,7 +2078,7 @@ static void test_matmul_gelu(int N, int K, int columns) {
             if (at.is_twin) { dbias.data = nullptr; }
             op<MatmulBackwardInputOf>(at, {at.x("dinp", Out(n, 7e-6)), at.x("dout", In(N * K)),
                                          at.x("weight", In(columns * K, 1.0 / sqrt(K))), nullptr,
-                                         at.x("pre_gelu", In(n, 2.0)), N, columns, K, dbias,
+                                         at.x("pre_act", In(n, 2.0)), N, columns, K, dbias,
                                          at.s("sums", Scratch(gelu_backward_scratch_bytes(N, columns) / 4))});
         });
         k.take("dinp");                                 // dbias sums the values as stored
@@ -2907,8 +2975,22 @@ static void test_kernels() {
         }
         for (int C : {448, 512, 520, 768, 1600}) {
             const bool fits = attention_uses_sm90(64) && C >= 512 && C % 64 == 0;
-            CHECK(strcmp(gelu_form(C), fits ? "in its products (sm90)" : "apart") == 0, "C=%d: GELU %s", C,
-                  gelu_form(C));
+            for (Mlp mlp : {Mlp::Gelu, Mlp::SwiGlu}) {
+                const char* form = activation_form(mlp, C, 4 * C);
+                const bool both = mlp == Mlp::Gelu || C <= kMaxGatedTerms;
+                const char* fused = both ? "in its products (sm90)" : "in the backward's product (sm90)";
+                CHECK(strcmp(form, fits ? fused : "apart") == 0, "C=%d: %s %s", C, kMlpNames[(int)mlp], form);
+            }
+        }
+    }
+    TEST("kernels: products with activations") {
+        for (Mlp mlp : {Mlp::Gelu, Mlp::SwiGlu, Mlp::Relu2}) {
+            test_matmul_act(mlp, 7, 40, 120);               // a product, then the op
+            test_matmul_act(mlp, 1, 512, 256);              // from here on the sm90 kernel: a row of a tile
+            test_matmul_act(mlp, 129, 576, 512);            // a row of the cluster's second tile
+            if (small_shapes) { continue; }
+            test_matmul_act(mlp, 300, 1600, 768);
+            test_matmul_act(mlp, 3112, 512, 1536);          // blocks take several tiles
         }
     }
     TEST("kernels: swiglu, relu2") {
@@ -3044,7 +3126,10 @@ int main(int argc, char** argv) {
     printf("device: %s, precision %s\n", device.name.c_str(), PRECISION_NAME);
 
     // whatever else is broken, the other tests notice
-    const bool variants = !break_name || strncmp(break_name, "norm_", 5) == 0;
+    bool variants = !break_name;
+    for (const char* op : {"norm_", "swiglu_forward", "relu2_forward"}) {
+        variants = variants || strncmp(break_name, op, strlen(op)) == 0;
+    }
     for (const std::string& mode : modes) {
 #ifndef GPT2_CPU
         if (mode == "kernels") { test_kernels(); }

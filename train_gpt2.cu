@@ -17,7 +17,7 @@ Sections, in the order in which data flows (search for "// == "):
      5 device helpers      6 ops                    7 model                8 a step: start reading here
      9 writing text       10 checkpoint            11 setting up a run    12 training loop
     13 main
-Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 gelu and bias  6.5 classifier  6.6 loss
+Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 activations, bias  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
      6.10 decoding: writes text, token by token  6.11 rotation, swiglu, relu2
 Sections 4 and 5 are headers in llmc/. Read llmc/ops/ops.h first: it lists what each op takes and gives.
@@ -193,8 +193,8 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
     X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                            \
     X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                               \
     X(wide,       floatX, Global, ALWAYS, trains * N * std::max(F, QKVC))                                   \
-    X(dfch,       floatX, Global, IN(wide), trains * N * 4 * C * gelu)  /* (B,T,4C); else it is fch */      \
-    X(dact,       floatX, Global, IN(wide), trains * N * F * (1 - gelu))        /* (B,T,F) */               \
+    X(dact,       floatX, Global, IN(wide), trains * N * F)             /* (B,T,F) */                       \
+    X(dfch,       floatX, Global, IN(dact), trains * N * F * gelu)      /* (B,T,4C); else it is fch */      \
     X(dqkv,       floatX, Global, IN(wide), trains * N * QKVC)          /* (B,T,NH+2*NKV,HS) */             \
     X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                   \
     X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                   \
@@ -970,8 +970,8 @@ static void norm_backward(const NormBackward& a, Stream stream) {
 //     forward      out (N,OC) = inp weight^T + bias (+ residual)     D = W^T inp   (m,n,k) = (OC,N,C)
 //     input grad   dinp (N,C) = dout weight (+ residual)             D = W dout            = (C,N,OC)
 //     weight grad  dweight (OC,C) (+)= dout^T inp, fp32              D = inp dout^T        = (C,OC,N)
-// bias and residual (as the C matrix, beta = 1) ride in the epilogue. GELU and its derivative ride in that of
-// a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not pay (BGRADB +25
+// bias and residual (as the C matrix, beta = 1) ride in the epilogue. The MLP's activation and its derivative
+// ride in that of a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not pay (BGRADB +25
 // to 60 %): column sums come from LayerNorm's backward, GELU's and bias_backward. Descriptors and the
 // algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
 //     grad_accumulate   grad (+)= values
@@ -991,46 +991,38 @@ static void grad_accumulate(const GradAccumulate& a, Stream stream) {
     grad_accumulate_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.grad, a.values, a.n);
 }
 
-// A product with GELU in the same kernel (6.4). False, and nothing done, where there is none for the shape.
-enum class GeluPass { Forward, Backward };
-struct GeluProduct {
-    const floatX *rows, *weight;        // inp or dout (N,K); (columns,K), in the backward (K,columns)
-    const floatX* bias;                 // forward: (columns) or null
-    const floatX *pre_gelu, *out;       // (N,columns) out is written, also dinp; in the forward, pre_gelu
-    float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
-    int N, K, columns;
-    // FP8: rows (N,2K) and weight (columns,2K) are bytes. Written are out's bytes and their transpose
-    uint8_t *bytes, *transposed;        // (N,columns) (columns,N)
-    const Fp8Tensor *rows8, *weight8, *bytes8;
-    Fp8Stats* stats;                    // of bytes
-};
-template <GeluPass kPass, bool kFp8 = false> static bool gelu_matmul(const GeluProduct& p, Stream stream);
+// A product with its activation in one kernel (6.4). False, and nothing done, where none serves the shape.
+static bool matmul_forward_sm90(const MatmulForward& a, Stream stream);
+static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stream);
 
 static void matmul_forward(const MatmulForward& a, Stream stream) {
     OpScope scope(a, stream);
-    if (a.pre_gelu && a.residual) { die("matmul_forward: GELU and a residual do not go together"); }
-    if (a.pre_gelu && gelu_matmul<GeluPass::Forward>({.rows = a.inp, .weight = a.weight, .bias = a.bias,
-                                                      .pre_gelu = a.pre_gelu, .out = a.out, .N = a.N,
-                                                      .K = a.C, .columns = a.OC}, stream)) { return; }
-    gemm({.d = a.pre_gelu ? a.pre_gelu : a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias,
+    if (a.pre_act && a.residual) { die("matmul_forward: an activation and a residual do not go together"); }
+    if (a.pre_act && matmul_forward_sm90(a, stream)) { return; }
+    gemm({.d = a.pre_act ? a.pre_act : a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias,
           .m = a.OC, .n = a.N, .k = a.C, .trans_a = true,
           .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT}, stream);
-    if (a.pre_gelu) { gelu_forward({a.out, a.pre_gelu, (size_t)a.N * a.OC}, stream); }
+    if (!a.pre_act) { return; }
+    switch (a.mlp) {
+        case Mlp::Gelu: return gelu_forward({a.out, a.pre_act, (size_t)a.N * a.OC}, stream);
+        case Mlp::SwiGlu: return swiglu_forward({a.out, a.pre_act, a.N, a.OC / 2}, stream);
+        case Mlp::Relu2: return relu2_forward({a.out, a.pre_act, (size_t)a.N * a.OC}, stream);
+    }
 }
 
 static void matmul_backward_input(const MatmulBackwardInput& a, Stream stream) {
     OpScope scope(a, stream);
-    if (a.pre_gelu && a.residual) { die("matmul_backward_input: GELU and a residual do not go together"); }
-    float* partial = a.dbias.data ? a.scratch : nullptr;
-    if (a.pre_gelu && gelu_matmul<GeluPass::Backward>({.rows = a.dout, .weight = a.weight,
-                                                       .pre_gelu = a.pre_gelu, .out = a.dinp,
-                                                       .partial = partial, .N = a.N, .K = a.OC,
-                                                       .columns = a.C}, stream)) {
-        if (partial) { column_sums({{a.dbias}}, 1, partial, ceil_div(a.N, 64), a.C, stream); }
-        return;
+    if (a.pre_act && a.residual) { die("matmul_backward_input: no residual goes with an activation"); }
+    if (a.pre_act && matmul_backward_input_sm90(a, stream)) { return; }
+    floatX* product = a.dact ? a.dact : a.dinp;
+    gemm({.d = product, .a = a.weight, .b = a.dout, .c = a.residual, .m = a.C, .n = a.N, .k = a.OC}, stream);
+    if (!a.pre_act) { return; }
+    switch (a.mlp) {
+        case Mlp::Gelu:
+            return gelu_backward_inplace({product, a.dbias, a.scratch, a.pre_act, a.N, a.C}, stream);
+        case Mlp::SwiGlu: return swiglu_backward({a.dinp, product, a.pre_act, a.N, a.C}, stream);
+        case Mlp::Relu2: return relu2_backward({a.dinp, product, a.pre_act, (size_t)a.N * a.C}, stream);
     }
-    gemm({.d = a.dinp, .a = a.weight, .b = a.dout, .c = a.residual, .m = a.C, .n = a.N, .k = a.OC}, stream);
-    if (a.pre_gelu) { gelu_backward_inplace({a.dinp, a.dbias, a.scratch, a.pre_gelu, a.N, a.C}, stream); }
 }
 
 // grad (+)= the product. For a bf16 gradient the product goes to scratch first, so that it is rounded once.
@@ -1047,7 +1039,7 @@ static void matmul_backward_weight(const MatmulBackwardWeight& a, Stream stream)
                  a.scratch, stream);
 }
 
-// == 6.4 gelu and bias ==
+// == 6.4 activations, bias ==
 // gelu_forward:           out = gelu(inp), gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 // gelu_backward_inplace:  d = d*gelu'(inp), and in passing dbias (+)= column sums of the new d, as stored
 // bias_backward:          dbias (+)= column sums of dout (N,OC); of qkv's dout the keys' third is not read
@@ -1069,6 +1061,25 @@ __device__ __forceinline__ float gelu_grad(float x) {
     const float s = gelu_sigmoid(x), two_du = fmaf(3.0f * kGelu3, x * x, kGelu1);
     return fmaf(x * two_du, fmaf(-s, s, s), s);
 }
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2e * x)); }
+
+// Activations of an MLP, for the kernels here and in 6.11.
+struct Gelu {
+    static __device__ __forceinline__ float value(float x, float unit = 1.0f) { return gelu(x, unit); }
+    static __device__ __forceinline__ float slope(float x) { return gelu_grad(x); }
+};
+struct Relu2 {                                  // x < 0 is false for NaN, which so comes through
+    static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x * x; }
+    static __device__ __forceinline__ float slope(float x) { return x < 0.0f ? 0.0f : 2.0f * x; }
+};
+struct Swiglu {
+    static __device__ __forceinline__ float value(float gate, float up) { return gate * sigmoid(gate) * up; }
+    // of gate, of up
+    static __device__ __forceinline__ float2 slopes(float dout, float gate, float up) {
+        const float s = sigmoid(gate);
+        return make_float2(dout * up * s * fmaf(gate, 1.0f - s, 1.0f), dout * gate * s);
+    }
+};
 
 __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
@@ -1166,391 +1177,623 @@ static void gelu_backward_inplace(const GeluBackward& a, Stream stream) {
     column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, false, stream);
 }
 
-// ---- sm90: products with GELU in the same kernel (wgmma, TMA) ----
-//     forward    pre_gelu (N,OC) = inp weight^T + bias, and out = gelu(pre_gelu)
-//     backward   dinp (N,C) = (dout weight) * gelu'(pre_gelu), and dbias (+)= the sums of its columns
-// Two warpgroups each own 64 rows of a tile of 128 x 256, whose sums fill 128 registers of a thread. Of the
-// third, one thread starts all copies, up to four stages of 64 k ahead. A cluster of two blocks takes two
-// tiles of the same columns; each block fetches half of the weights' part of a stage, for both. A tile's sums
-// are rounded into 64 registers, and are finished in slices, which are spread over the stages of the next
-// tile: GELU, staging in shared memory, and after each 64 columns a store by the copy engine.
+// ---- sm90: a product and its activation in one kernel (wgmma, TMA) ----
+// ProductLoop computes tiles of 128 x 256 sums, and does not know what follows. An epilogue rounds a tile's
+// sums, and computes and stores the rest:
+//     ActivationForward    pre_act (N,OC) = inp weight^T + bias, and out = act(pre_act)
+//     ActivationBackward   dinp (N,C) = (dout weight) * act'(pre_act), and dbias (+)= sums of its columns
+//     GatedForward         gate, up (N,2F) = inp weight^T, and out (N,F) = silu(gate) * up
+//     GatedBackward        dgate, dup (N,2F) from dact (N,F) = dout weight
+//     ForwardBytes, BackwardBytes    the first two in FP8
+// Two warpgroups each own 64 rows of a tile, whose sums fill 128 registers of a thread. Of the third, one
+// thread starts all copies, some stages of 64 k ahead. A cluster of two blocks takes two tiles of the same
+// columns; each block fetches half of the weights' part of a stage, for both. A tile's sums are rounded into
+// 64 registers, and are finished in slices, which are spread over the stages of the next tile: activation,
+// staging in shared memory, and after each 64 columns a store by the copy engine.
 //
 //     copies            | 0 | 1 | 2 | ...              124M: 12 stages a tile
 //     wgmma                 | 0 | 1 | 2 | ... | 11 |       | 0 | 1 | ... of the next tile
-//     ordinary cores        | slices of the tile before | pack | slices 0, 1, ...
+//     ordinary cores        | slices of the tile before | take | slices 0, 1, ...
 //
 //     full[stage]    an mbarrier that hears of the copies' bytes       empty[stage]  all 16 warps are done
-//     pre_full[...]  backward: a block of 64 columns of pre_gelu is in staging
+//     loaded[...]    backward: a block of 64 columns of pre_act is in staging
 //
-// GELU reads rounded values, and dbias sums stored values. So the bits equal those of a product by cuBLASLt
-// and the ops above, wherever cuBLASLt adds k = 0, 1, 2, ... in order. Only dbias differs: it is summed in
-// groups of 64 rows.
-// FP8: rows and weight are bytes, 128 k a stage, both with k as the faster index. The kernel stores out or
-// dinp as bytes, and the transpose of these (fp8_cast below); dbias sums the values before they become bytes.
-// FP8's backward has three stages. In each 16 x 16 block, a lane needs two neighbouring rows of four
-// neighbouring columns: two words of bytes, which two __byte_perm transpose. But wgmma gives it rows r and
-// r + 8 and columns c, c + 1, c + 8 and c + 9. So the copies permute the operands' rows (gelu_operand_map).
-constexpr int kGeluRows = 128, kGeluColumns = 256, kGeluK = 64;
-constexpr int kGeluCluster = 2, kGeluThreads = 3 * 4 * kWarp;
+// Activations read rounded values, and dbias sums stored values. So the bits equal those of a product by
+// cuBLASLt and the ops above, wherever cuBLASLt adds k = 0, 1, 2, ... in order. Only dbias differs: it is
+// summed in groups of 64 rows.
+constexpr int kProductRows = 128, kProductColumns = 256, kProductK = 64;
+constexpr int kProductCluster = 2, kProductThreads = 3 * 4 * kWarp;
 
-template <GeluPass kPass, bool kFp8> struct GeluShared {
-    static constexpr int kBuffers = kFp8 && kPass == GeluPass::Backward ? 3 : 2;
-    static constexpr int kStages = kBuffers == 3 ? 3 : 4;
-    alignas(1024) floatX a[kStages][kGeluRows * kGeluK];        // rows of inp or dout
-    floatX b[kStages][kGeluColumns * kGeluK];                   // weight, in blocks of 64 columns
-    // For each warpgroup. Forward: pre_gelu, then out. Backward: pre_gelu, two blocks by turns; dinp replaces
-    // it. FP8 has no out or dinp: the last buffer holds their bytes, and after these the transpose.
-    floatX staging[2][kBuffers][64 * 64];
-    union {
-        floatX bias[kGeluColumns];      // forward
-        float sums[4][64];              // backward: each warp's, of a block's columns
-    } own[2];
-    uint64_t full[kStages], empty[kStages], pre_full[2][2];
+// What a kernel multiplies, and what its epilogue reads and writes.
+struct Product {
+    const floatX *rows, *weight;        // inp or dout (N,K); (pre_columns,K), in the backward (K,columns)
+    const floatX* bias;                 // forward: (columns) or null
+    const floatX *pre_act, *out;        // (N,pre_columns) (N,columns) out is written; in the forward, pre_act
+    float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
+    int N, K, columns, pre_columns;     // of SwiGLU 2 columns: gate, up. Its backward's out is as pre_act
+    // FP8: rows (N,2K) and weight (columns,2K) are bytes. Written are out's bytes and their transpose
+    uint8_t *bytes, *transposed;        // (N,columns) (columns,N)
+    const Fp8Tensor *rows8, *weight8, *bytes8;
+    Fp8Stats* stats;                    // of bytes
+};
+struct ProductMaps { CUtensorMap rows, weight, pre_act, out, out_t; };          // out_t: of FP8's bytes
+
+// Shared memory of a block, with the epilogue E, and what a warpgroup's epilogue has of it beside staging.
+union EpilogueOwn {
+    uint32_t bias[kProductColumns / 2]; // forward: in pairs
+    float sums[4][64];                  // backward: each warp's, of a block's columns
+};
+template <class E> struct ProductShared {
+    alignas(1024) floatX a[E::kStages][kProductRows * kProductK];       // rows
+    floatX b[E::kStages][kProductColumns * kProductK];                  // weight, in blocks of 64 columns
+    floatX staging[2][E::kBuffers][64 * 64];                            // of each warpgroup
+    EpilogueOwn own[2];
+    uint64_t full[E::kStages], empty[E::kStages], loaded[2][2];
 };
 
-// A map of bytes (rows,2K) that permutes each group of 16 rows; a box has 8 groups. kRows: row 2m + p goes to
-// 8p + m, because wgmma gives a lane rows m and m + 8. Else row 4q + 2j + e goes to 8j + 2q + e, because
-// lane q has columns 2q + e and 8 + 2q + e.
-template <bool kRows> static CUtensorMap gelu_operand_map(const void* bytes, int rows, int K) {
-    const size_t row = 2 * (size_t)K;
-    return encode_map<5>(bytes, {{(size_t)K, 2, kGeluK}, {2, row * (kRows ? 2 : 1), 2}, {4, row * 4, 4},
-                                 {2, row * (kRows ? 1 : 2), 2}, {(size_t)rows / 16, row * 16, 8}});
-}
-struct GeluMaps { CUtensorMap rows, weight, pre_gelu, out, out_t; };            // out_t: of FP8's bytes
-
 // How many tiles a cluster's blocks take each, all clusters together.
-LLMC_HD static inline int gelu_tiles(const GeluProduct& p) {
-    constexpr int kRows = kGeluRows * kGeluCluster;
-    return ceil_div(p.N, kRows) * (p.columns / kGeluColumns);
+template <class E> LLMC_HD static inline int product_tiles(const Product& p) {
+    constexpr int kRows = kProductRows * kProductCluster;
+    return ceil_div(p.N, kRows) * (p.columns / E::kColumns);
 }
 
 // The block's part of the cluster's tile number t. Consecutive tiles share their rows, so these are read from
 // memory once.
-struct GeluTile {
-    int row, column;
-    __device__ __forceinline__ GeluTile(const GeluProduct& p, int t) {
-        const int across = p.columns / kGeluColumns;
-        row = (t / across * kGeluCluster + blockIdx.x % kGeluCluster) * kGeluRows;
-        column = t % across * kGeluColumns;
-    }
-};
+struct ProductTile { int row, column; };
+template <class E> __device__ __forceinline__ ProductTile product_tile(const Product& p, int t) {
+    const int across = p.columns / E::kColumns, rank = blockIdx.x % kProductCluster;
+    return {(t / across * kProductCluster + rank) * kProductRows, t % across * E::kColumns};
+}
 
-// The stage whose turn it is, and the parity of its barriers' phase.
-template <int kStages> struct GeluStage {
-    int at = 0, parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++at == kStages) { at = 0, parity ^= 1; }
+// The main loop. The epilogue E says how the operands lie. kTransB: weight is (K,columns). kFp8: both are
+// bytes. kColumns = 128: a tile has 128 columns of the weight's first half, SwiGLU's gate, and the same ones
+// of its second half, up.
+template <class E> struct ProductLoop {
+    static constexpr int kStages = E::kStages, kPart = kProductColumns / kProductCluster;
+    ProductShared<E>& shared;
+    const ProductMaps& maps;
+    const Product& p;
+    // the tiles of the cluster's blocks, and the steps of a tile
+    const int begin = blockIdx.x / kProductCluster, stride = gridDim.x / kProductCluster;
+    const int tiles = product_tiles<E>(p), steps = ceil_div(p.K, kProductK);
+    // the stage whose turn it is, and the parity of its barriers' phase
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void next_stage() {
+        if (++stage == kStages) { stage = 0, parity ^= 1; }
     }
-};
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// The thread that starts the copies.
-template <GeluPass kPass, bool kFp8>
-__device__ __forceinline__ void gelu_produce(GeluShared<kPass, kFp8>& shared, const GeluMaps& maps,
-                                             const GeluProduct& p) {
-    constexpr int kPart = kGeluColumns / kGeluCluster;
-    constexpr bool kForward = kPass == GeluPass::Forward;
-    const int rank = blockIdx.x % kGeluCluster;
-    GeluStage<GeluShared<kPass, kFp8>::kStages> stage;
-    for (int t = blockIdx.x / kGeluCluster; t < gelu_tiles(p); t += gridDim.x / kGeluCluster) {
-        const GeluTile tile(p, t);
-        const int column = tile.column + rank * kPart;
-        for (int k = 0; k < ceil_div(p.K, kGeluK); k++, stage.next()) {
-            uint64_t* full = &shared.full[stage.at];
-            mbarrier_wait(&shared.empty[stage.at], stage.parity ^ 1);
-            mbarrier_expect(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
-            floatX *a = shared.a[stage.at], *b = shared.b[stage.at] + rank * kPart * kGeluK;
-            constexpr int kAll = (1 << kGeluCluster) - 1;
-            if (kFp8) {                 // behind the end of a row are zeros: K may be 1600, a stage has 128
-                tma_load_5d_multicast(a, &maps.rows, full, k * kGeluK, 0, 0, 0, tile.row / 16, 1 << rank);
-                tma_load_5d_multicast(b, &maps.weight, full, k * kGeluK, 0, 0, 0, column / 16, kAll);
-            } else {
-                const int row = kForward ? column : k * kGeluK, block = kForward ? k : column / 64;
-                tma_load_4d(a, &maps.rows, full, 0, tile.row, k, 0);
-                tma_load_4d_multicast(b, &maps.weight, full, 0, row, block, 0, kAll);
+    // The thread that starts the copies.
+    __device__ __forceinline__ void produce() {
+        const int rank = blockIdx.x % kProductCluster;
+        for (int t = begin; t < tiles; t += stride) {
+            const ProductTile tile = product_tile<E>(p, t);
+            const int column = tile.column + rank * (E::kColumns == kPart ? p.columns : kPart);
+#pragma unroll 1
+            for (int k = 0; k < steps; k++, next_stage()) {
+                uint64_t* full = &shared.full[stage];
+                mbarrier_wait(&shared.empty[stage], parity ^ 1);
+                mbarrier_expect(full, sizeof(shared.a[0]) + sizeof(shared.b[0]));
+                floatX *a = shared.a[stage], *b = shared.b[stage] + rank * kPart * kProductK;
+                constexpr int kAll = (1 << kProductCluster) - 1;
+                const int at = k * kProductK;
+                if (E::kFp8) {          // behind the end of a row are zeros: K may be 1600, a stage has 128
+                    tma_load_5d_multicast(a, &maps.rows, full, at, 0, 0, 0, tile.row / 16, 1 << rank);
+                    tma_load_5d_multicast(b, &maps.weight, full, at, 0, 0, 0, column / 16, kAll);
+                } else {
+                    const int row = E::kTransB ? at : column, block = E::kTransB ? column / 64 : k;
+                    tma_load_4d(a, &maps.rows, full, 0, tile.row, k, 0);
+                    tma_load_4d_multicast(b, &maps.weight, full, 0, row, block, 0, kAll);
+                }
             }
         }
     }
-}
 
-// One of the two warpgroups that multiply.
-template <GeluPass kPass, bool kFp8> struct GeluWorker {
-    static constexpr bool kForward = kPass == GeluPass::Forward, kTransB = !kForward && !kFp8;
-    // A slice has 16 columns; in the backward, which waits longer (ldmatrix, shuffles), 32 hide more of it,
-    // and FP8's bytes of 32 fill an stmatrix.
-    static constexpr int kSlices = kForward && !kFp8 ? 16 : 8, kSlicesOfBlock = kSlices / 4;
-    static constexpr int kPairs = 16 / kSlices;
-    static_assert(kForward || kPairs == 2, "a lane sums up 8 columns");
-    GeluShared<kPass, kFp8>& shared;
-    const GeluMaps& maps;
-    const GeluProduct& p;
-    const int tiles = gelu_tiles(p), stride = gridDim.x / kGeluCluster;         // stride: from tile to tile
-    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / kWarp, lane = threadIdx.x % kWarp;
-    const bool leads = threadIdx.x % 128 == 0;          // starts the warpgroup's copies
-    uint32_t packed[16][4];             // a tile's sums, rounded: 16 columns each, as stmatrix takes them
-    // FP8: values are scaled to the bytes' unit from the start, in the backward as soon as they are packed.
-    Fp8Counts counts;
-    const float unit8 = kFp8 ? p.bytes8->inverse : 1.0f;
-
-    // Starts d (64,256) = or += the products of a stage.
-    __device__ __forceinline__ void multiply(float (&d)[32][4], int stage, bool adds) {
-        constexpr int kStep = kTransB ? 128 : 2;        // 16 k (of bytes 32): 32 bytes of a row; or 16 rows
-        const uint64_t a = wgmma_descriptor(shared.a[stage] + group * 64 * kGeluK);
-        const uint64_t b = wgmma_descriptor(shared.b[stage], kTransB ? 64 * 64 * (int)sizeof(floatX) : 16);
+    // Starts d (64,256) = or += the products of the stage.
+    __device__ __forceinline__ void multiply(float (&d)[32][4], bool adds) {
+        constexpr int kStep = E::kTransB ? 128 : 2;     // 16 k (of bytes 32): 32 bytes of a row; or 16 rows
+        const uint64_t a = wgmma_descriptor(shared.a[stage] + threadIdx.x / 128 * 64 * kProductK);
+        const uint64_t b = wgmma_descriptor(shared.b[stage], E::kTransB ? 64 * 64 * (int)sizeof(floatX) : 16);
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < 4; kk++) {
-            if constexpr (kFp8) { wgmma_e4m3_256(d, a + 2 * kk, b + kStep * kk, adds || kk > 0); }
-            else { wgmma_shared_256<kTransB>(d, a + 2 * kk, b + kStep * kk, adds || kk > 0); }
+            if constexpr (E::kFp8) { wgmma_e4m3_256(d, a + 2 * kk, b + kStep * kk, adds || kk > 0); }
+            else { wgmma_shared_256<E::kTransB>(d, a + 2 * kk, b + kStep * kk, adds || kk > 0); }
         }
         wgmma_commit();
     }
 
     // The warp is done with a stage, for both blocks.
-    __device__ __forceinline__ void release(int stage) {
-        if (lane < kGeluCluster) { mbarrier_arrive_at(&shared.empty[stage], lane); }
+    __device__ __forceinline__ void release(int done) {
+        const int lane = threadIdx.x % kWarp;
+        if (lane < kProductCluster) { mbarrier_arrive_at(&shared.empty[done], lane); }
     }
 
-    // One thread: starts the copy of block i (64 columns) of a tile's pre_gelu.
-    __device__ __forceinline__ void load_pre_gelu(const GeluTile& tile, int i) {
-        mbarrier_expect(&shared.pre_full[group][i % 2], sizeof(shared.staging[0][0]));
-        tma_load_4d(shared.staging[group][i % 2], &maps.pre_gelu, &shared.pre_full[group][i % 2], 0,
-                    tile.row + group * 64, tile.column / 64 + i, 0);
+    // A warpgroup that multiplies: its half of the block's tiles, one after the other.
+    __device__ __forceinline__ void run() {
+        E epilogue(shared, maps, p);
+        ProductTile before = product_tile<E>(p, begin);
+        for (int t = begin; t < tiles; t += stride) {
+            const ProductTile tile = product_tile<E>(p, t);
+            epilogue.begin(tile);
+            float d[32][4];
+            int k = 0, last = 0;
+
+            // A stage is released when the products of the next one have begun.
+            auto step = [&] {
+                mbarrier_wait(&shared.full[stage], parity);
+                multiply(d, k > 0);
+                if (k > 0) {
+                    wgmma_wait<1>();
+                    release(last);
+                }
+                last = stage;
+                next_stage();
+            };
+            // Slice s of the tile before has its turn when its share of the steps has begun.
+#pragma unroll
+            for (int s = 0; s < E::kSlices; s++) {
+#pragma unroll 1
+                for (; k * E::kSlices <= s * steps; k++) { step(); }
+                if (t > begin) { epilogue.finish(before, s); }
+            }
+            epilogue.load(tile);
+#pragma unroll 1
+            for (; k < steps; k++) { step(); }
+            epilogue.meet();
+            wgmma_wait<0>();
+            pin_registers(d);
+            release(last);
+            epilogue.take(d);
+            before = tile;
+        }
+#pragma unroll
+        for (int s = 0; s < E::kSlices; s++) { epilogue.finish(before, s); }
+        epilogue.end();
+    }
+};
+
+// What epilogues have in common. ProductLoop calls, in each warpgroup:
+//     begin(tile)       before the tile's products begin
+//     finish(tile, s)   slice s of the tile before
+//     load(tile)        these slices are over: copies into staging may begin
+//     meet()            all products of the tile have begun
+//     take(d)           they have ended: d (64,256) is rounded into `packed`
+//     end()             after the last tile
+// A slice is 16 or 32 of the tile's columns. Slices fill blocks of 64 columns, and these are stored.
+struct Epilogue {
+    static constexpr bool kFp8 = false, kTransB = false;
+    static constexpr int kColumns = kProductColumns;    // of the result that a tile gives
+    static constexpr int kBlock = 64 * 64 * sizeof(floatX);     // bytes of a block of 64 columns in staging
+    const ProductMaps& maps;
+    const Product& p;
+    floatX (*const staging)[64 * 64];
+    EpilogueOwn& own;
+    uint64_t* const loaded;
+    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / kWarp, lane = threadIdx.x % kWarp;
+    const bool leads = threadIdx.x % 128 == 0;          // starts the warpgroup's copies
+    uint32_t packed[16][4];             // a tile's sums, rounded: 16 columns each, as stmatrix takes them
+    uint32_t bias_pair = 0;
+
+    template <class E>
+    __device__ __forceinline__ Epilogue(ProductShared<E>& shared, const ProductMaps& maps, const Product& p)
+        : maps(maps), p(p), staging(shared.staging[threadIdx.x / 128]), own(shared.own[threadIdx.x / 128]),
+          loaded(shared.loaded[threadIdx.x / 128]) {}
+    __device__ __forceinline__ void begin(const ProductTile&) {}
+    __device__ __forceinline__ void load(const ProductTile&) {}
+    __device__ __forceinline__ void meet() {}
+    __device__ __forceinline__ void end() {
+        if (leads) { tma_store_wait<0>(); }             // shared memory goes with the block
+    }
+    __device__ __forceinline__ void barrier() { named_barrier(1 + group, 128); }        // of the warpgroup
+
+    // The warpgroup's rows of a tile begin here.
+    __device__ __forceinline__ int row_of(const ProductTile& tile) { return tile.row + group * 64; }
+
+    // Each thread asks for two columns' bias, and puts it where `pack` looks for the thread's number `at`.
+    __device__ __forceinline__ void ask_bias(const ProductTile& tile) {
+        const uint32_t* bias = (const uint32_t*)(p.bias + tile.column);
+        bias_pair = p.bias ? bias[threadIdx.x % 128] : 0;
+    }
+    __device__ __forceinline__ void share_bias(int at) {
+        own.bias[at] = bias_pair;
+        barrier();
+    }
+    // packed = d scale + bias, rounded; the n-th of d has two columns of a lane, in two rows.
+    template <bool kBiased> __device__ __forceinline__ void pack(const float (&d)[32][4], float scale) {
+#pragma unroll
+        for (int n = 0; n < 32; n++) {
+            const float2 b = kBiased ? unpack_pair(own.bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
+            packed[n / 2][n % 2 * 2] = pack_pair(fmaf(d[n][0], scale, b.x), fmaf(d[n][1], scale, b.y));
+            packed[n / 2][n % 2 * 2 + 1] = pack_pair(fmaf(d[n][2], scale, b.x), fmaf(d[n][3], scale, b.y));
+        }
     }
 
-    // FP8: where a 64 x 64 block in the 128-byte swizzle has the lane's four of the n-th 16 columns, in its
-    // upper or lower row.
+    // ldmatrix and stmatrix move 8 x 8 values four times: the upper and the lower half of the warp's 16 rows,
+    // and beside them the next 8 columns. Each lane names a row of one, here of the n-th 16 columns of a
+    // block, which is in the 128-byte swizzle.
+    __device__ __forceinline__ uint32_t place(const floatX* block, int n) {
+        const int row8 = lane % 8, half = lane / 8 % 2, beside = lane / 16;
+        return smem_address(block) + (warp * 16 + half * 8 + row8) * 128 + ((n % 4 * 2 + beside) ^ row8) * 16;
+    }
+
+    // The leader starts the copy of block i of a tile's pre_act; blocks of gate and of up: kParts 2. It comes
+    // into staging[i % 2 * kParts]. Later all wait for it, while the next one is on its way.
+    template <int kParts> __device__ __forceinline__ void load_pre_act(const ProductTile& tile, int i) {
+        if (!leads) { return; }
+        mbarrier_expect(&loaded[i % 2], kParts * kBlock);
+        for (int part = 0; part < kParts; part++) {
+            tma_load_4d(staging[i % 2 * kParts + part], &maps.pre_act, &loaded[i % 2], 0, row_of(tile),
+                        (tile.column + part * p.columns) / 64 + i, 0);
+        }
+    }
+    template <int kParts> __device__ __forceinline__ void await_pre_act(const ProductTile& tile, int i) {
+        if (i < 3) { load_pre_act<kParts>(tile, i + 1); }
+        mbarrier_wait(&loaded[i % 2], i / 2);
+    }
+    // The lane has four of 16 columns, in two rows, which are added up.
+    __device__ __forceinline__ void add_rows(float* sum, const float2 (&f)[4]) {
+        for (int j = 0; j < 2; j++) {
+            sum[2 * j] = f[2 * j].x + f[2 * j + 1].x;
+            sum[2 * j + 1] = f[2 * j].y + f[2 * j + 1].y;
+        }
+    }
+    // The warps' sums of a block's columns meet.
+    __device__ __forceinline__ void store_sums(int row, int column, float unit) {
+        const int c = threadIdx.x % 128;
+        const float (&sums)[4][64] = own.sums;
+        if (p.partial && c < 64 && row < p.N) {
+            p.partial[(size_t)(row / 64) * p.columns + column + c] =
+                (((sums[0][c] + sums[1][c]) + sums[2][c]) + sums[3][c]) * unit;
+        }
+    }
+    // Staging may be written again: the last store has read it. Staging is written: it may be stored.
+    __device__ __forceinline__ void begin_block() {
+        if (leads) { tma_store_wait<0>(); }
+        barrier();
+    }
+    __device__ __forceinline__ void end_block() {
+        tma_store_fence();
+        barrier();
+    }
+    __device__ __forceinline__ void store_block(const CUtensorMap& map, int buffer, int row, int column) {
+        tma_store_4d(&map, staging[buffer], 0, row, column / 64, 0);
+    }
+};
+
+// pre_act = the sums + bias; out = act(pre_act). A slice has 16 columns.
+template <class Act> struct ActivationForward : Epilogue {
+    static constexpr int kStages = 4, kBuffers = 2, kSlices = 16;
+    using Epilogue::Epilogue;
+    __device__ __forceinline__ void begin(const ProductTile& tile) { ask_bias(tile); }
+    __device__ __forceinline__ void meet() { share_bias(threadIdx.x % 128); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<true>(d, 1.0f); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int row = row_of(tile), column = tile.column + s / 4 * 64;
+        uint32_t y[4];
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            const float2 x = unpack_pair(packed[s][m]);
+            y[m] = pack_pair(Act::value(x.x), Act::value(x.y));
+        }
+
+        const uint32_t to = place(staging[0], s);
+        if (s % 4 == 0) { begin_block(); }
+        stmatrix_x4(to, packed[s]);
+        stmatrix_x4(to + kBlock, y);
+        if (s % 4 < 3) { return; }
+        end_block();
+        if (leads) {
+            store_block(maps.pre_act, 0, row, column);
+            store_block(maps.out, 1, row, column);
+            tma_store_commit();
+        }
+    }
+};
+
+// out = the sums, rounded, times act'(pre_act), and the sums of out's columns. Two blocks of pre_act are in
+// staging, where out replaces them. A slice has 32 columns: the backward waits longer than the forward
+// (ldmatrix, shuffles), and more columns hide more of it.
+template <class Act> struct ActivationBackward : Epilogue {
+    static constexpr bool kTransB = true;
+    static constexpr int kStages = 4, kBuffers = 2, kSlices = 8;
+    using Epilogue::Epilogue;
+    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<1>(tile, 0); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64;
+        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
+            if (leads) { tma_store_wait<0>(); }
+            await_pre_act<1>(tile, i);
+        }
+        uint32_t at[2], y[2][4];
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            at[pair] = place(staging[i % 2], 2 * s + pair);
+            ldmatrix_x4(y[pair], at[pair]);
+        }
+        float sum[8];
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            float2 f[4];
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                const float2 d = unpack_pair(packed[2 * s + pair][m]), x = unpack_pair(y[pair][m]);
+                y[pair][m] = pack_pair(d.x * Act::slope(x.x), d.y * Act::slope(x.y));
+                f[m] = unpack_pair(y[pair][m]);         // what is summed is what is stored
+            }
+            add_rows(sum + 4 * pair, f);
+        }
+
+        if (s % 2 == 0) { barrier(); }                  // all have read the last block's sums
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) { stmatrix_x4(at[pair], y[pair]); }
+        // every fourth lane has the same 8 columns
+        own.sums[warp][s % 2 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = warp_sums<4>(sum);
+        if (s % 2 == 0) { return; }
+        end_block();
+        if (leads) {
+            store_block(maps.out, i % 2, row, column);
+            tma_store_commit();
+        }
+        store_sums(row, column, 1.0f);
+    }
+};
+
+// The tile's first 128 columns are gate, the others are up, of the same 128 columns of out. So a thread has
+// both of an element. A slice has 16 columns of each. Three blocks are staged at a time, and three stages fit
+// beside.
+struct GatedForward : Epilogue {
+    static constexpr int kColumns = kProductColumns / 2, kStages = 3, kBuffers = 3, kSlices = 8;
+    using Epilogue::Epilogue;
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int row = row_of(tile), column = tile.column + s / 4 * 64;
+        uint32_t y[4];
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            const float2 gate = unpack_pair(packed[s][m]), up = unpack_pair(packed[s + 8][m]);
+            y[m] = pack_pair(Swiglu::value(gate.x, up.x), Swiglu::value(gate.y, up.y));
+        }
+
+        const uint32_t to = place(staging[0], s);
+        if (s % 4 == 0) { begin_block(); }
+        stmatrix_x4(to, packed[s]);
+        stmatrix_x4(to + kBlock, packed[s + 8]);
+        stmatrix_x4(to + 2 * kBlock, y);
+        if (s % 4 < 3) { return; }
+        end_block();
+        if (leads) {
+            store_block(maps.pre_act, 0, row, column);
+            store_block(maps.pre_act, 1, row, column + p.columns);
+            store_block(maps.out, 2, row, column);
+            tma_store_commit();
+        }
+    }
+};
+
+// The sums, rounded, are dact. Two blocks of gate and two of up are in staging, where dgate and dup replace
+// them; three stages fit beside. A slice has 32 columns.
+struct GatedBackward : Epilogue {
+    static constexpr bool kTransB = true;
+    static constexpr int kStages = 3, kBuffers = 4, kSlices = 8;
+    using Epilogue::Epilogue;
+    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<2>(tile, 0); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64, buffer = i % 2 * 2;
+        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
+            if (leads) { tma_store_wait<0>(); }
+            await_pre_act<2>(tile, i);
+        }
+        uint32_t at[2], gate[2][4], up[2][4];
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            at[pair] = place(staging[buffer], 2 * s + pair);
+            ldmatrix_x4(gate[pair], at[pair]);
+            ldmatrix_x4(up[pair], at[pair] + kBlock);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            uint32_t &g = gate[k / 4][k % 4], &u = up[k / 4][k % 4];
+            const float2 d = unpack_pair(packed[2 * s + k / 4][k % 4]), of_g = unpack_pair(g);
+            const float2 of_u = unpack_pair(u);
+            const float2 first = Swiglu::slopes(d.x, of_g.x, of_u.x);
+            const float2 second = Swiglu::slopes(d.y, of_g.y, of_u.y);
+            g = pack_pair(first.x, second.x), u = pack_pair(first.y, second.y);
+        }
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            stmatrix_x4(at[pair], gate[pair]);
+            stmatrix_x4(at[pair] + kBlock, up[pair]);
+        }
+        if (s % 2 == 0) { return; }
+        end_block();
+        if (leads) {
+            store_block(maps.out, buffer, row, column);
+            store_block(maps.out, buffer + 1, row, column + p.columns);
+            tma_store_commit();
+        }
+    }
+};
+
+// FP8: rows and weight are bytes, 128 k a stage, both with k as the faster index. Stored are the bytes of out
+// and their transpose (fp8_cast below); dbias sums the values before they become bytes. In each 16 x 16 part
+// of a tile, a lane needs two neighbouring rows of four neighbouring columns: two words of bytes, which two
+// __byte_perm transpose. But wgmma gives it rows r and r + 8 and columns c, c + 1, c + 8 and c + 9. So the
+// copies permute the operands' rows (product_bytes_map). A slice has 32 columns; their bytes fill an
+// stmatrix.
+struct BytesEpilogue : Epilogue {
+    static constexpr bool kFp8 = true;
+    static constexpr int kSlices = 8;
+    // Values are scaled to the bytes' unit from the start, in the backward as soon as they are packed.
+    Fp8Counts counts;
+    const float unit8 = p.bytes8->inverse, unscale = p.rows8->inverse * p.weight8->inverse;
+    const uint32_t so_far = fp8_amax_so_far(p.stats);
+    using Epilogue::Epilogue;
+
+    // Where a block has the lane's four of the n-th 16 columns, in its upper or lower row.
     __device__ __forceinline__ uint2& quad_of(floatX* block, int n, int lower) {
         const int row = warp * 16 + lane / 4 * 2 + lower, chunk = (n % 4 * 2 + lane % 4 / 2) ^ row % 8;
         return *(uint2*)(block + row * 64 + chunk * 8 + lane % 2 * 4);
     }
 
-    // FP8: the warp's bytes of 16 rows and 32 columns into the last staging buffer, two matrices of (64,64)
-    // in the 64-byte swizzle: rows, then columns. A lane has words[pair] of two rows, of four columns each.
-    __device__ __forceinline__ void stage_bytes(const uint32_t (&words)[2][2], int slice) {
+    // words[pair]: f[pair] as four bytes of the upper row, and four of the lower one
+    __device__ __forceinline__ void round(uint32_t (&words)[2][2], const float2 (&f)[2][4]) {
+        Floats all[2];                  // the upper row's four columns, the lower one's
+        Pack<uint8_t> bytes[2];
+#pragma unroll
+        for (int k = 0; k < 16; k++) {
+            const float2& two = f[k / 8][k / 2 % 2 * 2 + k / 4 % 2];
+            all[k / 8].at[k % 8] = k % 2 == 0 ? two.x : two.y;
+        }
+        counts.round(bytes, all, 1.0f);
+        memcpy(words, bytes, sizeof(words));
+    }
+
+    // The warp's bytes of 16 rows and 32 columns into staging, two matrices of (64,64) in the 64-byte
+    // swizzle: rows, then columns.
+    __device__ __forceinline__ void stage_bytes(const uint32_t (&words)[2][2], int slice, int buffer) {
         const uint32_t rows[4] = {words[0][0], words[0][1], words[1][0], words[1][1]};
         uint32_t columns[4];            // of each pair the first two and the others, two rows of a column
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             columns[i] = __byte_perm(words[i / 2][0], words[i / 2][1], i % 2 == 0 ? 0x5140 : 0x7362);
         }
-        const uint32_t to = smem_address(shared.staging[group][shared.kBuffers - 1]);
+        const uint32_t to = smem_address(staging[buffer]);
         const int pair = lane / 16, second = lane / 8 % 2, i = lane % 8;        // stmatrix: row i of a matrix
         const int row = warp * 16 + 2 * i + second;
         const int column = slice * 32 + pair * 16 + i / 2 * 4 + second * 2 + i % 2;
         stmatrix_x4(to + row * 64 + ((slice * 2 + pair) ^ row / 2 % 4) * 16, rows);
         stmatrix_x4_trans(to + 64 * 64 + column * 64 + (warp ^ column / 2 % 4) * 16, columns);
     }
-
-    // Finishes slice s of a tile, a part of its block i.
-    __device__ __forceinline__ void finish(const GeluTile& tile, int s) {
-        const int i = s / kSlicesOfBlock, row = tile.row + group * 64, column = tile.column + 64 * i;
-        if (kFp8 && kForward && row >= p.N) { return; }         // GELU of a bias is no element
-        auto& staging = shared.staging[group];
-        auto& sums = shared.own[group].sums;
-
-        const bool begins = s % kSlicesOfBlock == 0, ends = (s + 1) % kSlicesOfBlock == 0;
-
-        // The next block of pre_gelu overwrites staging, which a store of dinp may still read. FP8 stores no
-        // dinp from there.
-        if (!kForward && begins) {
-            if (leads && !kFp8) { tma_store_wait<0>(); }
-            if (leads && i < 3) { load_pre_gelu(tile, i + 1); }
-            mbarrier_wait(&shared.pre_full[group][i % 2], i / 2);
-        }
-
-        // ldmatrix and stmatrix move 8 x 8 values four times: the upper and the lower half of the warp's 16
-        // rows, and beside them the next 8 columns. Each lane names a row of one.
-        const int row8 = lane % 8, half = lane / 8 % 2, beside = lane / 16;
-        const uint32_t staged = smem_address(staging[kForward ? 0 : i % 2]);
-        const uint32_t first = staged + (warp * 16 + half * 8 + row8) * 128;
-        uint32_t place[kPairs], y[kPairs][4];
-#pragma unroll
-        for (int pair = 0; pair < kPairs; pair++) {
-            const int n = s * kPairs + pair;            // which 16 columns
-            place[pair] = first + ((n % 4 * 2 + beside) ^ row8) * 16;
-            if (!kForward && !kFp8) { ldmatrix_x4(y[pair], place[pair]); }
-            if (!kForward && kFp8) {
-                for (int lower = 0; lower < 2; lower++) {
-                    const uint2 quad = quad_of(staging[i % 2], n, lower);
-                    y[pair][lower] = quad.x, y[pair][lower + 2] = quad.y;
-                }
-            }
-        }
-        float2 f[kPairs][4];
-        float sum[4 * kPairs];                          // of two rows, of each of the lane's columns
-#pragma unroll
-        for (int pair = 0; pair < kPairs; pair++) {
-#pragma unroll
-            for (int m = 0; m < 4; m++) {
-                float2& of = f[pair][m];
-                of = unpack_pair(packed[s * kPairs + pair][m]);
-                if (kForward) {
-                    of = make_float2(gelu(of.x, unit8), gelu(of.y, unit8));
-                } else {
-                    const float2 pre = unpack_pair(y[pair][m]);
-                    of.x *= gelu_grad(pre.x), of.y *= gelu_grad(pre.y);
-                }
-                if (kFp8) { continue; }
-                y[pair][m] = pack_pair(of.x, of.y);
-                of = unpack_pair(y[pair][m]);           // what is summed is what is stored
-            }
-            for (int j = 0; j < 2; j++) {
-                sum[4 * pair + 2 * j] = f[pair][2 * j].x + f[pair][2 * j + 1].x;
-                sum[4 * pair + 2 * j + 1] = f[pair][2 * j].y + f[pair][2 * j + 1].y;
-            }
-        }
-        uint32_t words[kPairs][2];                      // FP8: four bytes of the upper row, of the lower one
-        if constexpr (kFp8) {
-            Floats all[kPairs];                         // the upper row's four columns, the lower one's
-            Pack<uint8_t> bytes[kPairs];
-#pragma unroll
-            for (int k = 0; k < 8 * kPairs; k++) {
-                const float2& two = f[k / 8][k / 2 % 2 * 2 + k / 4 % 2];
-                all[k / 8].at[k % 8] = k % 2 == 0 ? two.x : two.y;
-            }
-            counts.round(bytes, all, 1.0f);
-            memcpy(words, bytes, sizeof(words));
-        }
-
-        // From here on staging and sums are written. The store before this block has read staging (the
-        // backward without FP8 has waited for it above), and all threads have read the sums.
-        if (begins) {
-            if (leads && (kForward || kFp8)) { tma_store_wait<0>(); }
-            named_barrier(1 + group, 128);
-        }
-#pragma unroll
-        for (int pair = 0; pair < kPairs; pair++) {
-            const auto& mine = packed[s * kPairs + pair];
-            if (kForward && !kFp8) { stmatrix_x4(place[pair], mine); }
-            if (kForward && kFp8) {
-                for (int lower = 0; lower < 2; lower++) {
-                    quad_of(staging[0], s * kPairs + pair, lower) = make_uint2(mine[lower], mine[lower + 2]);
-                }
-            }
-            if (!kFp8) { stmatrix_x4(place[pair] + (kForward ? (uint32_t)sizeof(staging[0]) : 0), y[pair]); }
-        }
-        if constexpr (kFp8) { stage_bytes(words, s % kSlicesOfBlock); }
-
-        // The sums of the warp's rows. Every fourth lane has the same 8 columns.
-        if (!kForward) {
-            const int c = kFp8 ? lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4
-                               : lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
-            sums[warp][s % 2 * 32 + c] = warp_sums<4>(sum);
-        }
-
-        // The block is complete: it is stored, and the warps' sums meet.
-        if (!ends) { return; }
-        tma_store_fence();
-        named_barrier(1 + group, 128);
-        if (leads) {
-            if (kForward) { tma_store_4d(&maps.pre_gelu, staging[0], 0, row, column / 64, 0); }
-            if constexpr (kFp8) {
-                floatX* bytes = staging[shared.kBuffers - 1];
-                tma_store_4d(&maps.out, bytes, 0, row, column / 64, 0);
-                tma_store_4d(&maps.out_t, bytes + 64 * 32, 0, column, row / 64, 0);
-            } else {
-                tma_store_4d(&maps.out, staging[kForward ? 1 : i % 2], 0, row, column / 64, 0);
-            }
-            tma_store_commit();
-        }
-        const int c = threadIdx.x % 128;
-        if (!kForward && p.partial && c < 64 && row < p.N) {
-            p.partial[(size_t)(row / 64) * p.columns + column + c] =
-                (((sums[0][c] + sums[1][c]) + sums[2][c]) + sums[3][c]) * unit8;
-        }
+    __device__ __forceinline__ void store_bytes(int buffer, int row, int column) {
+        tma_store_4d(&maps.out, staging[buffer], 0, row, column / 64, 0);
+        tma_store_4d(&maps.out_t, staging[buffer] + 64 * 32, 0, column, row / 64, 0);
     }
 
-    __device__ __forceinline__ void run() {
-        const int begin = blockIdx.x / kGeluCluster, steps = ceil_div(p.K, kGeluK);
-        uint32_t* own_bias = (uint32_t*)shared.own[group].bias;         // in pairs
-        GeluTile before(p, begin);
-        GeluStage<GeluShared<kPass, kFp8>::kStages> stage;
-        float scale = 1.0f;                                             // of the sums
-        if (kFp8) { scale = p.rows8->inverse * p.weight8->inverse * (kForward ? 1.0f : p.bytes8->scale); }
-        const uint32_t so_far = kFp8 ? fp8_amax_so_far(p.stats) : 0;
-        for (int t = begin; t < tiles; t += stride) {
-            const GeluTile tile(p, t);
-            const uint32_t* bias = (const uint32_t*)(p.bias + tile.column);
-            const uint32_t bias_pair = kForward && p.bias ? bias[threadIdx.x % 128] : 0;
-            float d[32][4];
-            int k = 0, last = 0;
-
-            // A stage is released when the products of the next one have begun.
-            auto step = [&] {
-                mbarrier_wait(&shared.full[stage.at], stage.parity);
-                multiply(d, stage.at, k > 0);
-                if (k > 0) {
-                    wgmma_wait<1>();
-                    release(last);
-                }
-                last = stage.at;
-                stage.next();
-            };
-            // Slice s of the tile before has its turn when its share of the steps has begun.
-#pragma unroll
-            for (int s = 0; s < kSlices; s++) {
-#pragma unroll 1
-                for (; k * kSlices <= s * steps; k++) { step(); }
-                if (t > begin) { finish(before, s); }
-            }
-            if (!kForward && leads) { load_pre_gelu(tile, 0); }
-#pragma unroll 1
-            for (; k < steps; k++) { step(); }
-            if (kForward) {
-                own_bias[threadIdx.x % 128] = bias_pair;
-                named_barrier(1 + group, 128);
-            }
-            wgmma_wait<0>();
-            pin_registers(d);
-            release(last);
-
-            // Pack
-#pragma unroll
-            for (int n = 0; n < 32; n++) {
-                const int at = kFp8 ? n / 2 * 8 + lane % 4 * 2 + n % 2 : 4 * n + lane % 4;
-                const float2 b = kForward ? unpack_pair(own_bias[at]) : make_float2(0.0f, 0.0f);
-                packed[n / 2][n % 2 * 2] = pack_pair(fmaf(d[n][0], scale, b.x), fmaf(d[n][1], scale, b.y));
-                packed[n / 2][n % 2 * 2 + 1] = pack_pair(fmaf(d[n][2], scale, b.x),
-                                                         fmaf(d[n][3], scale, b.y));
-            }
-            before = tile;
-        }
-#pragma unroll
-        for (int s = 0; s < kSlices; s++) { finish(before, s); }
-        if (leads) { tma_store_wait<0>(); }             // shared memory goes with the block
-        if (!kFp8) { return; }
+    __device__ __forceinline__ void end() {
+        Epilogue::end();
         counts.amax *= unit8;
         const uint2 of_warp = counts.of_warp();
         if (lane == 0) { fp8_count(p.stats, so_far, of_warp.x, of_warp.y); }
         if (blockIdx.x + threadIdx.x == 0) { p.stats->elements += (size_t)p.N * p.columns; }
     }
 };
-#endif
 
-template <GeluPass kPass, bool kFp8>
-__global__ void __launch_bounds__(kGeluThreads, 1)
-    gelu_matmul_sm90_kernel(const __grid_constant__ GeluMaps maps, const GeluProduct p) {
+template <class Act> struct ForwardBytes : BytesEpilogue {
+    static constexpr int kStages = 4, kBuffers = 2;             // pre_act; bytes
+    using BytesEpilogue::BytesEpilogue;
+    __device__ __forceinline__ void begin(const ProductTile& tile) { ask_bias(tile); }
+    __device__ __forceinline__ void meet() {            // a lane's columns are 4q to 4q + 3 of 16
+        const int pair = threadIdx.x % 128;
+        share_bias(pair / 8 * 8 + pair % 2 * 4 + pair % 8 / 2);
+    }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<true>(d, unscale); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int row = row_of(tile), column = tile.column + s / 2 * 64;
+        if (row >= p.N) { return; }                     // the activation of a bias is no element
+        float2 f[2][4];
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const float2 x = unpack_pair(packed[2 * s + k / 4][k % 4]);
+            f[k / 4][k % 4] = make_float2(Act::value(x.x, unit8), Act::value(x.y, unit8));
+        }
+        uint32_t words[2][2];
+        round(words, f);
+
+        if (s % 2 == 0) { begin_block(); }
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            const auto& mine = packed[2 * s + pair];
+            for (int lower = 0; lower < 2; lower++) {
+                quad_of(staging[0], 2 * s + pair, lower) = make_uint2(mine[lower], mine[lower + 2]);
+            }
+        }
+        stage_bytes(words, s % 2, 1);
+        if (s % 2 == 0) { return; }
+        end_block();
+        if (leads) {
+            store_block(maps.pre_act, 0, row, column);
+            store_bytes(1, row, column);
+            tma_store_commit();
+        }
+    }
+};
+
+template <class Act> struct BackwardBytes : BytesEpilogue {
+    static constexpr int kStages = 3, kBuffers = 3;             // pre_act, two blocks by turns; bytes
+    const float scale = unscale * p.bytes8->scale;
+    using BytesEpilogue::BytesEpilogue;
+    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<1>(tile, 0); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, scale); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64;
+        if (s % 2 == 0) { await_pre_act<1>(tile, i); }
+        uint2 quads[2][2];
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            for (int lower = 0; lower < 2; lower++) {
+                quads[pair][lower] = quad_of(staging[i % 2], 2 * s + pair, lower);
+            }
+        }
+        float2 f[2][4];
+        float sum[8];
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                const float2 d = unpack_pair(packed[2 * s + pair][m]);
+                const float2 x = unpack_pair(m / 2 == 0 ? quads[pair][m % 2].x : quads[pair][m % 2].y);
+                f[pair][m] = make_float2(d.x * Act::slope(x.x), d.y * Act::slope(x.y));
+            }
+            add_rows(sum + 4 * pair, f[pair]);
+        }
+        uint32_t words[2][2];
+        round(words, f);
+
+        if (s % 2 == 0) { begin_block(); }              // also: all have read the last block's sums
+        stage_bytes(words, s % 2, 2);
+        own.sums[warp][s % 2 * 32 + lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4] = warp_sums<4>(sum);
+        if (s % 2 == 0) { return; }
+        end_block();
+        if (leads) {
+            store_bytes(2, row, column);
+            tma_store_commit();
+        }
+        store_sums(row, column, unit8);
+    }
+};
+
+template <class E>
+__global__ void __launch_bounds__(kProductThreads, 1)
+    product_sm90_kernel(const __grid_constant__ ProductMaps maps, const Product p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
-    auto& shared = *(GeluShared<kPass, kFp8>*)sm90_bytes;
+    auto& shared = *(ProductShared<E>*)sm90_bytes;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < GeluShared<kPass, kFp8>::kStages; i++) {
+        for (int i = 0; i < E::kStages; i++) {
             mbarrier_init(&shared.full[i], 1);
-            mbarrier_init(&shared.empty[i], 8 * kGeluCluster);
+            mbarrier_init(&shared.empty[i], 8 * kProductCluster);
         }
-        for (int i = 0; i < 4; i++) { mbarrier_init(&shared.pre_full[i / 2][i % 2], 1); }
+        for (int i = 0; i < 4; i++) { mbarrier_init(&shared.loaded[i / 2][i % 2], 1); }
         mbarrier_fence_init();
     }
     cluster_barrier();                                  // the barriers exist, in both blocks
 
-    // All begin with 168 registers; a worker's sums are 128 and its packed ones 64
+    // All begin with 168 registers; a warpgroup's sums are 128 and its packed ones 64
+    ProductLoop<E> loop = {shared, maps, p};
     if (threadIdx.x / 128 == 2) {
         registers_give<40>();
-        if (threadIdx.x % 128 == 0) { gelu_produce<kPass, kFp8>(shared, maps, p); }
+        if (threadIdx.x % 128 == 0) { loop.produce(); }
     } else {
         registers_take<232>();
-        GeluWorker<kPass, kFp8>{shared, maps, p}.run();
+        loop.run();
     }
     __syncwarp();
     cluster_barrier();                                  // the other block's copies and arrivals have come
@@ -1565,47 +1808,86 @@ static size_t gelu_backward_scratch_bytes(int N, int OC) {
 }
 
 // Whether these kernels serve a product. Sums of fewer than 512 terms were not timed in a step.
-static bool gelu_uses_sm90(int K, int columns) {
-    const bool whole = K % kGeluK == 0 && K >= 512 && columns % kGeluColumns == 0;
+static bool products_activate(int K, int columns) {
+    const bool whole = K % kProductK == 0 && K >= 512 && columns % kProductColumns == 0;
     return kLowPrecision && whole && sm90_kernels_run();
 }
-// Where a model of C channels computes GELU, for the printed line. Both passes have products of this shape.
-static const char* gelu_form(int C) { return gelu_uses_sm90(C, 4 * C) ? "in its products (sm90)" : "apart"; }
+// The most terms of a sum in SwiGLU's forward. Of longer sums, cuBLASLt's product gains more time than the op
+// costs: K=2048 took 1.30 ms in one kernel and 1.23 apart; K=768 .73 and .89.
+constexpr int kMaxGatedTerms = 1024;
 
-template <GeluPass kPass, bool kFp8>
-static bool gelu_matmul([[maybe_unused]] const GeluProduct& p, Stream stream) {
+// Where a model computes its MLP's activation, for the printed line. Both passes have sums of C terms.
+static const char* activation_form(Mlp mlp, int C, int F) {
+    if (!products_activate(C, F)) { return "apart"; }
+    const bool backward_only = mlp == Mlp::SwiGlu && C > kMaxGatedTerms;
+    return backward_only ? "in the backward's product (sm90)" : "in its products (sm90)";
+}
+
+// A map of bytes (rows,2K) that permutes each group of 16 rows; a box has 8 groups. kRows: row 2m + p goes to
+// 8p + m, because wgmma gives a lane rows m and m + 8. Else row 4q + 2j + e goes to 8j + 2q + e, because
+// lane q has columns 2q + e and 8 + 2q + e.
+template <bool kRows> static CUtensorMap product_bytes_map(const void* bytes, int rows, int K) {
+    static_assert(kProductRows == 8 * 16 && kProductColumns / kProductCluster == 8 * 16, "a box");
+    const size_t row = 2 * (size_t)K;
+    return encode_map<5>(bytes, {{(size_t)K, 2, kProductK}, {2, row * (kRows ? 2 : 1), 2}, {4, row * 4, 4},
+                                 {2, row * (kRows ? 1 : 2), 2}, {(size_t)rows / 16, row * 16, 8}});
+}
+
+// Runs the product with epilogue E. False, and nothing done, where the kernel does not serve it.
+template <class E> static bool product_sm90([[maybe_unused]] const Product& p, Stream stream) {
     if constexpr (kLowPrecision) {
-        if (!gelu_uses_sm90(kFp8 ? 2 * p.K : p.K, p.columns)) { return false; }
-        if (kFp8 && p.N % 64 != 0) { return false; }
-        constexpr int kPart = kGeluColumns / kGeluCluster;
-        GeluMaps maps = {.pre_gelu = tensor_map(p.pre_gelu, 1, p.N, p.columns / 64)};
-        if (kFp8) {
-            static_assert(kGeluRows == 8 * 16 && kPart == 8 * 16, "a box");
-            maps.rows = gelu_operand_map<true>(p.rows, p.N, p.K);
-            maps.weight = gelu_operand_map<false>(p.weight, p.columns, p.K);
+        if (!products_activate(E::kFp8 ? 2 * p.K : p.K, p.columns)) { return false; }
+        if (E::kFp8 && p.N % 64 != 0) { return false; }
+        constexpr int kPart = kProductColumns / kProductCluster;
+        ProductMaps maps = {.pre_act = tensor_map(p.pre_act, 1, p.N, p.pre_columns / 64)};
+        if (E::kFp8) {
+            maps.rows = product_bytes_map<true>(p.rows, p.N, p.K);
+            maps.weight = product_bytes_map<false>(p.weight, p.columns, p.K);
             maps.out = tensor_map(p.bytes, 1, p.N, p.columns / 64, 64, 1, 32);
             maps.out_t = tensor_map(p.transposed, 1, p.columns, p.N / 64, 64, 1, 32);
         } else {
-            maps.rows = tensor_map(p.rows, 1, p.N, p.K / 64, kGeluRows);
-            maps.weight = kPass == GeluPass::Forward
-                              ? tensor_map(p.weight, 1, p.columns, p.K / 64, kPart)
-                              : tensor_map(p.weight, 1, p.K, p.columns / 64, kGeluK, kPart / 64);
-            maps.out = tensor_map(p.out, 1, p.N, p.columns / 64);
+            maps.rows = tensor_map(p.rows, 1, p.N, p.K / 64, kProductRows);
+            maps.weight = E::kTransB ? tensor_map(p.weight, 1, p.K, p.columns / 64, kProductK, kPart / 64)
+                                     : tensor_map(p.weight, 1, p.pre_columns, p.K / 64, kPart);
+            maps.out = tensor_map(p.out, 1, p.N, (E::kTransB ? p.pre_columns : p.columns) / 64);
         }
-        const auto kernel = gelu_matmul_sm90_kernel<kPass, kFp8>;
-        constexpr int kShared = sizeof(GeluShared<kPass, kFp8>);
+        const auto kernel = product_sm90_kernel<E>;
+        constexpr int kShared = sizeof(ProductShared<E>);
         static_assert(kShared <= 227 * 1024, "what a block may have on sm_90");
         allow_shared_memory(kernel, kShared);
         cudaLaunchAttribute cluster = {};
         cluster.id = cudaLaunchAttributeClusterDimension;
-        cluster.val.clusterDim = {kGeluCluster, 1, 1};
-        const int clusters = std::min(gelu_tiles(p), device_sm_count / kGeluCluster);
-        const cudaLaunchConfig_t config = {dim3(clusters * kGeluCluster), dim3(kGeluThreads),
+        cluster.val.clusterDim = {kProductCluster, 1, 1};
+        const int clusters = std::min(product_tiles<E>(p), device_sm_count / kProductCluster);
+        const cudaLaunchConfig_t config = {dim3(clusters * kProductCluster), dim3(kProductThreads),
                                            kShared, stream, &cluster, 1};
         cudaCheck(cudaLaunchKernelEx(&config, kernel, maps, p));
         return true;
     }
     return false;
+}
+
+// Whether the product with its activation was one kernel.
+static bool matmul_forward_sm90(const MatmulForward& a, Stream stream) {
+    Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act, .out = a.out,
+                 .N = a.N, .K = a.C, .columns = a.OC, .pre_columns = a.OC};
+    if (a.mlp == Mlp::Gelu) { return product_sm90<ActivationForward<Gelu>>(p, stream); }
+    if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationForward<Relu2>>(p, stream); }
+    p.columns = a.OC / 2;
+    return !a.bias && p.K <= kMaxGatedTerms && product_sm90<GatedForward>(p, stream);
+}
+static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stream) {
+    Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
+                 .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC, .columns = a.C,
+                 .pre_columns = a.C};
+    if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationBackward<Relu2>>(p, stream); }
+    if (a.mlp == Mlp::SwiGlu) {
+        p.pre_columns = 2 * a.C;
+        return product_sm90<GatedBackward>(p, stream);
+    }
+    if (!product_sm90<ActivationBackward<Gelu>>(p, stream)) { return false; }
+    if (p.partial) { column_sums({{a.dbias}}, 1, p.partial, ceil_div(a.N, 64), a.C, stream); }
+    return true;
 }
 
 // ---- FP8: casts, products, scales ----
@@ -1797,29 +2079,26 @@ static void fp8_transpose(const Fp8Transpose& a, Stream stream) {
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
-// The product and the cast of its output in one kernel (6.4), or false.
-static bool fp8_matmul_gelu(const Fp8Matmul& a, Stream stream) {
+// Whether the product and the cast of its output were one kernel (6.4).
+static bool fp8_matmul_sm90(const Fp8Matmul& a, Stream stream) {
     const Fp8Cast& to = a.cast;
     if (!to.stats || !a.fast || a.a_format != Fp8Format::E4m3 || a.residual) { return false; }
     const bool is_gelu = to.source == Fp8Source::Gelu;
     if (!to.out || !(is_gelu || to.source == Fp8Source::GeluGrad)) { return false; }
-    GeluProduct p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
-                     .pre_gelu = to.pre_gelu, .N = a.M, .K = a.K / 2, .columns = a.N, .bytes = to.out,
-                     .transposed = to.out_t, .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor,
-                     .stats = to.stats};
-    if (is_gelu) {
-        p.pre_gelu = a.out;
-        return gelu_matmul<GeluPass::Forward, true>(p, stream);
-    }
-    p.partial = to.dbias.data ? to.scratch : nullptr;
-    if (!gelu_matmul<GeluPass::Backward, true>(p, stream)) { return false; }
-    if (to.dbias.data) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
+    const Product p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
+                       .pre_act = is_gelu ? a.out : to.pre_gelu,
+                       .partial = to.dbias.data ? to.scratch : nullptr, .N = a.M, .K = a.K / 2,
+                       .columns = a.N, .pre_columns = a.N, .bytes = to.out, .transposed = to.out_t,
+                       .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor, .stats = to.stats};
+    if (is_gelu) { return product_sm90<ForwardBytes<Gelu>>(p, stream); }
+    if (!product_sm90<BackwardBytes<Gelu>>(p, stream)) { return false; }
+    if (p.partial) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
     return true;
 }
 
 static void fp8_matmul(const Fp8Matmul& a, Stream stream) {
     OpScope scope(a, stream);
-    if (fp8_matmul_gelu(a, stream)) { return; }
+    if (fp8_matmul_sm90(a, stream)) { return; }
     Gemm g = {.d = a.out, .a = a.b, .b = a.a, .c = a.residual, .bias = a.bias, .m = a.N, .n = a.M, .k = a.K,
               .trans_a = true, .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
               .inp_type = CUDA_R_8F_E4M3, .b_is_e5m2 = a.a_format == Fp8Format::E5m2,
@@ -4305,14 +4584,13 @@ static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
 
 // SwiGLU. A block takes some vectors (blockIdx.y) of a row (blockIdx.x).
 constexpr int kSwigluThreads = 256;             // at most
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2e * x)); }
 
 __global__ void __launch_bounds__(kSwigluThreads) swiglu_forward_kernel(SwigluForward a) {
     const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     const floatX* gate_up = a.gate_up + (size_t)blockIdx.x * 2 * F;     // (2,F)
     const Floats gate = load_floats(gate_up, f, F), up = load_floats(gate_up + F, f, F);
     Floats y;
-    for (int k = 0; k < kWidth; k++) { y.at[k] = gate.at[k] * sigmoid(gate.at[k]) * up.at[k]; }
+    for (int k = 0; k < kWidth; k++) { y.at[k] = Swiglu::value(gate.at[k], up.at[k]); }
     store(a.out + (size_t)blockIdx.x * F, f, F, to_pack<floatX>(y));
 }
 
@@ -4324,9 +4602,8 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_backward_kernel(SwigluB
     const Floats dout = load_floats(a.dout + (size_t)blockIdx.x * F, f, F);
     Floats dgate, dup;
     for (int k = 0; k < kWidth; k++) {
-        const float x = gate.at[k], s = sigmoid(x);
-        dgate.at[k] = dout.at[k] * up.at[k] * s * fmaf(x, 1.0f - s, 1.0f);
-        dup.at[k] = dout.at[k] * x * s;
+        const float2 slopes = Swiglu::slopes(dout.at[k], gate.at[k], up.at[k]);
+        dgate.at[k] = slopes.x, dup.at[k] = slopes.y;
     }
     store(a.dgate_up + row, f, F, to_pack<floatX>(dgate));
     store(a.dgate_up + row + F, f, F, to_pack<floatX>(dup));
@@ -4346,18 +4623,18 @@ static void swiglu_backward(const SwigluBackward& a, Stream stream) {
     swiglu_launch(swiglu_backward_kernel, a, stream);
 }
 
-// ReLU squared, a vector a thread. x < 0 is false for NaN, which so comes through.
+// ReLU squared, a vector a thread.
 __global__ void relu2_forward_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     Floats x = load_floats(inp, i, n);
-    for (int k = 0; k < kWidth; k++) { x.at[k] = x.at[k] < 0.0f ? 0.0f : x.at[k] * x.at[k]; }
+    for (int k = 0; k < kWidth; k++) { x.at[k] = Relu2::value(x.at[k]); }
     store(out, i, n, to_pack<floatX>(x));
 }
 __global__ void relu2_backward_kernel(floatX* dinp, const floatX* dout, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     const Floats x = load_floats(inp, i, n);
     Floats d = load_floats(dout, i, n);
-    for (int k = 0; k < kWidth; k++) { d.at[k] *= x.at[k] < 0.0f ? 0.0f : 2.0f * x.at[k]; }
+    for (int k = 0; k < kWidth; k++) { d.at[k] *= Relu2::slope(x.at[k]); }
     store(dinp, i, n, to_pack<floatX>(d));
 }
 
@@ -5218,12 +5495,13 @@ struct Forward : Pass {
         fp8_product(out, inp, w, residual, {});
     }
 
-    // out = gelu(fch), fch = inp weight^T + bias
-    virtual void linear_gelu(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) {
+    // out = act(fch), fch = inp weight^T + bias; act: the MLP's activation
+    virtual void linear_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) {
         if (!inp.bytes) {
-            matmul_forward({.out = out.data, .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
-                            .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC}, stream());
-            return cast(out, w.OC);
+            matmul_forward({.out = fresh(out.data), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
+                            .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC, .mlp = config().shape().mlp},
+                           stream());
+            return cast(out, config().shape().F);
         }
         fp8_product(fch, inp, w, nullptr, cast_to(out, {.inp = fch, .source = Fp8Source::Gelu, .N = N(),
                                                         .C = w.OC}));
@@ -5259,11 +5537,15 @@ struct Forward : Pass {
                            .NKV = s.NKV, .HS = s.HS}, stream());
     }
 
-    // out = swiglu(fch) or relu2(fch)
-    virtual void activate(const Operand& out, const floatX* fch) {
+    // out = act(fch), without the product
+    void activate(const Operand& out, const floatX* fch) {
         const Config::Shape s = config().shape();
-        if (s.mlp == Mlp::SwiGlu) { swiglu_forward({fresh(out.data), fch, N(), s.F}, stream()); }
-        else { relu2_forward({fresh(out.data), fch, (size_t)N() * s.F}, stream()); }
+        fresh(out.data);
+        switch (s.mlp) {
+            case Mlp::Gelu: return gelu_forward({out.data, fch, (size_t)N() * s.F}, stream());
+            case Mlp::SwiGlu: return swiglu_forward({out.data, fch, N(), s.F}, stream());
+            case Mlp::Relu2: return relu2_forward({out.data, fch, (size_t)N() * s.F}, stream());
+        }
     }
 
     // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
@@ -5289,7 +5571,7 @@ static void gpt2_layer(Forward& e, int l) {
     e.attention(a.atty.data, a.qkv, a.att);                 // (B,T,C)
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
     e.norm(a.ln2, a.x_mid, a.w_ln2);                        // (B,T,C)
-    e.linear_gelu(a.act, a.fch, a.ln2, a.w_fc);             // (B,T,4C)
+    e.linear_activate(a.act, a.fch, a.ln2, a.w_fc);         // (B,T,4C)
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);      // (B,T,C)
 }
 
@@ -5302,7 +5584,7 @@ static void parallel_layer(Forward& e, int l) {
     e.linear(a.qkv, a.ln1, a.w_qkv);
     e.attention(a.atty.data, a.qkv, a.att);
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);
-    e.linear_gelu(a.act, a.fch, tied ? a.ln1 : a.ln2, a.w_fc);
+    e.linear_activate(a.act, a.fch, tied ? a.ln1 : a.ln2, a.w_fc);
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);
 }
 
@@ -5316,8 +5598,7 @@ static void llama_layer(Forward& e, int l) {
     e.attention(a.atty.data, a.qkv, a.att);                 // (B,T,NH,HS)
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
     e.norm(a.ln2, a.x_mid, a.w_ln2);                        // (B,T,C)
-    e.linear(a.fch, a.ln2, a.w_fc);                         // (B,T,2F): gate, up
-    e.activate(a.act, a.fch);                               // (B,T,F)
+    e.linear_activate(a.act, a.fch, a.ln2, a.w_fc);         // (B,T,F)
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);      // (B,T,C)
 }
 
@@ -5383,7 +5664,7 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
 
 // ---- the backward's verbs ----
 // A bias's gradient is the column sums of its linear layer's dout. The verb that computes this dout sums it,
-// too: linear_gelu_backward for fc, attention_backward for qkv, norm_backward for attproj and fcproj.
+// too: linear_activate_backward for fc, attention_backward for qkv, norm_backward for attproj and fcproj.
 struct Backward : Pass {
     // A layer's matrices are a bucket. It goes to the other ranks when the last of them has its gradient. The
     // LM head comes before all layers: there weights_left goes below 0, and no bucket is complete.
@@ -5426,18 +5707,18 @@ struct Backward : Pass {
                                .residual = residual, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
 
-    // dfch = (dout weight) * gelu'(fch), and its column sums, the gradient of the bias of fc
-    void linear_gelu_backward(const Operand& dfch, const Operand& dout, const Operand& act, const Linear& w,
-                              const floatX* fch, const Grad& dbias) {
+    // dfch, which may be fch, from dact = dout weight; and its column sums, the gradient of the bias of fc
+    void linear_activate_backward(const Operand& dfch, const Operand& dout, const Operand& act,
+                                  const Linear& w, const floatX* fch, const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
-        fresh(dfch.data);
+        fresh(dact);
         if (dout.bytes) {
             return fp8_product(dfch.data, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = dfch.data,
                                .pre_gelu = fch, .source = Fp8Source::GeluGrad, .N = N(), .C = w.C}));
         }
         matmul_backward_input({.dinp = dfch.data, .dout = dout.data, .weight = w.weight.data,
-                               .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
-                               .scratch = scratch}, stream());
+                               .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
+                               .scratch = scratch, .dact = dact, .mlp = config().shape().mlp}, stream());
         cast(dfch, w.C);
     }
 
@@ -5470,13 +5751,6 @@ struct Backward : Pass {
                                  .scratch = scratch, .qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr,
                                  .q_weight = r.q_weight, .k_weight = r.k_weight, .table = model->rotation,
                                  .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS}, stream());
-    }
-
-    // dfch, in the memory of fch, from dact
-    void activate_backward(floatX* fch, const floatX* dact) {
-        const Config::Shape s = config().shape();
-        if (s.mlp == Mlp::SwiGlu) { swiglu_backward({fch, dact, fch, N(), s.F}, stream()); }
-        else { relu2_backward({fch, dact, fch, (size_t)N() * s.F}, stream()); }
     }
 
     // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
@@ -5521,10 +5795,10 @@ struct Backward : Pass {
 };
 
 // The pages of the backward mirror the forward's, from the last line to the first. Theirs undoes linear_add
-// and linear_gelu, but for the weight's product.
+// and linear_activate, but for the weight's product.
 static void gpt2_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
-    e.linear_gelu_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);
+    e.linear_activate_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias, a.dact);
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
@@ -5536,7 +5810,7 @@ static void gpt2_layer_backward(Backward& e, int l) {
 static void parallel_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
     const bool tied = e.config().block == Block::ParallelTied;
-    e.linear_gelu_backward(a.dfch, a.x_out.added[1].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias);
+    e.linear_activate_backward(a.dfch, a.x_out.added[1].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias, a.dact);
     e.linear_backward(a.dln2, a.dfch, tied ? a.ln1 : a.ln2, a.w_fc);
     e.linear_backward(a.datty, a.x_out.added[0].dout, a.atty, a.w_attproj);
     e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, a.w_qkv.dbias);
@@ -5547,8 +5821,7 @@ static void parallel_layer_backward(Backward& e, int l) {
 
 static void llama_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
-    e.linear_backward(a.dact, a.x_out.added[0].dout, a.act, a.w_fcproj);
-    e.activate_backward(a.fch, a.dact);
+    e.linear_activate_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, {}, a.dact);
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
@@ -5558,8 +5831,8 @@ static void llama_layer_backward(Backward& e, int l) {
     e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
 
-// The engine that recomputes norms and GELU by the forward's pages, where -r has not kept them. Where FP8 has
-// kept their bytes, the backward needs nothing else.
+// The engine that recomputes norms and activations by the forward's pages, where -r has not kept them. Where
+// FP8 has kept their bytes, the backward needs nothing else.
 struct Recompute : Forward {
     explicit Recompute(const Pass& pass) : Forward(pass) {}
     // a second norm's rows are kept where the first's are
@@ -5567,16 +5840,13 @@ struct Recompute : Forward {
     void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2, const Norm& w2) override {
         if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
     }
-    void linear_gelu(const Operand& out, floatX* fch, const Operand&, const Linear& w) override {
-        if (lacks(out)) { gelu_forward({out.data, fch, (size_t)N() * w.OC}, stream()); }
+    void linear_activate(const Operand& out, floatX* fch, const Operand&, const Linear&) override {
+        if (lacks(out)) { activate(out, fch); }
     }
     void linear(floatX*, const Operand&, const Linear&, const floatX*) override {}
     void linear_add(const Sum&, const Sum&, const Operand&, const Linear&) override {}
     void rotate(floatX*, const Rotation&) override {}
     void attention(floatX*, const floatX*, const Attention&) override {}
-    void activate(const Operand& out, const floatX* fch) override {
-        if (lacks(out)) { Forward::activate(out, fch); }
-    }
 };
 
 // ---- backward ----
@@ -6024,7 +6294,11 @@ struct Decoding : Forward {
         decode_matmul({.out = out, .inp = inp.data, .weight = w.weight.data, .bias = w.bias, .gelu = false,
                        .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
-    void linear_gelu(const Operand& out, floatX*, const Operand& inp, const Linear& w) override {
+    void linear_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
+        if (config().shape().mlp != Mlp::Gelu) {
+            linear(fch, inp, w);
+            return activate(out, fch);
+        }
         decode_matmul({.out = out.data, .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
                        .gelu = true, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
@@ -6311,8 +6585,9 @@ static void print_model(const GPT2& model) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
-    const std::string gelu = c.is_llama() ? "" : format(", GELU %s", gelu_form(c.C));
-    printf("kernels: attention %s%s\n", attention_form(c.shape().HS), gelu.c_str());
+    const Config::Shape s = c.shape();
+    printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlpNames[(int)s.mlp],
+           activation_form(s.mlp, c.C, s.F));
 }
 
 // Allocates the model. Its parameters are a checkpoint's, a model file's, or random.

@@ -376,9 +376,9 @@ static void test_matmul(int N, int C, int OC) {
     const std::string shape = format("matmul N=%d C=%d OC=%d", N, C, OC);
     const size_t n = (size_t)N * OC;
     Doubles inp = random_tensor((size_t)N * C), weight = random_tensor((size_t)OC * C);
-    Doubles bias = random_tensor(OC), residual = random_tensor(n), out(n), pre_gelu(n);
-    auto forward = [&](const double* bias, const double* residual, double* pre_gelu) {
-        matmul_forward_cpu<double>({out, inp, weight, bias, residual, pre_gelu, N, C, OC}, 0);
+    Doubles bias = random_tensor(OC), residual = random_tensor(n), out(n), pre_act(n);
+    auto forward = [&](const double* bias, const double* residual, double* pre_act) {
+        matmul_forward_cpu<double>({out, inp, weight, bias, residual, pre_act, N, C, OC}, 0);
     };
     const Doubles products = doubles(n, [&](size_t i) {
         return dot(inp + i / OC * C, weight + i % OC * C, C);
@@ -387,8 +387,8 @@ static void test_matmul(int N, int C, int OC) {
     CHECK_SAME(out, products, kExact);
     forward(bias, residual, nullptr);
     CHECK_EACH(out, kExact, products[i] + bias[i % OC] + residual[i]);
-    forward(bias, nullptr, pre_gelu);
-    CHECK_EACH(pre_gelu, kExact, products[i] + bias[i % OC]);
+    forward(bias, nullptr, pre_act);
+    CHECK_EACH(pre_act, kExact, products[i] + bias[i % OC]);
     CHECK_EACH(out, kExact, gelu_direct(products[i] + bias[i % OC]));
 
     Doubles dout = random_tensor(n), dinp(inp.n), other = random_tensor(inp.n), both(inp.n);
@@ -417,6 +417,35 @@ static void test_matmul(int N, int C, int OC) {
         return loss();
     };
     CHECK_GRADIENT(hidden, dhidden, loss_through_gelu);
+}
+
+// Both linear layers of an MLP without biases: the first with its activation, the second back through it.
+static void test_mlp(Mlp mlp, int N, int C, int F) {
+    const int FCC = mlp == Mlp::SwiGlu ? 2 * F : F;
+    const std::string shape = format("mlp %d N=%d C=%d F=%d", (int)mlp, N, C, F);
+    Doubles inp = random_tensor((size_t)N * C), weight = random_tensor((size_t)FCC * C);
+    Doubles weight2 = random_tensor((size_t)C * F), act((size_t)N * F), pre_act((size_t)N * FCC);
+    Doubles out(inp.n), dout = random_tensor(inp.n), dact(act.n), product(pre_act.n);
+    auto activate = [&] {
+        if (mlp == Mlp::SwiGlu) { swiglu_forward_cpu<double>({act, pre_act, N, F}, 0); }
+        else { relu2_forward_cpu<double>({act, pre_act, act.n}, 0); }
+    };
+    matmul_forward_cpu<double>({product, inp, weight, nullptr, nullptr, nullptr, N, C, FCC}, 0);
+    matmul_forward_cpu<double>({act, inp, weight, nullptr, nullptr, pre_act, N, C, FCC, mlp}, 0);
+    CHECK_SAME(pre_act, product, kExact);
+    const Doubles fused = act;
+    activate();
+    CHECK(fused == act, "%s: not the activation of the product", shape.c_str());
+
+    Doubles inplace = pre_act;
+    matmul_backward_input_cpu<double>({inplace, dout, weight2, nullptr, inplace, N, F, C, {}, nullptr, dact,
+                                       mlp}, 0);
+    auto loss = [&] {
+        activate();
+        matmul_forward_cpu<double>({out, act, weight2, nullptr, nullptr, nullptr, N, F, C}, 0);
+        return dot(out, dout, out.n);
+    };
+    CHECK_GRADIENT(pre_act, inplace, loss);
 }
 
 static void test_grad_accumulate(size_t n) {
@@ -1070,6 +1099,8 @@ int main() {
         test_matmul(5, 300, 35);                    // sums longer than gemm_cpu takes in one piece: forward,
         test_matmul(6, 20, 509);                    // backward to the input,
         test_matmul(270, 9, 18);                    // backward to the weight
+        test_mlp(Mlp::SwiGlu, 5, 12, 23);
+        test_mlp(Mlp::Relu2, 5, 12, 23);
         test_grad_accumulate(333);
     }
     TEST("attention") {

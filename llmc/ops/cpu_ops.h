@@ -572,37 +572,43 @@ static inline void gemm_cpu(float* out, Accumulate acc, const float* a, Transpos
 #endif
 
 // x[n,o] = sum over c of inp[n,c]*weight[o,c] + bias[o] + residual[n,o]
-// out = x; or, where pre_gelu is wanted, pre_gelu = x and out = gelu(x).
+// out = x; or, where pre_act is wanted, pre_act = x and out = act(x).
 template <class Real> void matmul_forward_cpu(const MatmulForwardOf<Real, Real>& a) {
     const int N = a.N, C = a.C, OC = a.OC;
-    gemm_cpu(a.out, Accumulate::No, a.inp, Transpose::No, a.weight, Transpose::Yes, N, OC, C);
+    Real* x = a.pre_act ? a.pre_act : a.out;
+    gemm_cpu(x, Accumulate::No, a.inp, Transpose::No, a.weight, Transpose::Yes, N, OC, C);
     #pragma omp parallel for
     for (int n = 0; n < N; n++) {
         const size_t row = (size_t)n * OC;
-        Real* out_n = a.out + row;
-        if (a.bias) { for (int o = 0; o < OC; o++) { out_n[o] += a.bias[o]; } }
-        if (a.residual) { for (int o = 0; o < OC; o++) { out_n[o] += a.residual[row + o]; } }
-        if (a.pre_gelu) {
-            #pragma omp simd
-            for (int o = 0; o < OC; o++) {
-                a.pre_gelu[row + o] = out_n[o];
-                out_n[o] = gelu(out_n[o]);
-            }
-        }
+        Real* x_n = x + row;
+        if (a.bias) { for (int o = 0; o < OC; o++) { x_n[o] += a.bias[o]; } }
+        if (a.residual) { for (int o = 0; o < OC; o++) { x_n[o] += a.residual[row + o]; } }
+    }
+    if (!a.pre_act) { return; }
+    switch (a.mlp) {
+        case Mlp::Gelu: return gelu_forward_cpu<Real>({a.out, x, (size_t)N * OC});
+        case Mlp::SwiGlu: return swiglu_forward_cpu<Real>({a.out, x, N, OC / 2});
+        case Mlp::Relu2: return relu2_forward_cpu<Real>({a.out, x, (size_t)N * OC});
     }
 }
 
-// dinp[n,c] = sum over o of dout[n,o]*weight[o,c] + residual[n,c]; where pre_gelu is given, times
-// gelu'(pre_gelu[n,c]): the layer's input was gelu(pre_gelu), and this is the gradient before that GELU.
+// x[n,c] = sum over o of dout[n,o]*weight[o,c] + residual[n,c]
+// dinp = x; or, where pre_act is given, the gradient of pre_act where x is that of act(pre_act).
 // dbias[c] (=, +=) sum over n of dinp[n,c], as stored
 template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInputOf<Real, Real>& a) {
     const size_t n = (size_t)a.N * a.C;
-    gemm_cpu(a.dinp, Accumulate::No, a.dout, Transpose::No, a.weight, Transpose::No, a.N, a.C, a.OC);
+    Real* x = a.dact ? a.dact : a.dinp;
+    gemm_cpu(x, Accumulate::No, a.dout, Transpose::No, a.weight, Transpose::No, a.N, a.C, a.OC);
     if (a.residual) {
         #pragma omp parallel for simd
-        for (size_t i = 0; i < n; i++) { a.dinp[i] += a.residual[i]; }
+        for (size_t i = 0; i < n; i++) { x[i] += a.residual[i]; }
     }
-    if (a.pre_gelu) { gelu_backward_inplace_cpu<Real>({a.dinp, a.dbias, nullptr, a.pre_gelu, a.N, a.C}); }
+    if (!a.pre_act) { return; }
+    switch (a.mlp) {
+        case Mlp::Gelu: return gelu_backward_inplace_cpu<Real>({x, a.dbias, nullptr, a.pre_act, a.N, a.C});
+        case Mlp::SwiGlu: return swiglu_backward_cpu<Real>({a.dinp, x, a.pre_act, a.N, a.C});
+        case Mlp::Relu2: return relu2_backward_cpu<Real>({a.dinp, x, a.pre_act, n});
+    }
 }
 
 // dweight[o,c] (=, +=) sum over n of dout[n,o]*inp[n,c]

@@ -486,8 +486,8 @@ __device__ __forceinline__ void await_last_kernel() {
 #endif
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // ---- one function per instruction, Hopper: mbarrier, clusters, bulk and tensor copies (TMA), wgmma ----
+// Only what is inside of __CUDA_ARCH_FEAT_SM90_ALL may call them.
 
 // A barrier in shared memory counts arrivals and bytes. When all that it expects have come, its phase ends
 // and the next begins. fence_init makes new barriers visible to the copy engine. expect arrives once and
@@ -720,4 +720,3 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[16][4], const uint32_
                  : WGMMA_OPS_128("+f", d)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-#endif  // __CUDA_ARCH_FEAT_SM90_ALL

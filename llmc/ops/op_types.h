@@ -37,6 +37,11 @@ enum class ClassifierMode { LossOnly, LossAndGrad };
 // eps).
 enum class NormKind { Layer, Rms };
 
+// The MLP's activation: GELU (Hendrycks, Gimpel 2016); SwiGLU (Shazeer 2020), silu(gate) * up, which takes
+// twice as many columns as it gives; ReLU squared (So and others 2021).
+enum class Mlp { Gelu, SwiGlu, Relu2 };
+constexpr const char* kMlpNames[] = {"GELU", "SwiGLU", "ReLU^2"};
+
 // Dropout of (N,C): an element becomes 0 with probability dropped/65536. The others are multiplied by
 // `scale`, 65536/(65536 - dropped), which keeps the mean. Row n is row first_row + n of the whole job's
 // batch, so the mask does not depend on how many ranks and micro-steps share the batch.

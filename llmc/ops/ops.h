@@ -97,26 +97,33 @@ template <class X, class S> struct NormBackwardOf {
 };
 
 template <class X, class S> struct MatmulForwardOf {    // out = inp weight^T + bias + residual
-    X* out;                             // (N,OC)
+    X* out;                             // (N,OC), of SwiGLU (N,OC/2)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
     const X* residual = nullptr;        // (N,OC) or null; not `out`
-    X* pre_gelu = nullptr;              // (N,OC) or null; else pre_gelu = the sum and out = gelu(it as
-                                        // stored), without a residual
+    X* pre_act = nullptr;               // (N,OC) or null; else pre_act = the sum and out = the activation of
+                                        // it as stored, without a residual
     int N, C, OC;
+    Mlp mlp = Mlp::Gelu;                // the activation
     template <class F> void outputs(F gives) const {
-        gives("out", out, N, OC); gives("pre_gelu", pre_gelu, N, OC);
+        gives("out", out, N, pre_act && mlp == Mlp::SwiGlu ? OC / 2 : OC); gives("pre_act", pre_act, N, OC);
     }
 };
 template <class X, class S> struct MatmulBackwardInputOf {        // dinp = dout weight + residual
-    X* dinp;                            // (N,C)
+    X* dinp;                            // (N,C), of SwiGLU (N,2C)
     const X *dout, *weight;             // (N,OC) (OC,C)
     const X* residual = nullptr;        // (N,C) or null: another gradient of the input; not `dinp`
-    const X* pre_gelu = nullptr;        // (N,C) or null; else dinp is rounded, and then multiplied by
-                                        // gelu'(pre_gelu), without a residual
+    const X* pre_act = nullptr;         // as dinp, or null; else the layer's input was the activation of
+                                        // pre_act. The product is rounded, and dinp is the gradient of
+                                        // pre_act, without a residual. But for GELU, pre_act may be dinp
     int N, C, OC;
-    GradOf<S> dbias = {};               // (C) or null: column sums of dinp, as stored; with pre_gelu only
+    GradOf<S> dbias = {};               // (C) or null: column sums of dinp, as stored; of GELU only
     S* scratch = nullptr;               // where dbias is wanted
-    template <class F> void outputs(F gives) const { gives("dinp", dinp, N, C), gives("dbias", dbias, C); }
+    X* dact = nullptr;                  // (N,C) scratch for the rounded product. Null: dinp serves, but not
+                                        // where dinp is pre_act or of SwiGLU; of GELU it is null or dinp
+    Mlp mlp = Mlp::Gelu;                // the activation
+    template <class F> void outputs(F gives) const {
+        gives("dinp", dinp, N, pre_act && mlp == Mlp::SwiGlu ? 2 * C : C); gives("dbias", dbias, C);
+    }
 };
 template <class X, class S> struct MatmulBackwardWeightOf {       // dweight (+)= dout^T inp
     GradOf<S> dweight;                  // (OC,C)
