@@ -200,18 +200,18 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
     X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                   \
     X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                            \
     X(ln2_t8,     uint8_t, Block, ALWAYS, fp8 * second * N * C)                                             \
-    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * 4 * C)  /* (4C,B,T) */                                  \
+    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * F)      /* (F,B,T) */                                   \
     X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                               \
     X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                \
-    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * (fp8_head ? std::max(4 * C, Vp) : 4 * C))              \
-    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                              \
-    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                              \
-    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * 3 * C)                                              \
+    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * std::max({FCC, QKVC, fp8_head * Vp}))                  \
+    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * F)                                                  \
+    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * FCC)                                                \
+    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * QKVC)                                               \
     X(dlogits_8,  uint8_t, Global, IN(rows8), fp8_head * N * Vp)                                            \
-    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C)                                                 \
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * std::max({C, FCC, QKVC}))                              \
     X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                               \
-    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * 4 * C)                                           \
-    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * 3 * C)                                           \
+    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * FCC)                                             \
+    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * QKVC)                                            \
     X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)
 
 #define X(name, ...) PARAM_##name,
@@ -1073,6 +1073,15 @@ __device__ __forceinline__ float gelu_grad(float x) {
     const float s = gelu_sigmoid(x), two_du = fmaf(3.0f * kGelu3, x * x, kGelu1);
     return fmaf(x * two_du, fmaf(-s, s, s), s);
 }
+// The second family's activations (6.11). x < 0 is false for NaN, which so comes through.
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2e * x)); }
+__device__ __forceinline__ float swiglu(float gate, float up) { return gate * sigmoid(gate) * up; }
+__device__ __forceinline__ float2 swiglu_grad(float dout, float gate, float up) {       // of gate, of up
+    const float s = sigmoid(gate);
+    return make_float2(dout * up * s * fmaf(gate, 1.0f - s, 1.0f), dout * gate * s);
+}
+__device__ __forceinline__ float relu2(float x) { return x < 0.0f ? 0.0f : x * x; }
+__device__ __forceinline__ float relu2_grad(float x) { return x < 0.0f ? 0.0f : 2.0f * x; }
 
 __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
@@ -1619,8 +1628,9 @@ static bool gelu_matmul([[maybe_unused]] const GeluProduct& p, Stream stream) {
 //     weight grad  dweight (OC,C) (+)= dout^T (inp^T)^T
 // A block of fp8_cast takes a tile of 128 rows and columns. A thread converts a vector of each of four rows,
 // transposes each 4 x 4 bytes in registers and puts them into shared memory, where a word holds a quad: four
-// rows of a column. A warp then stores a column, 128 bytes. The kernel also computes GELU, and a bias's
-// gradient by column sums: a tile's sums are a row of partials, as in partial_sums_kernel.
+// rows of a column. A warp then stores a column, 128 bytes. The kernel also computes activations and their
+// gradients (that of SwiGLU has two tiles: gate's and up's), and a bias's gradient by column sums: a tile's
+// sums are a row of partials, as in partial_sums_kernel.
 constexpr int kCastTile = 128, kCastThreads = 256, kCastQuads = kCastTile / 4;
 typedef uint32_t CastTile[kCastTile][kCastQuads];           // (column, quad)
 // Where a column has a quad. A warp stores eight vectors of kVector columns, side by side, of four quads. The
@@ -1664,7 +1674,11 @@ __device__ __forceinline__ void store_columns(uint8_t* out, const CastTile& tile
 template <Fp8Source kSource>
 __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
     constexpr int kGroups = kCastTile / kWidth, kWarps = kCastThreads / kWarp, kWords = kWidth / 4;
-    __shared__ CastTile tile;
+    constexpr bool kSwigluGrad = kSource == Fp8Source::SwigluGrad;
+    constexpr bool kSwiglu = kSource == Fp8Source::Swiglu || kSwigluGrad;
+    constexpr bool kBefore = kSwigluGrad || kSource == Fp8Source::GeluGrad || kSource == Fp8Source::Relu2Grad;
+    constexpr int kHalves = kSwigluGrad ? 2 : 1;                        // of a row of out
+    __shared__ CastTile tiles[kHalves];
     __shared__ float sums[8][kCastTile];                                // of 16 rows each
     __shared__ uint2 stats[kWarps];                                     // of each warp: amax, saturated
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -1679,28 +1693,41 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         const int quad = part / (kGroups / 8) * 4 + lane / 8, group = part % (kGroups / 8) * 8 + lane % 8;
         const int row = row_0 + 4 * quad, c = column_0 + group * kWidth, end = row < a.N ? a.C : 0;
         const size_t at = row < a.N ? (size_t)row * a.C : 0;
-        uint32_t words[4][kWords];
-        x128 x[4], before[4];
+        uint32_t words[kHalves][4][kWords];
+        x128 x[4], before[4], up[4];                                    // SwiGLU: gate is in before or x
         Floats sum = {};
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const size_t row_at = at + (end ? (size_t)r * a.C : 0);
-            x[r] = load(a.inp + row_at, c, end);
-            if (kSource == Fp8Source::GeluGrad) { before[r] = load(a.pre_gelu + row_at, c, end); }
+            const size_t row_at = at + (end ? (size_t)r * a.C : 0), wide_at = (kSwiglu ? 2 : 1) * row_at;
+            x[r] = load(a.inp + (kBefore ? row_at : wide_at), c, end);
+            if (kBefore) { before[r] = load(a.before + wide_at, c, end); }
+            if (kSwiglu) { up[r] = load((kBefore ? a.before : a.inp) + wide_at + (end ? a.C : 0), c, end); }
         }
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            Floats f = to_floats(x[r]), slope = {};
-            if (kSource == Fp8Source::GeluGrad) { slope = to_floats(before[r]); }
+            Floats f[kHalves] = {to_floats(x[r])};
+            const Floats y = to_floats(kBefore ? before[r] : x[r]), z = to_floats(kSwiglu ? up[r] : x[r]);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
-                if (kSource == Fp8Source::Gelu) { f.at[k] = gelu(f.at[k]); }
-                if (kSource == Fp8Source::GeluGrad) { f.at[k] *= gelu_grad(slope.at[k]); }
-                sum.at[k] += f.at[k];
+                float& value = f[0].at[k];
+                if (kSource == Fp8Source::Gelu) { value = gelu(value); }
+                if (kSource == Fp8Source::GeluGrad) { value *= gelu_grad(y.at[k]); }
+                if (kSource == Fp8Source::Relu2) { value = relu2(value); }
+                if (kSource == Fp8Source::Relu2Grad) { value *= relu2_grad(y.at[k]); }
+                if (kSource == Fp8Source::Swiglu) { value = swiglu(value, z.at[k]); }
+                if (kSwigluGrad) {
+                    const float2 d = swiglu_grad(value, y.at[k], z.at[k]);
+                    value = d.x, f[kHalves - 1].at[k] = d.y;
+                }
+                sum.at[k] += value;
             }
-            const Pack<uint8_t> bytes = counts.round(f, scale);
-            memcpy(words[r], &bytes, sizeof(bytes));
-            store(a.out + at + (size_t)r * a.C, c, a.out ? end : 0, bytes);
+            Pack<uint8_t> bytes[kHalves];
+            counts.round(bytes, f, scale);
+            uint8_t* out = a.out + kHalves * (at + (size_t)r * a.C);
+            for (int half = 0; half < kHalves; half++) {
+                memcpy(words[half][r], &bytes[half], sizeof(bytes[half]));
+                store(out + (size_t)half * a.C, c, a.out ? end : 0, bytes[half]);
+            }
         }
         if (!a.out) { continue; }
         if (a.dbias.data) {                         // lanes of one group have 4 quads, one below the other
@@ -1711,7 +1738,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
                 if (lane < 8) { sums[quad / 4][group * kWidth + k] = sum.at[k]; }
             }
         }
-        store_turned(tile, group * kWidth, quad, words);
+        for (int h = 0; h < kHalves; h++) { store_turned(tiles[h], group * kWidth, quad, words[h]); }
     }
 
     const uint2 of_warp = counts.of_warp();
@@ -1723,7 +1750,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         const uint32_t count = __reduce_add_sync(kLanes, stats[lane].y);
         if (lane == 0) { fp8_count(a.stats, so_far, most, a.out ? count : 0); }
     }
-    if (first) { a.stats->elements += (size_t)a.N * a.C; }
+    if (first) { a.stats->elements += (size_t)a.N * kHalves * a.C; }
     if (first && sets_scale) { fp8_set_scale(a.tensor, scale); }
     if (!a.out) { return; }
     const int column = column_0 + threadIdx.x;
@@ -1732,7 +1759,9 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         for (int i = 0; i < 8; i++) { sum += sums[i][threadIdx.x]; }
         a.scratch[(size_t)blockIdx.y * a.C + column] = sum;
     }
-    store_columns<kWidth>(a.out_t, tile, a.N, a.C);
+    for (int h = 0; h < kHalves; h++) {
+        store_columns<kWidth>(a.out_t + (size_t)h * a.C * a.N, tiles[h], a.N, a.C);
+    }
 }
 
 static size_t fp8_cast_scratch_bytes(int N, int C) {
@@ -1752,10 +1781,12 @@ static void fp8_cast(const Fp8Cast& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
-    auto kernel = a.source == Fp8Source::Gelu       ? fp8_cast_kernel<Fp8Source::Gelu>
-                  : a.source == Fp8Source::GeluGrad ? fp8_cast_kernel<Fp8Source::GeluGrad>
-                                                    : fp8_cast_kernel<Fp8Source::Plain>;
-    kernel<<<grid, kCastThreads, 0, stream>>>(a);
+    constexpr auto kPlain = fp8_cast_kernel<Fp8Source::Plain>;          // in the order of Fp8Source
+    void (*const kernels[])(Fp8Cast) = {
+        kPlain, kPlain, fp8_cast_kernel<Fp8Source::Gelu>, fp8_cast_kernel<Fp8Source::GeluGrad>,
+        fp8_cast_kernel<Fp8Source::Swiglu>, fp8_cast_kernel<Fp8Source::SwigluGrad>,
+        fp8_cast_kernel<Fp8Source::Relu2>, fp8_cast_kernel<Fp8Source::Relu2Grad>};
+    kernels[(int)a.source]<<<grid, kCastThreads, 0, stream>>>(a);
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
@@ -1808,7 +1839,7 @@ static bool fp8_matmul_gelu(const Fp8Matmul& a, Stream stream) {
     const bool is_gelu = to.source == Fp8Source::Gelu;
     if (!to.out || !(is_gelu || to.source == Fp8Source::GeluGrad)) { return false; }
     GeluProduct p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
-                     .pre_gelu = to.pre_gelu, .N = a.M, .K = a.K / 2, .columns = a.N, .bytes = to.out,
+                     .pre_gelu = to.before, .N = a.M, .K = a.K / 2, .columns = a.N, .bytes = to.out,
                      .transposed = to.out_t, .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor,
                      .stats = to.stats};
     if (is_gelu) {
@@ -4208,35 +4239,53 @@ __global__ void __launch_bounds__(kRotateThreads) rotate_forward_inplace_kernel(
 }
 
 // A block takes heads of rows blockIdx.x, blockIdx.x + gridDim.x, ... A lane's sums for dweight stay in
-// registers; the block's, of all its heads of q and of all of k, are a row of partials.
+// registers; the block's, of all its heads of q and of all of k, are a row of partials. With FP8 it also takes
+// heads of v, which it only rounds.
 constexpr int kRotateBlocks = 1584;             // at most: 12 an SM of an H200, whatever the GPU is
 __global__ void __launch_bounds__(kRotateThreads, 3)
     rotate_backward_inplace_kernel(RotateBackward a, float* partial /*(gridDim.y,gridDim.x,2,HS) or null*/) {
     __shared__ float shared[kRotateThreads * 2 * kWidth];               // (blockDim.y,HS)
     const int first = blockIdx.y * blockDim.y, h = first + threadIdx.y, i = threadIdx.x * kWidth;
     const int HS = a.HS, half = HS / 2, NH = a.NH, heads = NH + a.NKV;
-    const bool live = h < heads;
+    const bool turned = h < heads, live = turned || (a.fp8 && h < heads + a.NKV);
+    const float scale = a.fp8 ? a.tensor->scale : 1.0f;
+    const uint32_t so_far = a.fp8 ? fp8_amax_so_far(a.stats) : 0;
+    Fp8Counts counts;
     const float* weight = h < NH ? a.q_weight : a.k_weight;
     Halves sums = {};
     for (int n = blockIdx.x; n < a.N; n += gridDim.x) {
         const size_t head = ((size_t)n * (heads + a.NKV) + h) * HS;
         Halves dy = load_halves(a.dqkv + head, i, half, live);
-        Halves y = load_halves(a.qkv + head, i, half, live && a.rstd);
+        Halves y = load_halves(a.qkv + head, i, half, turned && a.rstd);
         const Halves turn = load_halves(a.table + (size_t)(n % a.T) * HS, i, half);
-        dy = rotated(dy, turn, -1.0f);
+        if (turned) { dy = rotated(dy, turn, -1.0f); }
         if (a.rstd) {
             y = rotated(y, turn, -1.0f);
-            const float rstd = live ? a.rstd[(size_t)n * heads + h] : 0.0f, mean = head_mean(dy, y, HS);
+            const float rstd = turned ? a.rstd[(size_t)n * heads + h] : 0.0f, mean = head_mean(dy, y, HS);
             const Halves w = load_weight(weight, i, half);
             for (int s = 0; s < 2; s++) {
                 for (int k = 0; k < kWidth; k++) {
                     float &d = dy.at[s].at[k], w_k = w.at[s].at[k], y_k = y.at[s].at[k];
                     sums.at[s].at[k] = fmaf(d, y_k, sums.at[s].at[k]);
-                    d = rstd * (d * w_k - y_k * inverse(w_k) * mean);
+                    d = turned ? rstd * (d * w_k - y_k * inverse(w_k) * mean) : d;
                 }
             }
         }
-        store_halves(a.dqkv + head, i, half, live, dy);
+        if (a.fp8) {
+            Pack<uint8_t> bytes[2];
+            counts.round(bytes, dy.at, scale);
+            for (int s = 0; s < 2; s++) { store(a.fp8 + head + s * half, i, live ? half : 0, bytes[s]); }
+        } else {
+            store_halves(a.dqkv + head, i, half, live, dy);
+        }
+    }
+    if (a.fp8) {
+        const uint2 of_warp = counts.of_warp();
+        const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+        if (thread % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
+        if (blockIdx.x + blockIdx.y + thread == 0) {
+            a.stats->elements += (size_t)a.N * (heads + a.NKV) * HS;
+        }
     }
     if (!partial) { return; }
 
@@ -4280,7 +4329,7 @@ static size_t rotate_backward_scratch_bytes(int HS) { return kRotateBlocks * 2 *
 
 static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
     OpScope scope(a, stream);
-    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV, a.HS);
+    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV * (a.fp8 ? 2 : 1), a.HS);
     const int blocks = ceil_div(a.N, ceil_div(a.N, kRotateBlocks / grid.slabs));
     float* partial = a.dq_weight.data || a.dk_weight.data ? a.scratch : nullptr;
     rotate_backward_inplace_kernel<<<dim3(blocks, grid.slabs), grid.block, 0, stream>>>(a, partial);
@@ -4291,14 +4340,12 @@ static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
 
 // SwiGLU. A block takes some vectors (blockIdx.y) of a row (blockIdx.x).
 constexpr int kSwigluThreads = 256;             // at most
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2e * x)); }
-
 __global__ void __launch_bounds__(kSwigluThreads) swiglu_forward_kernel(SwigluForward a) {
     const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     const floatX* gate_up = a.gate_up + (size_t)blockIdx.x * 2 * F;     // (2,F)
     const Floats gate = load_floats(gate_up, f, F), up = load_floats(gate_up + F, f, F);
     Floats y;
-    for (int k = 0; k < kWidth; k++) { y.at[k] = gate.at[k] * sigmoid(gate.at[k]) * up.at[k]; }
+    for (int k = 0; k < kWidth; k++) { y.at[k] = swiglu(gate.at[k], up.at[k]); }
     store(a.out + (size_t)blockIdx.x * F, f, F, to_pack<floatX>(y));
 }
 
@@ -4310,9 +4357,8 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_backward_kernel(SwigluB
     const Floats dout = load_floats(a.dout + (size_t)blockIdx.x * F, f, F);
     Floats dgate, dup;
     for (int k = 0; k < kWidth; k++) {
-        const float x = gate.at[k], s = sigmoid(x);
-        dgate.at[k] = dout.at[k] * up.at[k] * s * fmaf(x, 1.0f - s, 1.0f);
-        dup.at[k] = dout.at[k] * x * s;
+        const float2 d = swiglu_grad(dout.at[k], gate.at[k], up.at[k]);
+        dgate.at[k] = d.x, dup.at[k] = d.y;
     }
     store(a.dgate_up + row, f, F, to_pack<floatX>(dgate));
     store(a.dgate_up + row + F, f, F, to_pack<floatX>(dup));
@@ -4332,18 +4378,18 @@ static void swiglu_backward(const SwigluBackward& a, Stream stream) {
     swiglu_launch(swiglu_backward_kernel, a, stream);
 }
 
-// ReLU squared, a vector a thread. x < 0 is false for NaN, which so comes through.
+// ReLU squared, a vector a thread.
 __global__ void relu2_forward_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     Floats x = load_floats(inp, i, n);
-    for (int k = 0; k < kWidth; k++) { x.at[k] = x.at[k] < 0.0f ? 0.0f : x.at[k] * x.at[k]; }
+    for (int k = 0; k < kWidth; k++) { x.at[k] = relu2(x.at[k]); }
     store(out, i, n, to_pack<floatX>(x));
 }
 __global__ void relu2_backward_kernel(floatX* dinp, const floatX* dout, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     const Floats x = load_floats(inp, i, n);
     Floats d = load_floats(dout, i, n);
-    for (int k = 0; k < kWidth; k++) { d.at[k] *= x.at[k] < 0.0f ? 0.0f : 2.0f * x.at[k]; }
+    for (int k = 0; k < kWidth; k++) { d.at[k] *= relu2_grad(x.at[k]); }
     store(dinp, i, n, to_pack<floatX>(d));
 }
 
@@ -5100,13 +5146,12 @@ struct Pass {
         y.w_attproj = linear_of(PARAM_attprojw, PARAM_attprojb, l, kIn16Bits);
         y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc);
         y.w_fcproj = linear_of(PARAM_fcprojw, PARAM_fcprojb, l, first + kFcProj);
-        y.dfch = operand(a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
+        y.dfch = operand(config().is_llama() ? a.fch : a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
         y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
         y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty, y.dact = a.dact;
         if (config().is_llama()) {
             y.rotation = {a.qk_rstd, param<float>(PARAM_qnw, l), param<float>(PARAM_knw, l),
                           grad(PARAM_qnw, l), grad(PARAM_knw, l)};
-            y.dfch = {.data = a.fch};
         }
         return y;
     }
@@ -5248,7 +5293,13 @@ struct Forward : Pass {
     // out = swiglu(fch) or relu2(fch)
     virtual void activate(const Operand& out, const floatX* fch) {
         const Config::Shape s = config().shape();
-        if (s.mlp == Mlp::SwiGlu) { swiglu_forward({fresh(out.data), fch, N(), s.F}, stream()); }
+        const bool swiglu = s.mlp == Mlp::SwiGlu;
+        if (out.tensor) {
+            fp8_cast(cast_to(out, {.inp = fch, .source = swiglu ? Fp8Source::Swiglu : Fp8Source::Relu2,
+                                   .N = N(), .C = s.F}), stream());
+        }
+        if (out.bytes) { return; }
+        if (swiglu) { swiglu_forward({fresh(out.data), fch, N(), s.F}, stream()); }
         else { relu2_forward({fresh(out.data), fch, (size_t)N() * s.F}, stream()); }
     }
 
@@ -5419,7 +5470,7 @@ struct Backward : Pass {
         fresh(dfch.data);
         if (dout.bytes) {
             return fp8_product(dfch.data, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = dfch.data,
-                               .pre_gelu = fch, .source = Fp8Source::GeluGrad, .N = N(), .C = w.C}));
+                               .before = fch, .source = Fp8Source::GeluGrad, .N = N(), .C = w.C}));
         }
         matmul_backward_input({.dinp = dfch.data, .dout = dout.data, .weight = w.weight.data,
                                .pre_gelu = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
@@ -5450,19 +5501,30 @@ struct Backward : Pass {
     }
 
     // In place: gradients of the rotated q and k become those of q and k as the linear layer gave them
-    void rotate_backward(floatX* dqkv, const floatX* qkv, const Rotation& r) {
+    void rotate_backward(const Operand& dqkv, const floatX* qkv, const Rotation& r) {
         const Config::Shape s = config().shape();
-        rotate_backward_inplace({.dqkv = dqkv, .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
+        rotate_backward_inplace({.dqkv = dqkv.data, .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
                                  .scratch = scratch, .qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr,
                                  .q_weight = r.q_weight, .k_weight = r.k_weight, .table = model->rotation,
-                                 .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS}, stream());
+                                 .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS,
+                                 .fp8 = fresh(dqkv.bytes), .tensor = dqkv.tensor, .stats = dqkv.stats},
+                                stream());
+        const int OC = (config().NH + 2 * s.NKV) * s.HS;
+        if (dqkv.bytes) { transpose(dqkv, OC); }
+        else { cast(dqkv, OC); }
     }
 
-    // dfch, in the memory of fch, from dact
-    void activate_backward(floatX* fch, const floatX* dact) {
+    // dfch, in the memory of fch or as bytes, from dact
+    void activate_backward(const Operand& dfch, const floatX* dact, const floatX* fch) {
         const Config::Shape s = config().shape();
-        if (s.mlp == Mlp::SwiGlu) { swiglu_backward({fch, dact, fch, N(), s.F}, stream()); }
-        else { relu2_backward({fch, dact, fch, (size_t)N() * s.F}, stream()); }
+        const bool swiglu = s.mlp == Mlp::SwiGlu;
+        if (dfch.tensor) {
+            fp8_cast(cast_to(dfch, {.inp = dact, .before = fch, .source = swiglu ? Fp8Source::SwigluGrad
+                                    : Fp8Source::Relu2Grad, .N = N(), .C = s.F}), stream());
+        }
+        if (dfch.bytes) { return; }
+        if (swiglu) { swiglu_backward({dfch.data, dact, fch, N(), s.F}, stream()); }
+        else { relu2_backward({dfch.data, dact, fch, (size_t)N() * s.F}, stream()); }
     }
 
     // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
@@ -5534,12 +5596,12 @@ static void parallel_layer_backward(Backward& e, int l) {
 static void llama_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
     e.linear_backward(a.dact, a.x_out.added[0].dout, a.act, a.w_fcproj);
-    e.activate_backward(a.fch, a.dact);
+    e.activate_backward(a.dfch, a.dact, a.fch);
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, {});
-    e.rotate_backward(a.dqkv.data, a.qkv, a.rotation);
+    e.attention_backward({a.dqkv.data}, a.datty, a.atty.data, a.qkv, a.att, {});
+    e.rotate_backward(a.dqkv, a.qkv, a.rotation);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
     e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
@@ -5561,7 +5623,7 @@ struct Recompute : Forward {
     void rotate(floatX*, const Rotation&) override {}
     void attention(floatX*, const floatX*, const Attention&) override {}
     void activate(const Operand& out, const floatX* fch) override {
-        if (lacks(out)) { Forward::activate(out, fch); }
+        if (lacks(out)) { Forward::activate({out.data}, fch); }
     }
 };
 

@@ -68,7 +68,7 @@ def test_head_rate():
 def test_refusals():
     usual = {**USUAL, "-x": 1}
     refused({**usual, "-e": NANO, "--head-rate": 2}, "--head-rate is for an untied LM head")
-    refused({**usual, "-e": LLAMA, "--matmul-dtype": "fp8"}, "--matmul-dtype fp8 is for the family of GPT-2")
+    refused({**usual, "-e": NANO, "--matmul-dtype": "fp8"}, "multiples of 16", "C = 40, the MLP's width 56")
     refused({**usual, "-e": LLAMA, "--norm": "layernorm"}, "--norm layernorm")
     for sizes, why in (("NKV3,HS16,F96", "NH must be a multiple of NKV"), ("NKV2,HS8,F96", "HS one of 16"),
                        ("NKV2,HS16,F9", "F must be a multiple of 8"), ("NKV2,HS16", "neither a file nor")):
