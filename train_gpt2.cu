@@ -4980,9 +4980,11 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 // the dimension that it sums over, so an operand has its bytes twice, once transposed.
 // A run's first step has no scales yet. It multiplies data and records each operand's largest element, from
 // which the second step's scales follow. If the first step is not finite, scales stay 1 until a later step
-// has recorded some.
+// has recorded some. Llama's projections and head begin as zeros. The gradients behind these grow from step to
+// step, manyfold at first: kFp8LlamaBegins updates later by less than the scales have room for.
 // docs/numerics.md says why the gradient of the logits is e5m2, and why attproj and the first and the last
 // layer stay in 16 bits.
+constexpr uint32_t kFp8LlamaBegins = 8;         // AdamW, without warm-up or with: none is skipped from 5 on
 struct Operand {
     floatX* data = nullptr;
     uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
@@ -5086,7 +5088,7 @@ struct Pass {
                    (role == kWeight ? 2 * model->fp8.linears + linear : 2 * linear + (role == kDout));
         y.stats = (Fp8Stats*)(model->exchange.record + model->exchange.stats_at) +
                   (y.tensor - model->fp8.tensors);
-        if (model->step > 0) { y.bytes = bytes, y.bytes_t = bytes_t; }
+        if (model->step >= (c.is_llama() ? kFp8LlamaBegins : 1)) { y.bytes = bytes, y.bytes_t = bytes_t; }
         return y;
     }
     Linear linear_of(ParamId weight, ParamId bias, int l, int linear) const {
