@@ -2117,7 +2117,7 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, QkNorm norm) {
         fp8_set_scale(&tensor[0], 256.0f);              // 448/256 = 1.75: some saturate
         compute(k, [&](auto at) {
             auto a = args<RotateBackwardOf>(at);
-            a.dqkv = fp8 ? at.x("dqkv", InOut(n)) : at.x("dqkv_inplace", InOut(n)), a.table = at.s("table", Of(table));
+            a.dqkv = at.x(fp8 ? "dqkv" : "dqkv_inplace", InOut(n)), a.table = at.s("table", Of(table));
             if (norms) { a.qkv = at.x("qkv", In(n)), a.rstd = at.s("rstd", In(N * heads, 0.1, 1.0)); }
             if (weighted) {
                 a.dq_weight = at.grad("dq_weight", In(HS), is.acc, is.bf16);
@@ -2127,8 +2127,8 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, QkNorm norm) {
             a.q_weight = weight(at, "q_weight", of_q), a.k_weight = weight(at, "k_weight", of_k);
             a.N = N, a.T = T, a.NH = NH, a.NKV = NKV, a.HS = HS;
             if (fp8) {
-                a.fp8 = at.exact("bytes", std::vector<uint8_t>(n, 0xFF)), a.tensor = at.exact("tensor", tensor);
-                a.stats = at.exact("stats", std::vector<Fp8Stats>(1));
+                a.fp8 = at.exact("bytes", std::vector<uint8_t>(n, 0xFF));
+                a.tensor = at.exact("tensor", tensor), a.stats = at.exact("stats", std::vector<Fp8Stats>(1));
             }
             call(a);
         });

@@ -4239,8 +4239,8 @@ __global__ void __launch_bounds__(kRotateThreads) rotate_forward_inplace_kernel(
 }
 
 // A block takes heads of rows blockIdx.x, blockIdx.x + gridDim.x, ... A lane's sums for dweight stay in
-// registers; the block's, of all its heads of q and of all of k, are a row of partials. With FP8 it also takes
-// heads of v, which it only rounds.
+// registers; the block's, of all its heads of q and of all of k, are a row of partials. With FP8 v has heads
+// here, too, which are only rounded.
 constexpr int kRotateBlocks = 1584;             // at most: 12 an SM of an H200, whatever the GPU is
 __global__ void __launch_bounds__(kRotateThreads, 3)
     rotate_backward_inplace_kernel(RotateBackward a, float* partial /*(gridDim.y,gridDim.x,2,HS) or null*/) {
@@ -4980,11 +4980,12 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 // the dimension that it sums over, so an operand has its bytes twice, once transposed.
 // A run's first step has no scales yet. It multiplies data and records each operand's largest element, from
 // which the second step's scales follow. If the first step is not finite, scales stay 1 until a later step
-// has recorded some. Llama's projections and head begin as zeros. The gradients behind these grow from step to
-// step, manyfold at first: kFp8LlamaBegins updates later by less than the scales have room for.
+// has recorded some. Llama's projections and head begin as zeros, and the gradients that come through them
+// grow manyfold in each of the first steps. Small models with AdamW skipped updates for it, and none where
+// bytes began after five updates or more.
 // docs/numerics.md says why the gradient of the logits is e5m2, and why attproj and the first and the last
 // layer stay in 16 bits.
-constexpr uint32_t kFp8LlamaBegins = 8;         // AdamW, without warm-up or with: none is skipped from 5 on
+constexpr uint32_t kFp8LlamaBegins = 8;         // updates
 struct Operand {
     floatX* data = nullptr;
     uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
@@ -5296,10 +5297,9 @@ struct Forward : Pass {
     virtual void activate(const Operand& out, const floatX* fch) {
         const Config::Shape s = config().shape();
         const bool swiglu = s.mlp == Mlp::SwiGlu;
-        if (out.tensor) {
-            fp8_cast(cast_to(out, {.inp = fch, .source = swiglu ? Fp8Source::Swiglu : Fp8Source::Relu2,
-                                   .N = N(), .C = s.F}), stream());
-        }
+        const Fp8Source source = swiglu ? Fp8Source::Swiglu : Fp8Source::Relu2;
+        const Fp8Cast bytes = {.inp = fch, .source = source, .N = N(), .C = s.F};
+        if (out.tensor) { fp8_cast(cast_to(out, bytes), stream()); }
         if (out.bytes) { return; }
         if (swiglu) { swiglu_forward({fresh(out.data), fch, N(), s.F}, stream()); }
         else { relu2_forward({fresh(out.data), fch, (size_t)N() * s.F}, stream()); }
@@ -5520,10 +5520,9 @@ struct Backward : Pass {
     void activate_backward(const Operand& dfch, const floatX* dact, const floatX* fch) {
         const Config::Shape s = config().shape();
         const bool swiglu = s.mlp == Mlp::SwiGlu;
-        if (dfch.tensor) {
-            fp8_cast(cast_to(dfch, {.inp = dact, .before = fch, .source = swiglu ? Fp8Source::SwigluGrad
-                                    : Fp8Source::Relu2Grad, .N = N(), .C = s.F}), stream());
-        }
+        const Fp8Source source = swiglu ? Fp8Source::SwigluGrad : Fp8Source::Relu2Grad;
+        const Fp8Cast bytes = {.inp = dact, .before = fch, .source = source, .N = N(), .C = s.F};
+        if (dfch.tensor) { fp8_cast(cast_to(dfch, bytes), stream()); }         // before fch is replaced
         if (dfch.bytes) { return; }
         if (swiglu) { swiglu_backward({dfch.data, dact, fch, N(), s.F}, stream()); }
         else { relu2_backward({dfch.data, dact, fch, (size_t)N() * s.F}, stream()); }

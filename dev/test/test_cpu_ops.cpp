@@ -573,8 +573,9 @@ static void test_fp8_cast(int N, int C) {
     relu2_forward_cpu<double>({relu2, inp, n}, 0);
     relu2_backward_cpu<double>({drelu2, inp, pre_gelu, n}, 0);
     struct { Fp8Source source; const double *inp, *before, *want; int width; } cases[] = {
-        {Fp8Source::Swiglu, gate_up, nullptr, swiglu, C}, {Fp8Source::SwigluGrad, inp, gate_up, dgate_up, 2 * C},
-        {Fp8Source::Relu2, inp, nullptr, relu2, C}, {Fp8Source::Relu2Grad, inp, pre_gelu, drelu2, C}};
+        {Fp8Source::Swiglu, gate_up, nullptr, swiglu, C}, {Fp8Source::Relu2, inp, nullptr, relu2, C},
+        {Fp8Source::SwigluGrad, inp, gate_up, dgate_up, 2 * C},
+        {Fp8Source::Relu2Grad, inp, pre_gelu, drelu2, C}};
     for (const auto& is : cases) {
         const size_t all = (size_t)N * is.width;
         std::vector<uint8_t> rows(all), columns(all);

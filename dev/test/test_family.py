@@ -33,8 +33,8 @@ def left_by(folder, **flags):
 
 
 @pytest.mark.parametrize("name, model, dtype", [
-    ("llama", LLAMA, "bf16"), ("nano", NANO, "bf16"), ("llama8", LLAMA, "fp8-head"), ("nano8", SIXTEENS, "fp8")],
-    ids=["llama", "nano", "llama, FP8", "nano, FP8"])
+    ("llama", LLAMA, "bf16"), ("nano", NANO, "bf16"), ("llama8", LLAMA, "fp8-head"),
+    ("nano8", SIXTEENS, "fp8")], ids=["llama", "nano", "llama, FP8", "nano, FP8"])
 def test_ranks_and_recompute(name, model, dtype):
     """Ranks at each ZeRO stage, and -r: the same losses and the same model, to the bit."""
     if dtype != "bf16":
@@ -76,7 +76,7 @@ def test_head_rate():
 def test_refusals():
     usual = {**USUAL, "-x": 1}
     refused({**usual, "-e": NANO, "--head-rate": 2}, "--head-rate is for an untied LM head")
-    refused({**usual, "-e": NANO, "--matmul-dtype": "fp8"}, "multiples of 16", "C = 40, the MLP's width 56")
+    refused({**usual, "-e": NANO, "--matmul-dtype": "fp8"}, "multiples of 16", "C = 40, F = 56")
     refused({**usual, "-e": LLAMA, "--norm": "layernorm"}, "--norm layernorm")
     for sizes, why in (("NKV3,HS16,F96", "NH must be a multiple of NKV"), ("NKV2,HS8,F96", "HS one of 16"),
                        ("NKV2,HS16,F9", "F must be a multiple of 8"), ("NKV2,HS16", "neither a file nor")):

@@ -286,7 +286,7 @@ template <class X, class S> struct RotateBackwardOf {   // of a forward without 
     Fp8Stats* stats = nullptr;          // with fp8: added to
     template <class F> void outputs(F gives) const {
         gives("dqkv", fp8 ? nullptr : dqkv, NH + NKV, HS); gives("fp8_dqkv", fp8, N, NH + 2 * NKV, HS);
-        gives("fp8_amax", stats ? &stats->amax : nullptr, 1); gives("dq_weight", dq_weight, HS);
+        gives("fp8_amax", fp8 ? &stats->amax : nullptr, 1); gives("dq_weight", dq_weight, HS);
         gives("dk_weight", dk_weight, HS);
     }
 };

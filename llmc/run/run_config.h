@@ -578,8 +578,8 @@ static inline void fp8_check(const Config& c, const Build& build) {
     }
     const int F = c.shape().F;
     if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || F % 16 != 0 || (head && c.Vp % 16 != 0)) {
-        die("--matmul-dtype fp8 needs multiples of 16: -b %d x -t %d = %d tokens, C = %d, the MLP's width %d, "
-            "wte of %d rows", run.B, run.T, run.B * run.T, c.C, F, c.Vp);
+        die("--matmul-dtype fp8 needs multiples of 16: -b %d x -t %d = %d tokens, C = %d, F = %d (the MLP's "
+            "width), wte of %d rows", run.B, run.T, run.B * run.T, c.C, F, c.Vp);
     }
 }
 
