@@ -8,6 +8,7 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
         invariance   facts that need no reference: splits, recompute, two runs, skipped updates, files
     --reference PREFIX   model mode on PREFIX_model.bin, PREFIX_tensors.bin, PREFIX.json (from dev/reference)
     --small              kernels mode with its small shapes only: for compute-sanitizer
+    --only TEXT          of the modes' tests only those whose heading contains TEXT
     --break NAME         scales that op's output by 1.01: the run must then fail. --list prints the names
     dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16] [--dropout P]
                          what this build computes for that reference's batch, in the reference file's format;
@@ -2948,7 +2949,7 @@ static void test_kernels() {
     }
     TEST("kernels: rotation") {
         for (QkNorm norm : {QkNorm::No, QkNorm::Weightless, QkNorm::Weighted}) {
-            test_rotate(2, 5, 3, 1, 64, norm);
+            test_rotate(9, 5, 3, 1, 64, norm);          // a lane has four texts; the last one text
             test_rotate(1, 1, 1, 1, 16, norm);
             test_rotate(3, 7, 2, 2, 80, norm);
             test_rotate(1, 9, 6, 2, 96, norm);
@@ -2956,7 +2957,7 @@ static void test_kernels() {
             if (small_shapes) { continue; }
             test_rotate(2, 300, 12, 12, 64, norm);
             test_rotate(2, 130, 16, 8, 128, norm);
-            test_rotate(3, 1111, 3, 1, 32, norm);       // blocks of the backward take several rows
+            test_rotate(6, 1111, 3, 1, 32, norm);       // blocks of the backward take several places
         }
     }
     TEST("kernels: attention") {
@@ -3055,11 +3056,12 @@ int main(int argc, char** argv) {
         if (arg == "--small") { small_shapes = true; continue; }
 #endif
         if (arg == "--break" && more) { break_name = argv[++i]; }
+        else if (arg == "--only" && more) { test_only = argv[++i]; }
         else if (arg == "--reference" && more) { references.push_back(argv[++i]); }
         else if (arg == "kernels" || arg == "model" || arg == "invariance") { modes.push_back(arg);
         } else {
             die("'%s' is not an argument of this test\nhint: kernels, model, invariance, --reference PREFIX, "
-                "--break NAME, --list",
+                "--only TEXT, --break NAME, --list",
                 argv[i]);
         }
     }
@@ -3116,7 +3118,7 @@ int main(int argc, char** argv) {
                 Config deep = kTensorCore;
                 deep.L = 4;
                 test_fp8(deep, true, 0.07);
-                test_fp8(kLlama8, true, 0.067);
+                test_fp8(kLlama8, true, 0.075);     // 0.063 to 0.073 with eight seeds on the CPU
                 test_fp8(kNano8, true, 0.045);
                 if (kDeviceIsAsync) {                         // fc's and fcproj's products with GELU (sm90)
                     Config wide = kWide;

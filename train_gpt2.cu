@@ -665,15 +665,13 @@ static void column_sums(const ColumnSums& sums, int tensors, const float* partia
 //
 // A slot in shared memory belongs to one thread, so a thread waits for its own copies only. With plain loads
 // into registers the memory would idle during the arithmetic: 177 us instead of 104 for C=768, 124M.
-// Rows longer than a block are cut into tiles (blockIdx.y), and norm_backward_sums_kernel takes their sums
-// first. kCount is 1 for one norm and one branch, and 2 for everything else. With kCount 2, a missing norm or
-// branch reads as zeros, and its sums are not stored.
-template <int kCount, int kVectors> struct NormSlots {                      // of a thread, 16 bytes each
-    static constexpr int kRows = kCount == 1 && kVectors == 1 ? 2 : 1;      // else no registers
-    static constexpr int kItems = kRows * kVectors;     // item m is vector m % kVectors of row m / kVectors
+// Longer rows are norm_backward_long_kernel's. kCount is 1 for one norm and one branch, and 2 for everything
+// else. With kCount 2, a missing norm or branch reads as zeros, and its sums are not stored.
+template <int kCount> struct NormSlots {                                // of a thread, 16 bytes each
+    static constexpr int kRows = kCount == 1 ? 2 : 1;                   // two norms have no registers for two
     static constexpr int kStages = 2;                                   // more have no shared memory
     static constexpr int kTensors = 2 + kCount;                         // inp, douts, dresidual
-    static constexpr int kAll = kStages * kItems * kTensors;
+    static constexpr int kAll = kStages * kRows * kTensors;
     static constexpr int exchange_bytes(int warps) { return 2 * warps * 2 * kRows * (int)sizeof(float); }
     static_assert(kAll * (int)sizeof(x128) * kRowThreads + exchange_bytes(kRowThreads / kWarp) <= 99 * 1024,
                   "what most GPUs' blocks may have of shared memory");
@@ -692,88 +690,70 @@ __device__ __forceinline__ Floats norm_gradient(const Floats (&dout)[kCount],
     return g;
 }
 
-// The sums of g and of g*xhat, a block a row.
-constexpr int kNormSumsThreads = 256;
-__global__ void __launch_bounds__(kNormSumsThreads)
-    norm_backward_sums_kernel(NormBackward a, float2* sums /*(N)*/, int norms) {
-    __shared__ float shared[kWarp];
-    const int C = a.C, row = blockIdx.x;
-    const size_t at = (size_t)row * C;
-    const float mean = a.kind == NormKind::Rms ? 0.0f : a.mean[row], rstd = a.rstd[row];
-    float2 sum = {0.0f, 0.0f};
-#pragma unroll 4
-    for (int c = threadIdx.x * kWidth; c < C; c += kNormSumsThreads * kWidth) {
-        const Floats x = load_floats(a.inp + at, c, C);
-        Floats dout[2], weight[2];
+// The gradient of row n's sum at columns [c, c + kWidth), and of the branches behind a dropout. totals (+)=
+// what is stored, for the branches' biases. Nothing where c is `end` or beyond.
+template <int kCount>
+__device__ __forceinline__ void norm_store(const NormBackward& a, const Floats& result, int n, int c, int end,
+                                           Floats* totals /*(kCount)*/) {
+    const size_t at = (size_t)n * a.C;
+    const x128 rounded = to_pack<floatX>(result);
+    store(a.dresidual + at, c, end, rounded);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            dout[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
-            weight[i] = load_weights(a.y[i].weight, c, i < norms ? C : 0);
+    for (int i = 0; i < kCount; i++) {
+        Floats stored = to_floats(rounded);
+        if (a.branch[i].dout) {
+            Floats masked = result;
+            if (a.branch[i].dropout.dropped > 0) { apply_dropout(masked, a.branch[i].dropout, n, c); }
+            const x128 branch = to_pack<floatX>(masked);
+            store(a.branch[i].dout + at, c, end, branch);
+            stored = to_floats(branch);
         }
-        const Floats g = norm_gradient(dout, weight);
-        for (int k = 0; k < kWidth; k++) {
-            sum.x += g.at[k];
-            sum.y = fmaf(g.at[k], (x.at[k] - mean) * rstd, sum.y);
-        }
+        for (int k = 0; k < kWidth; k++) { totals[i].at[k] += stored.at[k]; }
     }
-    sum = {block_sum(sum.x, shared), block_sum(sum.y, shared)};
-    if (threadIdx.x == 0) { sums[row] = sum; }
 }
 
-template <int kCount, int kVectors>
+template <int kCount>
 __global__ void __launch_bounds__(kRowThreads)
-    norm_backward_kernel(NormBackward a,
-                         float* partial,                // (gridDim.x,2*norms+branches,C)
-                         const float2* known,           // (N) sums of rows longer than a block; else null
-                         int norms, int branches) {
-    typedef NormSlots<kCount, kVectors> Slots;
-    if (kVectors > 1) { known = nullptr; }              // such rows fit a block
-    constexpr int kRows = Slots::kRows, kTensors = Slots::kTensors, kItems = Slots::kItems;
+    norm_backward_kernel(NormBackward a, float* partial /*(gridDim.x,2*norms+branches,C)*/, int norms,
+                         int branches) {
+    typedef NormSlots<kCount> Slots;
+    constexpr int kRows = Slots::kRows, kTensors = Slots::kTensors;
     constexpr int kDresidual = kTensors - 1, kRowSums = 2 * kRows;
     extern __shared__ x128 staged[];                    // (stage, row, tensor, thread), then the exchange
-    const floatX* inp = a.inp;
-    floatX* dresidual = a.dresidual;
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    const int C = a.C, c0 = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth, c_step = blockDim.x * kWidth;
+    const int C = a.C, c = threadIdx.x * kWidth;
     const int step = gridDim.x * blockDim.y * kRows;
     const bool add = a.dresidual_acc == Accumulate::Yes, rms = a.kind == NormKind::Rms;
     const float inverse_C = 1.0f / C;
     float* exchange = (float*)(staged + Slots::kAll * threads);         // (2, group, warp, kRowSums)
     const int exchanged = blockDim.x / kWarp * kRowSums;                // of a group
-    Floats weight[kVectors][kCount], total[kVectors][3 * kCount] = {};  // of dweight, dbias; then of branches
+    Floats weight[kCount], total[3 * kCount] = {};                      // of dweight, dbias; then of branches
 #pragma unroll
-    for (int v = 0; v < kVectors; v++) {
-#pragma unroll
-        for (int i = 0; i < kCount; i++) {
-            weight[v][i] = load_weights(a.y[i].weight, c0 + v * c_step, i < norms ? C : 0);
-        }
-    }
+    for (int i = 0; i < kCount; i++) { weight[i] = load_weights(a.y[i].weight, c, i < norms ? C : 0); }
 
     // Starts the copies of kRows rows from `first` on into stage s. Rows beyond N, columns beyond C and a
     // missing norm become zeros, which add nothing.
     auto stage = [&](int first, int s) {
 #pragma unroll
-        for (int m = 0; m < kItems; m++) {
-            x128* slot = staged + (s * kItems + m) * kTensors * threads + thread;
-            const int row = first + m / kVectors, c = c0 + m % kVectors * c_step;
-            const bool live = row < a.N && c < C;
-            const size_t at = live ? (size_t)row * C + c : 0;
-            cp_async_16_or_zero(slot, inp + at, live);
+        for (int r = 0; r < kRows; r++) {
+            x128* slot = staged + (s * kRows + r) * kTensors * threads + thread;
+            const bool live = first + r < a.N && c < C;
+            const size_t at = live ? (size_t)(first + r) * C + c : 0;
+            cp_async_16_or_zero(slot, a.inp + at, live);
 #pragma unroll
             for (int i = 0; i < kCount; i++) {
                 cp_async_16_or_zero(slot + (1 + i) * threads, a.y[i].dout + at, live && i < norms);
             }
-            cp_async_16_or_zero(slot + kDresidual * threads, dresidual + at, live && add);
+            cp_async_16_or_zero(slot + kDresidual * threads, a.dresidual + at, live && add);
         }
         cp_async_commit();
     };
     // The numbers of a row come one step ahead, in registers.
-    struct { float mean, rstd; float2 sums; } next[kRows] = {};
+    struct { float mean, rstd; } next[kRows];
     auto load_statistics = [&](int row) {
         for (int r = 0; r < kRows; r++) {
             next[r].mean = row + r < a.N && !rms ? a.mean[row + r] : 0.0f;
             next[r].rstd = row + r < a.N ? a.rstd[row + r] : 0.0f;
-            if (known && row + r < a.N) { next[r].sums = known[row + r]; }
         }
     };
     int first = (blockIdx.x * blockDim.y + threadIdx.y) * kRows;
@@ -786,30 +766,25 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int base = blockIdx.x * blockDim.y * kRows; base < a.N; base += step, first += step) {
         // This round's rows into registers, as words: see as_pack. xhat = inp*rstd + shift.
         cp_async_wait<Slots::kStages - 1>();
-        uint4 words[kItems][kTensors];
+        uint4 words[kRows][kTensors];
         float rstd[kRows], shift[kRows], sums[kRowSums] = {};
-        float2 known_sums[kRows];
-        for (int r = 0; r < kRows; r++) {
-            rstd[r] = next[r].rstd, shift[r] = -next[r].mean * next[r].rstd, known_sums[r] = next[r].sums;
-        }
+        for (int r = 0; r < kRows; r++) { rstd[r] = next[r].rstd, shift[r] = -next[r].mean * next[r].rstd; }
         load_statistics(first + step);
         Floats x, d[kCount], g;
-        auto unpack = [&](const uint4 (&item)[kTensors], int v) {
-            x = to_floats(as_pack(item[0]));
+        auto unpack = [&](const uint4 (&row)[kTensors]) {
+            x = to_floats(as_pack(row[0]));
 #pragma unroll
-            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(item[1 + i])); }
-            g = norm_gradient(d, weight[v]);
+            for (int i = 0; i < kCount; i++) { d[i] = to_floats(as_pack(row[1 + i])); }
+            g = norm_gradient(d, weight);
         };
 
         // First pass over the rows: their sums of g and of g*xhat, and the columns of dweight and dbias.
 #pragma unroll
-        for (int m = 0; m < kItems; m++) {
-            const int r = m / kVectors;
-            Floats* columns = total[m % kVectors];
-            const x128* slot = staged + (s * kItems + m) * kTensors * threads + thread;
+        for (int r = 0; r < kRows; r++) {
+            const x128* slot = staged + (s * kRows + r) * kTensors * threads + thread;
 #pragma unroll
-            for (int i = 0; i < kTensors; i++) { words[m][i] = *(const uint4*)(slot + i * threads); }
-            unpack(words[m], m % kVectors);
+            for (int i = 0; i < kTensors; i++) { words[r][i] = *(const uint4*)(slot + i * threads); }
+            unpack(words[r]);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
@@ -817,8 +792,8 @@ __global__ void __launch_bounds__(kRowThreads)
                 sums[2 * r + 1] = fmaf(g.at[k], xhat, sums[2 * r + 1]);
 #pragma unroll
                 for (int i = 0; i < kCount; i++) {
-                    columns[2 * i].at[k] = fmaf(d[i].at[k], xhat, columns[2 * i].at[k]);
-                    columns[2 * i + 1].at[k] += d[i].at[k];
+                    total[2 * i].at[k] = fmaf(d[i].at[k], xhat, total[2 * i].at[k]);
+                    total[2 * i + 1].at[k] += d[i].at[k];
                 }
             }
         }
@@ -827,67 +802,46 @@ __global__ void __launch_bounds__(kRowThreads)
         // other half of the exchange, and the one after that comes only when all have read this one. A stage
         // is free for a later round's copies once its rows are in registers.
         float* half = exchange + (turn * blockDim.y + threadIdx.y) * exchanged;
-        if (!known) { share_sums(sums, half); }
+        share_sums(sums, half);
         stage(first + Slots::kStages * step, s);
-        if (!known) { add_sums(sums, half); }
-        for (int r = 0; r < kRows && known; r++) {
-            sums[2 * r] = known_sums[r].x, sums[2 * r + 1] = known_sums[r].y;
-        }
+        add_sums(sums, half);
         s = s + 1 == Slots::kStages ? 0 : s + 1;
         turn ^= 1;
 
         // Second pass: the gradient of x, added to the residual stream's; that of a branch behind a dropout;
         // and the columns of what is stored.
 #pragma unroll
-        for (int m = 0; m < kItems; m++) {
-            const int r = m / kVectors, v = m % kVectors, c = c0 + v * c_step;
+        for (int r = 0; r < kRows; r++) {
             const float minus_g = rms ? 0.0f : divide(-rstd[r] * sums[2 * r], C, inverse_C),
                         minus_gx = divide(-rstd[r] * sums[2 * r + 1], C, inverse_C);
-            const int end = first + r < a.N ? C : 0;
-            const size_t at = (size_t)(first + r) * C;
-            Floats result = to_floats(as_pack(words[m][kDresidual]));
-            unpack(words[m], m % kVectors);
+            Floats result = to_floats(as_pack(words[r][kDresidual]));
+            unpack(words[r]);
             for (int k = 0; k < kWidth; k++) {
                 const float xhat = fmaf(x.at[k], rstd[r], shift[r]);
                 result.at[k] += fmaf(g.at[k], rstd[r], fmaf(xhat, minus_gx, minus_g));
             }
-            const x128 rounded = to_pack<floatX>(result);
-            store(dresidual + at, c, end, rounded);
-#pragma unroll
-            for (int i = 0; i < kCount; i++) {
-                Floats stored = to_floats(rounded);
-                if (a.branch[i].dout) {
-                    Floats masked = result;
-                    if (a.branch[i].dropout.dropped > 0) {
-                        apply_dropout(masked, a.branch[i].dropout, first + r, c);
-                    }
-                    const x128 branch = to_pack<floatX>(masked);
-                    store(a.branch[i].dout + at, c, end, branch);
-                    stored = to_floats(branch);
-                }
-                for (int k = 0; k < kWidth; k++) { total[v][2 * kCount + i].at[k] += stored.at[k]; }
-            }
+            norm_store<kCount>(a, result, first + r, c, first + r < a.N ? C : 0, total + 2 * kCount);
         }
     }
     cp_async_wait<0>();
 
     // Group 0 adds the column sums of the other groups, one after the other, and stores the block's row of
-    // partials. With several groups a thread has one vector, so the slots have room for a group's sums.
+    // partials. The slots have room for a group's sums.
     static_assert(2 * Slots::kAll * sizeof(x128) >= 3 * kCount * sizeof(Pack<float>), "of two groups");
     float* group_sums = (float*)staged;                 // (3*kCount, columns of the block)
-    const int columns = blockDim.x * kWidth, own = threadIdx.x * kWidth;
+    const int columns = blockDim.x * kWidth;
     for (int group = 1; group < (int)blockDim.y; group++) {
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
             const int end = (int)threadIdx.y == group ? columns : 0;
-            store(group_sums + i * columns, own, end, to_pack<float>(total[0][i]));
+            store(group_sums + i * columns, c, end, to_pack<float>(total[i]));
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 3 * kCount; i++) {
-            const Floats other = load_floats(group_sums + i * columns, own, threadIdx.y == 0 ? columns : 0);
-            for (int k = 0; k < kWidth; k++) { total[0][i].at[k] += other.at[k]; }
+            const Floats other = load_floats(group_sums + i * columns, c, threadIdx.y == 0 ? columns : 0);
+            for (int k = 0; k < kWidth; k++) { total[i].at[k] += other.at[k]; }
         }
     }
     if (threadIdx.y > 0) { return; }
@@ -896,9 +850,56 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int i = 0; i < 3 * kCount; i++) {
         const bool of_norm = i < 2 * kCount, wanted = of_norm ? i < 2 * norms : i - 2 * kCount < branches;
         float* to = partial + (size_t)(of_norm ? i : i - 2 * kCount + 2 * norms) * C;
+        store(to, c, wanted ? C : 0, to_pack<float>(total[i]));
+    }
+}
+
+// The plain form, for rows of any length: C > 4096 in 16 bits. A block takes row after row, first its sums
+// and then, from vector to vector, its gradients. It adds the column sums to its row of partials.
+__global__ void __launch_bounds__(kRowThreads)
+    norm_backward_long_kernel(NormBackward a, float* partial /*(gridDim.x,2*norms+branches,C)*/, int norms,
+                              int branches) {
+    __shared__ float shared[kWarp];
+    const int C = a.C;
+    const bool rms = a.kind == NormKind::Rms, add = a.dresidual_acc == Accumulate::Yes;
+    partial += (size_t)blockIdx.x * (2 * norms + branches) * C;
+    for (int n = blockIdx.x; n < a.N; n += gridDim.x) {
+        const size_t at = (size_t)n * C;
+        const float mean = rms ? 0.0f : a.mean[n], rstd = a.rstd[n];
+        Floats xhat, d[2], g, weight[2];
+        auto read = [&](int c) {
+            const Floats x = load_floats(a.inp + at, c, C);
+            for (int i = 0; i < 2; i++) {
+                d[i] = load_floats(a.y[i].dout + at, c, i < norms ? C : 0);
+                weight[i] = load_weights(a.y[i].weight, c, i < norms ? C : 0);
+            }
+            g = norm_gradient(d, weight);
+            for (int k = 0; k < kWidth; k++) { xhat.at[k] = (x.at[k] - mean) * rstd; }
+        };
+        float sum_g = 0.0f, sum_gx = 0.0f;
+        for (int c = threadIdx.x * kWidth; c < C; c += kRowThreads * kWidth) {
+            read(c);
+            for (int k = 0; k < kWidth; k++) { sum_g += g.at[k], sum_gx = fmaf(g.at[k], xhat.at[k], sum_gx); }
+        }
+        const float mean_g = block_sum(rms ? 0.0f : sum_g, shared) / C;
+        const float mean_gx = block_sum(sum_gx, shared) / C;
+        for (int c = threadIdx.x * kWidth; c < C; c += kRowThreads * kWidth) {
+            read(c);
+            Floats result = load_floats(a.dresidual + at, c, add ? C : 0);
+            Floats total[6] = {};                                       // of dweight, dbias; then of branches
+            for (int k = 0; k < kWidth; k++) {
+                result.at[k] += rstd * (g.at[k] - mean_g - xhat.at[k] * mean_gx);
+                for (int i = 0; i < 4; i++) { total[i].at[k] = d[i / 2].at[k] * (i % 2 ? 1.0f : xhat.at[k]); }
+            }
+            norm_store<2>(a, result, n, c, C, total + 4);
 #pragma unroll
-        for (int v = 0; v < kVectors; v++) {
-            store(to, c0 + v * c_step, wanted ? C : 0, to_pack<float>(total[v][i]));
+            for (int i = 0; i < 6; i++) {
+                const bool wanted = i < 4 ? i < 2 * norms : i - 4 < branches;
+                float* to = partial + (size_t)(i < 4 ? i : i - 4 + 2 * norms) * C;
+                const Floats before = load_floats(to, c, wanted && n >= (int)gridDim.x ? C : 0);
+                for (int k = 0; k < kWidth; k++) { total[i].at[k] += before.at[k]; }
+                store(to, c, wanted ? C : 0, to_pack<float>(total[i]));
+            }
         }
     }
 }
@@ -925,37 +926,25 @@ static void norm_forward(const NormForward& a, Stream stream) {
 
 // The most blocks of the backward, and so the most rows of partials: 3 for each of the GPU's SMs.
 static int norm_most_blocks() { return std::min(3 * device_sm_count, hooks.norm_blocks); }
-static bool norm_is_long(int C) { return C > kRowThreads * kWidth; }
 // sums: of columns, two for each norm and one for each branch.
 static size_t norm_backward_scratch_bytes(int N, int C, int sums) {
-    return (size_t)std::min(N, norm_most_blocks()) * sums * C * sizeof(float) +
-           (norm_is_long(C) ? N * sizeof(float2) : 0);
+    return (size_t)std::min(N, norm_most_blocks()) * sums * C * sizeof(float);
 }
 
-template <int kCount, int kVectors>
-static void norm_backward_launch(const NormBackward& a, int norms, int branches, Stream stream) {
-    typedef NormSlots<kCount, kVectors> Slots;
-    const auto kernel = norm_backward_kernel<kCount, kVectors>;
-    // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2. Long rows are cut into tiles.
-    const int vectors = ceil_div(a.C, kWidth * kVectors), tiles = ceil_div(vectors, kRowThreads);
-    const int x = round_up(ceil_div(vectors, tiles), kWarp), y = kVectors > 1 ? 1 : std::max(1, 192 / x);
+// Returns the number of blocks, a row of partials each.
+template <int kCount>
+static int norm_backward_launch(const NormBackward& a, int norms, int branches, Stream stream) {
+    typedef NormSlots<kCount> Slots;
+    // Narrow rows share a block of some 192 threads: C=768 (124M) has 96 x 2.
+    const int x = round_up(ceil_div(a.C, kWidth), kWarp), y = std::max(1, 192 / x);
     // As many blocks as fit the GPU at once: an SM has registers for 512 threads, 128 each. For one norm 480
     // is better: C=2048 with dropout reaches 96 % of a copy, and with two blocks of 256 on an SM 86 %.
-    const int fit = device_sm_count * std::max(1, (kCount == 1 ? 480 : 512) / (x * y)) / tiles;
-    const int blocks = std::max(1, std::min({fit, norm_most_blocks(), ceil_div(a.N, y * Slots::kRows)}));
+    const int fit = device_sm_count * std::max(1, (kCount == 1 ? 480 : 512) / (x * y));
+    const int blocks = std::min({fit, norm_most_blocks(), ceil_div(a.N, y * Slots::kRows)});
     const int bytes = Slots::kAll * x * y * (int)sizeof(x128) + y * Slots::exchange_bytes(x / kWarp);
-    const int sums = 2 * norms + branches;
-    float2* known = nullptr;
-    if (tiles > 1) {
-        known = (float2*)(a.scratch + (size_t)blocks * sums * a.C);
-        norm_backward_sums_kernel<<<a.N, kNormSumsThreads, 0, stream>>>(a, known, norms);
-    }
-    allow_shared_memory(kernel, bytes);
-    kernel<<<dim3(blocks, tiles), dim3(x, y), bytes, stream>>>(a, a.scratch, known, norms, branches);
-    ColumnSums grads = {};
-    for (int i = 0; i < 2 * norms; i++) { grads.out[i] = i % 2 == 0 ? a.y[i / 2].dweight : a.y[i / 2].dbias; }
-    for (int i = 0; i < branches; i++) { grads.out[2 * norms + i] = a.branch[i].dbias; }
-    column_sums(grads, sums, a.scratch, blocks, a.C, stream);
+    allow_shared_memory(norm_backward_kernel<kCount>, bytes);
+    norm_backward_kernel<kCount><<<blocks, dim3(x, y), bytes, stream>>>(a, a.scratch, norms, branches);
+    return blocks;
 }
 
 static void norm_backward(const NormBackward& a, Stream stream) {
@@ -963,10 +952,17 @@ static void norm_backward(const NormBackward& a, Stream stream) {
     check_width(a, a.C);
     const int norms = a.y[1].dout ? 2 : 1;
     const int branches = a.branch[1].dout || a.branch[1].dbias.data ? 2 : 1;
-    const bool two_vectors = norm_is_long(a.C) && !norm_is_long(a.C / 2);
-    const auto launch = norms == 2 || branches == 2 ? norm_backward_launch<2, 1>
-                        : two_vectors ? norm_backward_launch<1, 2> : norm_backward_launch<1, 1>;
-    launch(a, norms, branches, stream);
+    int blocks = std::min(norm_most_blocks(), a.N);
+    if (a.C > kRowThreads * kWidth) {
+        norm_backward_long_kernel<<<blocks, kRowThreads, 0, stream>>>(a, a.scratch, norms, branches);
+    } else {
+        const bool two = norms == 2 || branches == 2;
+        blocks = (two ? norm_backward_launch<2> : norm_backward_launch<1>)(a, norms, branches, stream);
+    }
+    ColumnSums grads = {};
+    for (int i = 0; i < 2 * norms; i++) { grads.out[i] = i % 2 == 0 ? a.y[i / 2].dweight : a.y[i / 2].dbias; }
+    for (int i = 0; i < branches; i++) { grads.out[2 * norms + i] = a.branch[i].dbias; }
+    column_sums(grads, 2 * norms + branches, a.scratch, blocks, a.C, stream);
 }
 
 // == 6.3 matmul ==
@@ -4176,20 +4172,17 @@ static void sample_tokens(const SampleTokens& a, Stream stream) {
 // the sum over a head crosses lanes. blockDim.x lanes, a power of two, share a head: in 16 bits 8 for HS=128,
 // 4 for 64; of the 8 for HS=96 two have nothing to do. threadIdx.y and blockIdx.y say which head of q and k.
 constexpr int kRotateThreads = 256, kMaxRotatedHead = 256;
-struct Halves { Floats at[2]; };                // lower, upper
+struct Halves { Floats at[2]; };                // lower, upper; `end`: half, or 0 for zeros and no store
 
-template <class T>
-__device__ __forceinline__ Halves load_halves(const T* head, int i, int half, bool live = true) {
-    const int end = live ? half : 0;
+template <class T> __device__ __forceinline__ Halves load_halves(const T* head, int i, int half, int end) {
     return {load_floats(head, i, end), load_floats(head + half, i, end)};
 }
-__device__ __forceinline__ void store_halves(floatX* head, int i, int half, bool live, const Halves& x) {
-    const int end = live ? half : 0;
+__device__ __forceinline__ void store_halves(floatX* head, int i, int half, int end, const Halves& x) {
     store(head, i, end, to_pack<floatX>(x.at[0]));
     store(head + half, i, end, to_pack<floatX>(x.at[1]));
 }
 __device__ __forceinline__ Halves load_weight(const float* weight /*(HS) or null: 1*/, int i, int half) {
-    Halves w = load_halves(weight, i, half, weight);
+    Halves w = load_halves(weight, i, half, weight ? half : 0);
     for (int k = 0; k < 2 * kWidth; k++) { w.at[k / kWidth].at[k % kWidth] += weight ? 0.0f : 1.0f; }
     return w;
 }
@@ -4218,65 +4211,85 @@ __device__ __forceinline__ float head_mean(const Halves& x, const Halves& y, int
     return sum * (1.0f / HS);
 }
 
-// A block takes heads of one row.
+// A block takes heads of one place: a position in kRotateTexts texts. A lane's angles and weights are the
+// same in all of these. With `positions`, each row is a position, and there is one text.
+constexpr int kRotateTexts = 4;
+LLMC_HD static inline int rotate_places(int N, int T) { return T * ceil_div(N, T * kRotateTexts); }
+
 __global__ void __launch_bounds__(kRotateThreads) rotate_forward_inplace_kernel(RotateForward a) {
-    const int n = blockIdx.x, h = blockIdx.y * blockDim.y + threadIdx.y, i = threadIdx.x * kWidth;
-    const int HS = a.HS, half = HS / 2, heads = a.NH + a.NKV;
-    const bool live = h < heads;
-    floatX* head = a.qkv + ((size_t)n * (heads + a.NKV) + h) * HS;
-    Halves x = load_halves(head, i, half, live);
-    const int t = a.positions ? a.positions[n] : n % a.T;
-    const Halves turn = load_halves(a.table + (size_t)t * HS, i, half);
-    if (a.rstd) {
-        const Halves w = load_weight(h < a.NH ? a.q_weight : a.k_weight, i, half);
-        const float rstd = rsqrtf(head_mean(x, x, HS) + a.eps);
-        for (int s = 0; s < 2; s++) {
-            for (int k = 0; k < kWidth; k++) { x.at[s].at[k] *= rstd * w.at[s].at[k]; }
-        }
-        if (live && i == 0) { a.rstd[(size_t)n * heads + h] = rstd; }
+    const int h = blockIdx.y * blockDim.y + threadIdx.y, i = threadIdx.x * kWidth, heads = a.NH + a.NKV;
+    const int HS = a.HS, half = HS / 2, end = h < heads ? half : 0, T = a.positions ? a.N : a.T;
+    const int first = blockIdx.x % T + blockIdx.x / T * kRotateTexts * T;
+    x128 words[kRotateTexts][2];
+#pragma unroll
+    for (int u = 0; u < kRotateTexts; u++) {
+        const int n = first + u * T;
+        const floatX* head = a.qkv + ((size_t)n * (heads + a.NKV) + h) * HS;
+        for (int s = 0; s < 2; s++) { words[u][s] = load(head + s * half, i, n < a.N ? end : 0); }
     }
-    store_halves(head, i, half, live, rotated(x, turn, 1.0f));
+    const int t = a.positions ? a.positions[first] : first % T;
+    const Halves turn = load_halves(a.table + (size_t)t * HS, i, half, half);
+    const Halves w = load_weight(h < a.NH ? a.q_weight : a.k_weight, i, half);
+#pragma unroll
+    for (int u = 0; u < kRotateTexts; u++) {
+        const int n = first + u * T;
+        if (n >= a.N) { break; }
+        Halves x = {to_floats(words[u][0]), to_floats(words[u][1])};
+        if (a.rstd) {
+            const float rstd = rsqrtf(head_mean(x, x, HS) + a.eps);
+            for (int s = 0; s < 2; s++) {
+                for (int k = 0; k < kWidth; k++) { x.at[s].at[k] *= rstd * w.at[s].at[k]; }
+            }
+            if (h < heads && i == 0) { a.rstd[(size_t)n * heads + h] = rstd; }
+        }
+        store_halves(a.qkv + ((size_t)n * (heads + a.NKV) + h) * HS, i, half, end, rotated(x, turn, 1.0f));
+    }
 }
 
-// A block takes heads of rows blockIdx.x, blockIdx.x + gridDim.x, ... A lane's sums for dweight stay in
+// A block takes heads of places blockIdx.x, blockIdx.x + gridDim.x, ... A lane's sums for dweight stay in
 // registers; the block's, of all its heads of q and of all of k, are a row of partials. With FP8 v has heads
 // here, too, which are only rounded.
-constexpr int kRotateBlocks = 1584;             // at most: 12 an SM of an H200, whatever the GPU is
-__global__ void __launch_bounds__(kRotateThreads, 3)
-    rotate_backward_inplace_kernel(RotateBackward a, float* partial /*(gridDim.y,gridDim.x,2,HS) or null*/) {
+__global__ void __launch_bounds__(kRotateThreads, 2)
+    rotate_backward_inplace_kernel(RotateBackward a, float* partial /*(blocks,2,HS) or null*/) {
     __shared__ float shared[kRotateThreads * 2 * kWidth];               // (blockDim.y,HS)
     const int first = blockIdx.y * blockDim.y, h = first + threadIdx.y, i = threadIdx.x * kWidth;
     const int HS = a.HS, half = HS / 2, NH = a.NH, heads = NH + a.NKV;
-    const bool turned = h < heads, live = turned || (a.fp8 && h < heads + a.NKV);
+    const bool turned = h < heads;              // else of v
+    const int end = turned || (a.fp8 && h < heads + a.NKV) ? half : 0;
     const float scale = a.fp8 ? a.tensor->scale : 1.0f;
     const uint32_t so_far = a.fp8 ? fp8_amax_so_far(a.stats) : 0;
     Fp8Counts counts;
-    const float* weight = h < NH ? a.q_weight : a.k_weight;
-    Halves sums = {};
-    for (int n = blockIdx.x; n < a.N; n += gridDim.x) {
-        const size_t head = ((size_t)n * (heads + a.NKV) + h) * HS;
-        Halves dy = load_halves(a.dqkv + head, i, half, live);
-        Halves y = load_halves(a.qkv + head, i, half, turned && a.rstd);
-        const Halves turn = load_halves(a.table + (size_t)(n % a.T) * HS, i, half);
-        if (turned) { dy = rotated(dy, turn, -1.0f); }
-        if (a.rstd) {
-            y = rotated(y, turn, -1.0f);
-            const float rstd = turned ? a.rstd[(size_t)n * heads + h] : 0.0f, mean = head_mean(dy, y, HS);
-            const Halves w = load_weight(weight, i, half);
-            for (int s = 0; s < 2; s++) {
-                for (int k = 0; k < kWidth; k++) {
-                    float &d = dy.at[s].at[k], w_k = w.at[s].at[k], y_k = y.at[s].at[k];
-                    sums.at[s].at[k] = fmaf(d, y_k, sums.at[s].at[k]);
-                    d = turned ? rstd * (d * w_k - y_k * inverse(w_k) * mean) : d;
+    const Halves w = load_weight(h < NH ? a.q_weight : a.k_weight, i, half);
+    Halves w_inverse, sums = {};
+    for (int k = 0; k < 2 * kWidth; k++) {
+        w_inverse.at[k / kWidth].at[k % kWidth] = inverse(w.at[k / kWidth].at[k % kWidth]);
+    }
+    for (int at = blockIdx.x; at < rotate_places(a.N, a.T); at += gridDim.x) {
+        const int t = at % a.T, begin = t + at / a.T * kRotateTexts * a.T;
+        const Halves turn = load_halves(a.table + (size_t)t * HS, i, half, half);
+        for (int n = begin; n < min(begin + kRotateTexts * a.T, a.N); n += a.T) {
+            const size_t head = ((size_t)n * (heads + a.NKV) + h) * HS;
+            Halves dy = load_halves(a.dqkv + head, i, half, end);
+            Halves y = load_halves(a.qkv + head, i, half, a.rstd && turned ? half : 0);
+            if (turned) { dy = rotated(dy, turn, -1.0f); }
+            if (a.rstd) {
+                y = rotated(y, turn, -1.0f);
+                const float rstd = turned ? a.rstd[(size_t)n * heads + h] : 0.0f;
+                const float mean = head_mean(dy, y, HS);
+                for (int k = 0; k < 2 * kWidth; k++) {
+                    const int s = k / kWidth, e = k % kWidth;
+                    float &d = dy.at[s].at[e], y_k = y.at[s].at[e];
+                    sums.at[s].at[e] = fmaf(d, y_k, sums.at[s].at[e]);
+                    if (turned) { d = rstd * (d * w.at[s].at[e] - y_k * w_inverse.at[s].at[e] * mean); }
                 }
             }
-        }
-        if (a.fp8) {
-            Pack<uint8_t> bytes[2];
-            counts.round(bytes, dy.at, scale);
-            for (int s = 0; s < 2; s++) { store(a.fp8 + head + s * half, i, live ? half : 0, bytes[s]); }
-        } else {
-            store_halves(a.dqkv + head, i, half, live, dy);
+            if (a.fp8) {
+                Pack<uint8_t> bytes[2];
+                counts.round(bytes, dy.at, scale);
+                for (int s = 0; s < 2; s++) { store(a.fp8 + head + s * half, i, end, bytes[s]); }
+            } else {
+                store_halves(a.dqkv + head, i, half, end, dy);
+            }
         }
     }
     if (a.fp8) {
@@ -4290,19 +4303,18 @@ __global__ void __launch_bounds__(kRotateThreads, 3)
     if (!partial) { return; }
 
     // The sums are divided by the weight here, at last. Heads are added in order.
-    const Halves w = load_weight(weight, i, half);
     for (int k = 0; k < 2 * kWidth && i < half; k++) {
         const int s = k / kWidth, e = k % kWidth;
-        shared[threadIdx.y * HS + s * half + i + e] = sums.at[s].at[e] * inverse(w.at[s].at[e]);
+        shared[threadIdx.y * HS + s * half + i + e] = sums.at[s].at[e] * w_inverse.at[s].at[e];
     }
     __syncthreads();
     partial += ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * 2 * HS;
     const int threads = blockDim.x * blockDim.y;
     for (int c = threadIdx.y * blockDim.x + threadIdx.x; c < 2 * HS; c += threads) {
         const int begin = max(c < HS ? 0 : NH, first);
-        const int end = min(c < HS ? NH : heads, first + (int)blockDim.y);
+        const int stop = min(c < HS ? NH : heads, first + (int)blockDim.y);
         float sum = 0.0f;
-        for (int g = begin; g < end; g++) { sum += shared[(g - first) * HS + c % HS]; }
+        for (int g = begin; g < stop; g++) { sum += shared[(g - first) * HS + c % HS]; }
         partial[c] = sum;
     }
 }
@@ -4322,15 +4334,19 @@ static RotateGrid rotate_grid(const char* op, int heads, int HS) {
 static void rotate_forward_inplace(const RotateForward& a, Stream stream) {
     OpScope scope(a, stream);
     const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV, a.HS);
-    rotate_forward_inplace_kernel<<<dim3(a.N, grid.slabs), grid.block, 0, stream>>>(a);
+    const int places = rotate_places(a.N, a.positions ? a.N : a.T);
+    rotate_forward_inplace_kernel<<<dim3(places, grid.slabs), grid.block, 0, stream>>>(a);
 }
 
-static size_t rotate_backward_scratch_bytes(int HS) { return kRotateBlocks * 2 * HS * sizeof(float); }
+// Blocks of the backward: 512 threads an SM of an H200, whatever the GPU is.
+static int rotate_blocks(int threads) { return 132 * std::max(1, 512 / threads); }
+static size_t rotate_backward_scratch_bytes(int HS) { return rotate_blocks(kWarp) * 2 * HS * sizeof(float); }
 
 static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
     OpScope scope(a, stream);
     const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV * (a.fp8 ? 2 : 1), a.HS);
-    const int blocks = ceil_div(a.N, ceil_div(a.N, kRotateBlocks / grid.slabs));
+    const int most = rotate_blocks(grid.block.x * grid.block.y) / grid.slabs;
+    const int blocks = std::min(most, rotate_places(a.N, a.T));
     float* partial = a.dq_weight.data || a.dk_weight.data ? a.scratch : nullptr;
     rotate_backward_inplace_kernel<<<dim3(blocks, grid.slabs), grid.block, 0, stream>>>(a, partial);
     if (partial) {

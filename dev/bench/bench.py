@@ -35,7 +35,7 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 SIZES = "d12:64 d24:48 d36:32 d48:16 d12:4"
 NAMES = {"d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M"}
 KINDS = {"PyTorch, pure bf16": "bfloat16", "PyTorch, autocast": "autocast"}
-T, WARM_S, LIMIT_S = 1024, 2.0, 400
+WARM_S, LIMIT_S = 2.0, 400
 TRAIN, PROFILE, SHARD = "./train_gpt2cu", "./profile_gpt2cu", "build/bench.bin"
 PAGES = "README.md", "docs/performance.md"
 NCU_METRICS = ["gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -111,16 +111,24 @@ def measure(command, seconds):
     return {"ms": statistics.median(times), "steps": len(times), "gib": round(gib, 2), "mfu": mfu}
 
 
+def size_of(text):
+    """(model, B, T) of MODEL:B, where T is 1024, or MODEL:BxT"""
+    found = re.fullmatch(r"(.+):(\d+)(?:x(\d+))?", text)
+    if not found:
+        sys.exit(f"SIZES: '{text}' is not MODEL:B or MODEL:BxT, as in d12:64 and qwen3:0.6B:8x2048")
+    return found[1], int(found[2]), int(found[3] or 1024)
+
+
 def contestants(size, who, llmc, flags, shard):
     """{name: command}, ours first."""
-    model, B = size.split(":")
+    model, B, T = size_of(size)
     # -x: with more digits a line in a file has no room for the MFU
-    common = ["-e", model, "-b", B, "-t", str(T), "-i", shard, "-s", "0", "-x", "9999"]
+    common = ["-e", model, "-b", str(B), "-t", str(T), "-i", shard, "-s", "0", "-x", "9999"]
     found = {"ours": [TRAIN, *common, "-v", "0", *flags]}
     for name in who:
         if name == "pytorch":
-            found.update({kind: [sys.executable, "dev/bench/pytorch.py", "-e", model, "-b", B, "--step", word,
-                                 "--data", shard] for kind, word in KINDS.items()})
+            found.update({kind: [sys.executable, "dev/bench/pytorch.py", "-e", model, "-b", str(B), "-t",
+                                 str(T), "--step", word, "--data", shard] for kind, word in KINDS.items()})
         elif name != "llm.c":
             found[name] = [*shlex.split(name), *common, "-v", "0"]
         elif llmc:              # its fused GELU is on by default on Hopper; -v 0 would divide by zero
@@ -166,9 +174,9 @@ def step(args):
         who.remove("pytorch")
     results = {"provenance": source, "sizes": {}}
     for size in args.sizes.split():
-        model, B = size.split(":")
+        model, B, T = size_of(size)
         print(f"== {size}, T={T}", flush=True)
-        profiled = run(PROFILE, "-e", model, "-b", B, "-t", str(T), "-x", "4", *flags)
+        profiled = run(PROFILE, "-e", model, "-b", str(B), "-t", str(T), "-x", "4", *flags)
         row = {**ceilings(profiled.stdout + profiled.stderr), "runs": []}
         print(f"  its matrix products alone {row['gemm_ms']:.2f} ms, {row['gemm_tflops']} TFLOP/s; copy "
               f"{row['copy_gb_s']} GB/s", flush=True)
@@ -176,7 +184,7 @@ def step(args):
             one = measure(command, args.seconds)
             row["runs"].append({"who": name, **one})
             print(f"  {name:20} " + (one.get("error") or (
-                f"{one['ms']:8.2f} ms  {int(B) * T / one['ms'] * 1e3:9.0f} tokens/s  {one['gib']:6.2f} GiB  "
+                f"{one['ms']:8.2f} ms  {B * T / one['ms'] * 1e3:9.0f} tokens/s  {one['gib']:6.2f} GiB  "
                 f"median of {one['steps']} steps")), flush=True)
         results["sizes"][size] = row
         with open(args.json, "w", encoding="utf-8") as f:
@@ -232,11 +240,12 @@ def table(results):
     rows = [["tokens/s, GiB", ours, "MFU", "its matrix products alone", *others]]
     rows.append(["---"] * len(rows[0]))
     for size, row in sizes.items():
-        model, B = size.split(":")
-        tokens, mine = int(B) * T, [run for run in row["runs"] if run["who"] == ours]
+        model, B, T = size_of(size)
+        tokens, mine = B * T, [run for run in row["runs"] if run["who"] == ours]
         ms, mfu = median_of(mine, "ms"), median_of(mine, "mfu")
         share = f"{row['gemm_ms']:.1f} of {ms:.1f} ms, {100 * row['gemm_ms'] / ms:.0f} %; " if ms else ""
-        rows.append([f"{NAMES.get(model, model)}, B={B}", cell(tokens, row["runs"], ours),
+        shape = f"B={B}" if T == 1024 else f"B={B}, T={T}"
+        rows.append([f"{NAMES.get(model, model)}, {shape}", cell(tokens, row["runs"], ours),
                      f"{mfu:.0f} %" if mfu else "-", f"{share}{row['gemm_tflops']} TFLOP/s",
                      *(cell(tokens, row["runs"], name) for name in others)])
     copy = median_of(list(sizes.values()), "copy_gb_s")
@@ -317,7 +326,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=("step", "table", "profile"))
     p.add_argument("files", nargs="*", help="table: JSON of one or several calls")
-    p.add_argument("--sizes", help="MODEL:B, separated by blanks")
+    p.add_argument("--sizes", help="MODEL:B or MODEL:BxT, separated by blanks")
     p.add_argument("--who", help="who takes turns with ours, separated by commas")
     p.add_argument("--llmc", help="llm.c's train_gpt2cu")
     p.add_argument("--data", help="a shard of GPT-2's tokens, in place of made-up ones")

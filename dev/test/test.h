@@ -11,6 +11,7 @@ as CHECK(err <= tol, ...): NaN then fails.
 #pragma once
 
 #include <stdio.h>      // gives: printf
+#include <string.h>     // gives: strstr
 #include <time.h>       // gives: timespec_get
 
 #include "../../llmc/rand.h"    // gives: rand_normal4
@@ -22,7 +23,9 @@ static inline double test_now() {       // s
     timespec_get(&t, TIME_UTC);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
+static const char* test_only = nullptr;         // skips tests whose name does not contain it
 static inline double test_begin(const char* name) {
+    if (test_only && !strstr(name, test_only)) { return 0.0; }
     printf("== %s\n", name);
     fflush(stdout);
     return test_now();
