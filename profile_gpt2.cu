@@ -66,7 +66,11 @@ WORK(Fp8Matmul) {                       // GELU's slope reads as much of pre_gel
     const double out = a.out ? kX * (1 + !!a.residual) : width(a.grad), cast = a.cast.stats ? 2 : 0;
     return product(a.M, a.K, a.N, 1, 1, out + cast);
 }
-WORK(Fp8Cast) { return {(kX * (1 + !!a.pre_gelu) + !!a.out + !!a.out_t) * a.N * a.C, 0}; }
+WORK(Fp8Cast) {                         // SwiGLU's gate and up, and what they get, count twice
+    const bool gradient = a.source == Fp8Source::SwigluGrad, wide = gradient || a.source == Fp8Source::Swiglu;
+    const double read = 1 + !!a.before + wide, written = (!!a.out + !!a.out_t) * (1 + gradient);
+    return {(kX * read + written) * a.N * a.C, 0};
+}
 WORK(Fp8Transpose) { return {2.0 * a.N * a.C, 0}; }
 WORK(BiasBackward) { return {kX * a.N * a.OC * (a.of_qkv ? 2 / 3.0 : 1), 0}; }
 WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
@@ -77,7 +81,10 @@ WORK(SwigluBackward) { return {5 * kX * a.N * a.F, 0}; }
 WORK(Relu2Forward) { return {2 * kX * (double)a.n, 0}; }
 WORK(Relu2Backward) { return {3 * kX * (double)a.n, 0}; }
 WORK(RotateForward) { return {2 * kX * a.N * (a.NH + a.NKV) * a.HS, 0}; }
-WORK(RotateBackward) { return {(a.rstd ? 3 : 2) * kX * a.N * (a.NH + a.NKV) * a.HS, 0}; }
+WORK(RotateBackward) {
+    const double q_k = (double)a.N * (a.NH + a.NKV) * a.HS, v = (double)a.N * a.NKV * a.HS;
+    return {(a.rstd ? 2 : 1) * kX * q_k + (a.fp8 ? q_k + (kX + 1) * v : kX * q_k), 0};
+}
 WORK(AttentionForward) { return attention_work(a, 2, 2, 2); }
 WORK(AttentionBackward) {
     const double gradient = a.fp8 ? 1 / kX : 1;

@@ -426,6 +426,10 @@ static const Config kWide = {70, 300, 384, 2, 8, 512};      // the CUDA build's:
 static const Config kLlama = descriptor_config("llama:L2,NH4,NKV2,HS16,C40,F72,T17,V300,qk_norm,eps=0.01");
 static const Config kNano = descriptor_config("llama:L2,NH3,NKV1,HS32,C48,F80,T17,V300,relu2,qk_norm,"
                                               "no_norm_weights,embed_norm,tied,eps=0.001,softcap=0.5");
+// Multiples of 16, as FP8 wants them, and a layer with FP8 between two without.
+static const Config kLlama8 = descriptor_config("llama:L3,NH4,NKV2,HS16,C64,F176,T18,V300,qk_norm");
+static const Config kNano8 = descriptor_config("llama:L3,NH3,NKV1,HS32,C64,F144,T18,V300,relu2,qk_norm,"
+                                               "no_norm_weights,embed_norm,tied,softcap=15");
 
 static Batch random_batch(const Config& c, int B, uint32_t id) {
     Batch batch = {B, c.maxT, {}, {}};
@@ -701,7 +705,8 @@ static void test_fp8(const Config& c, bool head, double bound) {
               "tensor %d: amax %g scale %g", i, scaled[i].amax[0], scaled[i].scale);
     }
 
-    // the second step, twice: its scales are the first's
+    // the first step with bytes, twice: its scales are the first step's
+    if (c.is_llama()) { model.step = kFp8LlamaBegins; }
     accumulate(&model, random_batch(c, B, 0));
     double errors = 0.0;
     int tensors = 0;
@@ -1816,24 +1821,32 @@ static void test_fp8_cast(int N, int C, float scale) {
         op<Fp8CastOf>(at, {at.exact_out("own out", bytes), at.exact_out("own out_t", bytes), own, own_t, {},
                          nullptr, weight, nullptr, Fp8Source::Weight, N, C});
     });
-    // With GELU: a kernel's fast exp may round to the neighbour.
-    for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad}) {
+    // With an activation: a kernel's fast exp may round to the neighbour.
+    for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad, Fp8Source::Swiglu, Fp8Source::SwigluGrad,
+                             Fp8Source::Relu2, Fp8Source::Relu2Grad}) {
         Case g(format("fp8_cast N=%d C=%d scale=%g source=%d", N, C, scale, (int)source));
+        const bool wide = source == Fp8Source::SwigluGrad;
+        const int width = wide ? 2 * C : C;
+        const std::vector<uint8_t> filler(N * width, 0xFF);
         auto cast = [&](auto at) {
-            op<Fp8CastOf>(at, {at.exact("out", bytes), at.exact("out_t", bytes),
-                             at.exact("stats", std::vector<Fp8Stats>(1)),
-                             at.exact("tensor", std::vector<Fp8Tensor>{tensor}),
-                             at.grad("dbias", In(C, sqrt(N)), Accumulate::No, false),
-                             at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4)), at.x("inp", In(N * C)),
-                             at.x("pre_gelu", In(N * C, 2.0)), source, N, C});
+            auto a = args<Fp8CastOf>(at);
+            a.out = at.exact("out", filler), a.out_t = at.exact("out_t", filler);
+            a.stats = at.exact("stats", std::vector<Fp8Stats>(1));
+            a.tensor = at.exact("tensor", std::vector<Fp8Tensor>{tensor});
+            if (!wide) { a.dbias = at.grad("dbias", In(C, sqrt(N)), Accumulate::No, false); }
+            a.scratch = at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4));
+            a.inp = at.x("inp", In(N * C * (source == Fp8Source::Swiglu ? 2 : 1)));
+            a.before = at.x("before", In(N * width, 2.0));
+            a.source = source, a.N = N, a.C = C;
+            call(a);
         };
         compute(g, cast);
-        g["dbias"].expect();
+        if (!wide) { g["dbias"].expect(); }
         expect_bytes(g, "out", Fp8Format::E4m3);
         const std::vector<uint8_t> got = g["out"].read<uint8_t>(), got_t = g["out_t"].read<uint8_t>();
         expect_stats(g, "stats");
         size_t wrong = 0;
-        for (int i = 0; i < N * C; i++) { wrong += got_t[i % C * N + i / C] != got[i]; }
+        for (int i = 0; i < N * width; i++) { wrong += got_t[i % width * N + i / width] != got[i]; }
         CHECK(wrong == 0, "%s: %zu bytes of out_t are not out's", g.title.c_str(), wrong);
     }
 }
@@ -1917,7 +1930,7 @@ static void test_fp8_matmul_gelu(int N, int K, int columns) {
             a.out = at.x("out", forward ? Out(n) : Scratch(n)), to.inp = a.out;
             if (forward) { a.bias = at.x("bias", Of(bias)); }
             else {
-                to.pre_gelu = at.x("pre_gelu", Of(pre_gelu));
+                to.before = at.x("pre_gelu", Of(pre_gelu));
                 to.dbias = at.grad("dbias", In(columns, sqrt(N)), Accumulate::Yes, false);
             }
             a.cast = to;
@@ -2168,11 +2181,12 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, QkNorm norm) {
         for (int i = 0; i < n; i++) { same = same && (i / HS % (heads + NKV) < heads || got[i] == want[i]); }
         CHECK(same, "%s: heads of v have changed", k.title.c_str());
     }
-    for (const GradForm& is : kGradForms) {
-        Case k("rotate_backward_inplace " + shape + format(" acc=%d bf16=%d", (int)is.acc, is.bf16));
-        check(k, [&](auto at) {
+    auto backward = [&](Case& k, const GradForm& is, bool fp8) {
+        std::vector<Fp8Tensor> tensor(1);
+        fp8_set_scale(&tensor[0], 256.0f);              // 448/256 = 1.75: some saturate
+        compute(k, [&](auto at) {
             auto a = args<RotateBackwardOf>(at);
-            a.dqkv = at.x("dqkv_inplace", InOut(n)), a.table = at.s("table", Of(table));
+            a.dqkv = at.x(fp8 ? "dqkv" : "dqkv_inplace", InOut(n)), a.table = at.s("table", Of(table));
             if (norms) { a.qkv = at.x("qkv", In(n)), a.rstd = at.s("rstd", In(N * heads, 0.1, 1.0)); }
             if (weighted) {
                 a.dq_weight = at.grad("dq_weight", In(HS), is.acc, is.bf16);
@@ -2181,10 +2195,25 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, QkNorm norm) {
             }
             a.q_weight = weight(at, "q_weight", of_q), a.k_weight = weight(at, "k_weight", of_k);
             a.N = N, a.T = T, a.NH = NH, a.NKV = NKV, a.HS = HS;
+            if (fp8) {
+                a.fp8 = at.exact("bytes", std::vector<uint8_t>(n, 0xFF));
+                a.tensor = at.exact("tensor", tensor), a.stats = at.exact("stats", std::vector<Fp8Stats>(1));
+            }
             call(a);
         });
+    };
+    for (const GradForm& is : kGradForms) {
+        Case k("rotate_backward_inplace " + shape + format(" acc=%d bf16=%d", (int)is.acc, is.bf16));
+        backward(k, is, false);
+        k.expect();
         if (!weighted) { break; }
     }
+    if (!fp8_runs()) { return; }
+    Case k("rotate_backward_inplace, FP8 " + shape);
+    backward(k, {Accumulate::Yes, false}, true);
+    expect_bytes(k, "bytes", Fp8Format::E4m3);
+    expect_stats(k, "stats");
+    if (weighted) { k["dq_weight"].expect(), k["dk_weight"].expect(); }
 }
 
 // What tensor cores make of an operand: it is rounded to floatX or, of fp32 where `tf32`, to TF32: 10 bits
@@ -3174,6 +3203,8 @@ int main(int argc, char** argv) {
                 Config deep = kTensorCore;
                 deep.L = 4;
                 test_fp8(deep, true, 0.07);
+                test_fp8(kLlama8, true, 0.075);     // 0.063 to 0.073 with eight seeds on the CPU
+                test_fp8(kNano8, true, 0.045);
                 if (kDeviceIsAsync) {                         // fc's and fcproj's products with GELU (sm90)
                     Config wide = kWide;
                     wide.maxT = 72;                     // 576 rows: whole blocks of 64

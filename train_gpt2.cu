@@ -200,18 +200,18 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
     X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                   \
     X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                            \
     X(ln2_t8,     uint8_t, Block, ALWAYS, fp8 * second * N * C)                                             \
-    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * 4 * C)  /* (4C,B,T) */                                  \
+    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * F)      /* (F,B,T) */                                   \
     X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                               \
     X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                \
-    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * (fp8_head ? std::max(4 * C, Vp) : 4 * C))              \
-    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                              \
-    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * 4 * C)                                              \
-    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * 3 * C)                                              \
+    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * std::max({FCC, QKVC, fp8_head * Vp}))                  \
+    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * F)                                                  \
+    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * FCC)                                                \
+    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * QKVC)                                               \
     X(dlogits_8,  uint8_t, Global, IN(rows8), fp8_head * N * Vp)                                            \
-    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * 4 * C)                                                 \
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * std::max({C, FCC, QKVC}))                              \
     X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                               \
-    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * 4 * C)                                           \
-    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * 3 * C)                                           \
+    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * FCC)                                             \
+    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * QKVC)                                            \
     X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)
 
 #define X(name, ...) PARAM_##name,
@@ -971,9 +971,9 @@ static void norm_backward(const NormBackward& a, Stream stream) {
 //     input grad   dinp (N,C) = dout weight (+ residual)             D = W dout            = (C,N,OC)
 //     weight grad  dweight (OC,C) (+)= dout^T inp, fp32              D = inp dout^T        = (C,OC,N)
 // bias and residual (as the C matrix, beta = 1) ride in the epilogue. The MLP's activation and its derivative
-// ride in that of a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not pay (BGRADB +25
-// to 60 %): column sums come from LayerNorm's backward, GELU's and bias_backward. Descriptors and the
-// algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
+// ride in that of a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not
+// pay (BGRADB +25 to 60 %): column sums come from LayerNorm's backward, GELU's and bias_backward. Descriptors
+// and the algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
 //     grad_accumulate   grad (+)= values
 // A weight gradient that is kept in bf16 is first computed in fp32, in scratch; grad_accumulate then adds it
 // and rounds once.
@@ -1897,8 +1897,9 @@ static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stre
 //     weight grad  dweight (OC,C) (+)= dout^T (inp^T)^T
 // A block of fp8_cast takes a tile of 128 rows and columns. A thread converts a vector of each of four rows,
 // transposes each 4 x 4 bytes in registers and puts them into shared memory, where a word holds a quad: four
-// rows of a column. A warp then stores a column, 128 bytes. The kernel also computes GELU, and a bias's
-// gradient by column sums: a tile's sums are a row of partials, as in partial_sums_kernel.
+// rows of a column. A warp then stores a column, 128 bytes. The kernel also computes activations and their
+// gradients (that of SwiGLU has two tiles: gate's and up's), and a bias's gradient by column sums: a tile's
+// sums are a row of partials, as in partial_sums_kernel.
 constexpr int kCastTile = 128, kCastThreads = 256, kCastQuads = kCastTile / 4;
 typedef uint32_t CastTile[kCastTile][kCastQuads];           // (column, quad)
 // Where a column has a quad. A warp stores eight vectors of kVector columns, side by side, of four quads. The
@@ -1942,7 +1943,11 @@ __device__ __forceinline__ void store_columns(uint8_t* out, const CastTile& tile
 template <Fp8Source kSource>
 __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
     constexpr int kGroups = kCastTile / kWidth, kWarps = kCastThreads / kWarp, kWords = kWidth / 4;
-    __shared__ CastTile tile;
+    constexpr bool kSwigluGrad = kSource == Fp8Source::SwigluGrad;
+    constexpr bool kSwiglu = kSource == Fp8Source::Swiglu || kSwigluGrad;
+    constexpr bool kBefore = kSwigluGrad || kSource == Fp8Source::GeluGrad || kSource == Fp8Source::Relu2Grad;
+    constexpr int kHalves = kSwigluGrad ? 2 : 1;                        // of a row of out
+    __shared__ CastTile tiles[kHalves];
     __shared__ float sums[8][kCastTile];                                // of 16 rows each
     __shared__ uint2 stats[kWarps];                                     // of each warp: amax, saturated
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -1957,28 +1962,41 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         const int quad = part / (kGroups / 8) * 4 + lane / 8, group = part % (kGroups / 8) * 8 + lane % 8;
         const int row = row_0 + 4 * quad, c = column_0 + group * kWidth, end = row < a.N ? a.C : 0;
         const size_t at = row < a.N ? (size_t)row * a.C : 0;
-        uint32_t words[4][kWords];
-        x128 x[4], before[4];
+        uint32_t words[kHalves][4][kWords];
+        x128 x[4], before[4], up[4];                                    // SwiGLU: gate is in before or x
         Floats sum = {};
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const size_t row_at = at + (end ? (size_t)r * a.C : 0);
-            x[r] = load(a.inp + row_at, c, end);
-            if (kSource == Fp8Source::GeluGrad) { before[r] = load(a.pre_gelu + row_at, c, end); }
+            const size_t row_at = at + (end ? (size_t)r * a.C : 0), wide_at = (kSwiglu ? 2 : 1) * row_at;
+            x[r] = load(a.inp + (kBefore ? row_at : wide_at), c, end);
+            if (kBefore) { before[r] = load(a.before + wide_at, c, end); }
+            if (kSwiglu) { up[r] = load((kBefore ? a.before : a.inp) + wide_at + (end ? a.C : 0), c, end); }
         }
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            Floats f = to_floats(x[r]), slope = {};
-            if (kSource == Fp8Source::GeluGrad) { slope = to_floats(before[r]); }
+            Floats f[kHalves] = {to_floats(x[r])};
+            const Floats y = to_floats(kBefore ? before[r] : x[r]), z = to_floats(kSwiglu ? up[r] : x[r]);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
-                if (kSource == Fp8Source::Gelu) { f.at[k] = gelu(f.at[k]); }
-                if (kSource == Fp8Source::GeluGrad) { f.at[k] *= gelu_grad(slope.at[k]); }
-                sum.at[k] += f.at[k];
+                float& value = f[0].at[k];
+                if (kSource == Fp8Source::Gelu) { value = gelu(value); }
+                if (kSource == Fp8Source::GeluGrad) { value *= gelu_grad(y.at[k]); }
+                if (kSource == Fp8Source::Relu2) { value = Relu2::value(value); }
+                if (kSource == Fp8Source::Relu2Grad) { value *= Relu2::slope(y.at[k]); }
+                if (kSource == Fp8Source::Swiglu) { value = Swiglu::value(value, z.at[k]); }
+                if (kSwigluGrad) {
+                    const float2 d = Swiglu::slopes(value, y.at[k], z.at[k]);
+                    value = d.x, f[kHalves - 1].at[k] = d.y;
+                }
+                sum.at[k] += value;
             }
-            const Pack<uint8_t> bytes = counts.round(f, scale);
-            memcpy(words[r], &bytes, sizeof(bytes));
-            store(a.out + at + (size_t)r * a.C, c, a.out ? end : 0, bytes);
+            Pack<uint8_t> bytes[kHalves];
+            counts.round(bytes, f, scale);
+            uint8_t* out = a.out + kHalves * (at + (size_t)r * a.C);
+            for (int half = 0; half < kHalves; half++) {
+                memcpy(words[half][r], &bytes[half], sizeof(bytes[half]));
+                store(out + (size_t)half * a.C, c, a.out ? end : 0, bytes[half]);
+            }
         }
         if (!a.out) { continue; }
         if (a.dbias.data) {                         // lanes of one group have 4 quads, one below the other
@@ -1989,7 +2007,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
                 if (lane < 8) { sums[quad / 4][group * kWidth + k] = sum.at[k]; }
             }
         }
-        store_turned(tile, group * kWidth, quad, words);
+        for (int h = 0; h < kHalves; h++) { store_turned(tiles[h], group * kWidth, quad, words[h]); }
     }
 
     const uint2 of_warp = counts.of_warp();
@@ -2001,7 +2019,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         const uint32_t count = __reduce_add_sync(kLanes, stats[lane].y);
         if (lane == 0) { fp8_count(a.stats, so_far, most, a.out ? count : 0); }
     }
-    if (first) { a.stats->elements += (size_t)a.N * a.C; }
+    if (first) { a.stats->elements += (size_t)a.N * kHalves * a.C; }
     if (first && sets_scale) { fp8_set_scale(a.tensor, scale); }
     if (!a.out) { return; }
     const int column = column_0 + threadIdx.x;
@@ -2010,7 +2028,9 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         for (int i = 0; i < 8; i++) { sum += sums[i][threadIdx.x]; }
         a.scratch[(size_t)blockIdx.y * a.C + column] = sum;
     }
-    store_columns<kWidth>(a.out_t, tile, a.N, a.C);
+    for (int h = 0; h < kHalves; h++) {
+        store_columns<kWidth>(a.out_t + (size_t)h * a.C * a.N, tiles[h], a.N, a.C);
+    }
 }
 
 static size_t fp8_cast_scratch_bytes(int N, int C) {
@@ -2030,10 +2050,12 @@ static void fp8_cast(const Fp8Cast& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
-    auto kernel = a.source == Fp8Source::Gelu       ? fp8_cast_kernel<Fp8Source::Gelu>
-                  : a.source == Fp8Source::GeluGrad ? fp8_cast_kernel<Fp8Source::GeluGrad>
-                                                    : fp8_cast_kernel<Fp8Source::Plain>;
-    kernel<<<grid, kCastThreads, 0, stream>>>(a);
+    constexpr auto kPlain = fp8_cast_kernel<Fp8Source::Plain>;          // in the order of Fp8Source
+    void (*const kernels[])(Fp8Cast) = {
+        kPlain, kPlain, fp8_cast_kernel<Fp8Source::Gelu>, fp8_cast_kernel<Fp8Source::GeluGrad>,
+        fp8_cast_kernel<Fp8Source::Swiglu>, fp8_cast_kernel<Fp8Source::SwigluGrad>,
+        fp8_cast_kernel<Fp8Source::Relu2>, fp8_cast_kernel<Fp8Source::Relu2Grad>};
+    kernels[(int)a.source]<<<grid, kCastThreads, 0, stream>>>(a);
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
@@ -2086,7 +2108,7 @@ static bool fp8_matmul_sm90(const Fp8Matmul& a, Stream stream) {
     const bool is_gelu = to.source == Fp8Source::Gelu;
     if (!to.out || !(is_gelu || to.source == Fp8Source::GeluGrad)) { return false; }
     const Product p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
-                       .pre_act = is_gelu ? a.out : to.pre_gelu,
+                       .pre_act = is_gelu ? a.out : to.before,
                        .partial = to.dbias.data ? to.scratch : nullptr, .N = a.M, .K = a.K / 2,
                        .columns = a.N, .pre_columns = a.N, .bytes = to.out, .transposed = to.out_t,
                        .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor, .stats = to.stats};
@@ -4495,12 +4517,18 @@ __global__ void __launch_bounds__(kRotateThreads) rotate_forward_inplace_kernel(
 }
 
 // A block takes heads of places blockIdx.x, blockIdx.x + gridDim.x, ... A lane's sums for dweight stay in
-// registers; the block's, of all its heads of q and of all of k, are a row of partials.
+// registers; the block's, of all its heads of q and of all of k, are a row of partials. With FP8 v has heads
+// here, too, which are only rounded.
 __global__ void __launch_bounds__(kRotateThreads, 2)
     rotate_backward_inplace_kernel(RotateBackward a, float* partial /*(blocks,2,HS) or null*/) {
     __shared__ float shared[kRotateThreads * 2 * kWidth];               // (blockDim.y,HS)
     const int first = blockIdx.y * blockDim.y, h = first + threadIdx.y, i = threadIdx.x * kWidth;
-    const int HS = a.HS, half = HS / 2, NH = a.NH, heads = NH + a.NKV, end = h < heads ? half : 0;
+    const int HS = a.HS, half = HS / 2, NH = a.NH, heads = NH + a.NKV;
+    const bool turned = h < heads;              // else of v
+    const int end = turned || (a.fp8 && h < heads + a.NKV) ? half : 0;
+    const float scale = a.fp8 ? a.tensor->scale : 1.0f;
+    const uint32_t so_far = a.fp8 ? fp8_amax_so_far(a.stats) : 0;
+    Fp8Counts counts;
     const Halves w = load_weight(h < NH ? a.q_weight : a.k_weight, i, half);
     Halves w_inverse, sums = {};
     for (int k = 0; k < 2 * kWidth; k++) {
@@ -4512,20 +4540,34 @@ __global__ void __launch_bounds__(kRotateThreads, 2)
         for (int n = begin; n < min(begin + kRotateTexts * a.T, a.N); n += a.T) {
             const size_t head = ((size_t)n * (heads + a.NKV) + h) * HS;
             Halves dy = load_halves(a.dqkv + head, i, half, end);
-            Halves y = load_halves(a.qkv + head, i, half, a.rstd ? end : 0);
-            dy = rotated(dy, turn, -1.0f);
+            Halves y = load_halves(a.qkv + head, i, half, a.rstd && turned ? half : 0);
+            if (turned) { dy = rotated(dy, turn, -1.0f); }
             if (a.rstd) {
                 y = rotated(y, turn, -1.0f);
-                const float rstd = end > 0 ? a.rstd[(size_t)n * heads + h] : 0.0f;
+                const float rstd = turned ? a.rstd[(size_t)n * heads + h] : 0.0f;
                 const float mean = head_mean(dy, y, HS);
                 for (int k = 0; k < 2 * kWidth; k++) {
                     const int s = k / kWidth, e = k % kWidth;
                     float &d = dy.at[s].at[e], y_k = y.at[s].at[e];
                     sums.at[s].at[e] = fmaf(d, y_k, sums.at[s].at[e]);
-                    d = rstd * (d * w.at[s].at[e] - y_k * w_inverse.at[s].at[e] * mean);
+                    if (turned) { d = rstd * (d * w.at[s].at[e] - y_k * w_inverse.at[s].at[e] * mean); }
                 }
             }
-            store_halves(a.dqkv + head, i, half, end, dy);
+            if (a.fp8) {
+                Pack<uint8_t> bytes[2];
+                counts.round(bytes, dy.at, scale);
+                for (int s = 0; s < 2; s++) { store(a.fp8 + head + s * half, i, end, bytes[s]); }
+            } else {
+                store_halves(a.dqkv + head, i, half, end, dy);
+            }
+        }
+    }
+    if (a.fp8) {
+        const uint2 of_warp = counts.of_warp();
+        const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+        if (thread % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
+        if (blockIdx.x + blockIdx.y + thread == 0) {
+            a.stats->elements += (size_t)a.N * (heads + a.NKV) * HS;
         }
     }
     if (!partial) { return; }
@@ -4572,7 +4614,7 @@ static size_t rotate_backward_scratch_bytes(int HS) { return rotate_blocks(kWarp
 
 static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
     OpScope scope(a, stream);
-    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV, a.HS);
+    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV * (a.fp8 ? 2 : 1), a.HS);
     const int most = rotate_blocks(grid.block.x * grid.block.y) / grid.slabs;
     const int blocks = std::min(most, rotate_places(a.N, a.T));
     float* partial = a.dq_weight.data || a.dk_weight.data ? a.scratch : nullptr;
@@ -5225,9 +5267,12 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 // the dimension that it sums over, so an operand has its bytes twice, once transposed.
 // A run's first step has no scales yet. It multiplies data and records each operand's largest element, from
 // which the second step's scales follow. If the first step is not finite, scales stay 1 until a later step
-// has recorded some.
+// has recorded some. Llama's projections and head begin as zeros, and the gradients that come through them
+// grow manyfold in each of the first steps. Small models with AdamW skipped updates for it, and none where
+// bytes began after five updates or more.
 // docs/numerics.md says why the gradient of the logits is e5m2, and why attproj and the first and the last
 // layer stay in 16 bits.
+constexpr uint32_t kFp8LlamaBegins = 8;         // updates
 struct Operand {
     floatX* data = nullptr;
     uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
@@ -5331,7 +5376,7 @@ struct Pass {
                    (role == kWeight ? 2 * model->fp8.linears + linear : 2 * linear + (role == kDout));
         y.stats = (Fp8Stats*)(model->exchange.record + model->exchange.stats_at) +
                   (y.tensor - model->fp8.tensors);
-        if (model->step > 0) { y.bytes = bytes, y.bytes_t = bytes_t; }
+        if (model->step >= (c.is_llama() ? kFp8LlamaBegins : 1)) { y.bytes = bytes, y.bytes_t = bytes_t; }
         return y;
     }
     Linear linear_of(ParamId weight, ParamId bias, int l, int linear) const {
@@ -5391,13 +5436,12 @@ struct Pass {
         y.w_attproj = linear_of(PARAM_attprojw, PARAM_attprojb, l, kIn16Bits);
         y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc);
         y.w_fcproj = linear_of(PARAM_fcprojw, PARAM_fcprojb, l, first + kFcProj);
-        y.dfch = operand(a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
+        y.dfch = operand(config().is_llama() ? a.fch : a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
         y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
         y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty, y.dact = a.dact;
         if (config().is_llama()) {
             y.rotation = {a.qk_rstd, param<float>(PARAM_qnw, l), param<float>(PARAM_knw, l),
                           grad(PARAM_qnw, l), grad(PARAM_knw, l)};
-            y.dfch = {.data = a.fch};
         }
         return y;
     }
@@ -5411,6 +5455,14 @@ struct Pass {
     // Only a branch's gradient has bytes here. All else is cast by the op that computes it, or only recorded.
     void cast(const Operand& y, int C) const {
         if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.data, .N = N(), .C = C}), stream()); }
+    }
+    // What the MLP's activation, or the gradient of what it read, is cast from.
+    enum class Slope { No, Yes };
+    Fp8Source activation_source(Slope slope) const {
+        static const Fp8Source sources[][2] = {{Fp8Source::Gelu, Fp8Source::GeluGrad},
+                                               {Fp8Source::Swiglu, Fp8Source::SwigluGrad},
+                                               {Fp8Source::Relu2, Fp8Source::Relu2Grad}};
+        return sources[(int)config().shape().mlp][(int)slope];
     }
     // bytes_t from bytes
     void transpose(const Operand& y, int C) const {
@@ -5503,8 +5555,8 @@ struct Forward : Pass {
                            stream());
             return cast(out, config().shape().F);
         }
-        fp8_product(fch, inp, w, nullptr, cast_to(out, {.inp = fch, .source = Fp8Source::Gelu, .N = N(),
-                                                        .C = w.OC}));
+        fp8_product(fch, inp, w, nullptr, cast_to(out, {.inp = fch, .source = activation_source(Slope::No),
+                                                        .N = N(), .C = config().shape().F}));
     }
 
     // out = before + (inp weight^T + bias)
@@ -5711,15 +5763,15 @@ struct Backward : Pass {
     void linear_activate_backward(const Operand& dfch, const Operand& dout, const Operand& act,
                                   const Linear& w, const floatX* fch, const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
-        fresh(dact);
+        floatX* product = fresh(dact ? dact : dfch.data);       // GELU's slope is applied in place
         if (dout.bytes) {
-            return fp8_product(dfch.data, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = dfch.data,
-                               .pre_gelu = fch, .source = Fp8Source::GeluGrad, .N = N(), .C = w.C}));
+            return fp8_product(product, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = product,
+                               .before = fch, .source = activation_source(Slope::Yes), .N = N(), .C = w.C}));
         }
         matmul_backward_input({.dinp = dfch.data, .dout = dout.data, .weight = w.weight.data,
                                .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
                                .scratch = scratch, .dact = dact, .mlp = config().shape().mlp}, stream());
-        cast(dfch, w.C);
+        cast(dfch, config().shape().mlp == Mlp::SwiGlu ? 2 * w.C : w.C);
     }
 
     // dqkv from datty, and its column sums, the gradient of the bias of qkv
@@ -5745,12 +5797,17 @@ struct Backward : Pass {
     }
 
     // In place: gradients of the rotated q and k become those of q and k as the linear layer gave them
-    void rotate_backward(floatX* dqkv, const floatX* qkv, const Rotation& r) {
+    void rotate_backward(const Operand& dqkv, const floatX* qkv, const Rotation& r) {
         const Config::Shape s = config().shape();
-        rotate_backward_inplace({.dqkv = dqkv, .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
+        rotate_backward_inplace({.dqkv = dqkv.data, .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
                                  .scratch = scratch, .qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr,
                                  .q_weight = r.q_weight, .k_weight = r.k_weight, .table = model->rotation,
-                                 .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS}, stream());
+                                 .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS,
+                                 .fp8 = fresh(dqkv.bytes), .tensor = dqkv.tensor, .stats = dqkv.stats},
+                                stream());
+        const int OC = (config().NH + 2 * s.NKV) * s.HS;
+        if (dqkv.bytes) { transpose(dqkv, OC); }
+        else { cast(dqkv, OC); }
     }
 
     // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
@@ -5825,8 +5882,8 @@ static void llama_layer_backward(Backward& e, int l) {
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, {});
-    e.rotate_backward(a.dqkv.data, a.qkv, a.rotation);
+    e.attention_backward({a.dqkv.data}, a.datty, a.atty.data, a.qkv, a.att, {});
+    e.rotate_backward(a.dqkv, a.qkv, a.rotation);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
     e.norm_backward(a.dln1, a.x, a.w_ln1);
 }

@@ -303,7 +303,19 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, bool norm, bool w
     auto loss = [&] { forward(nullptr); return dot(qkv, dout, n); };
     if (!weights) {
         backward({}, {});
-        CHECK_GRADIENT(raw, dqkv, loss);
+        const Doubles want = dqkv;              // as bytes: these numbers, rounded, and v's as they are
+        std::vector<uint8_t> bytes(n);
+        Fp8Tensor tensor = {};
+        Fp8Stats stats = {};
+        fp8_set_scale(&tensor, 64.0f);
+        dqkv = dout;
+        rotate_backward_inplace_cpu<double>({dqkv, {}, {}, nullptr, qkv, stored, q, k, table, N, T, NH, NKV,
+                                             HS, bytes.data(), &tensor, &stats}, 0);
+        size_t wrong = 0;
+        for (size_t i = 0; i < n; i++) { wrong += bytes[i] != fp8_encode((float)want[i] * 64.0f); }
+        CHECK(wrong == 0 && stats.elements == n && stats.amax > 0, "%s: %zu bytes are wrong", shape.c_str(),
+              wrong);
+        CHECK_GRADIENT(raw, want, loss);
         return;
     }
     const Doubles of_q = gradient_of(shape, HS, [&](GradOf<double> grad) {
@@ -580,6 +592,31 @@ static void test_fp8_cast(int N, int C) {
         }
         CHECK(wrong == 0 && stats.saturated == 0, "%s: %zu elements are wrong", shape.c_str(), wrong);
         CHECK_SAME(sums, expected_sums, 1e-12);
+    }
+
+    // the second family's: what its own ops give, rounded
+    const Doubles gate_up = random_tensor(2 * n, 2.0);
+    Doubles swiglu(n), dgate_up(2 * n), relu2(n), drelu2(n);
+    swiglu_forward_cpu<double>({swiglu, gate_up, N, C}, 0);
+    swiglu_backward_cpu<double>({dgate_up, inp, gate_up, N, C}, 0);
+    relu2_forward_cpu<double>({relu2, inp, n}, 0);
+    relu2_backward_cpu<double>({drelu2, inp, pre_gelu, n}, 0);
+    struct { Fp8Source source; const double *inp, *before, *want; int width; } cases[] = {
+        {Fp8Source::Swiglu, gate_up, nullptr, swiglu, C}, {Fp8Source::Relu2, inp, nullptr, relu2, C},
+        {Fp8Source::SwigluGrad, inp, gate_up, dgate_up, 2 * C},
+        {Fp8Source::Relu2Grad, inp, pre_gelu, drelu2, C}};
+    for (const auto& is : cases) {
+        const size_t all = (size_t)N * is.width;
+        std::vector<uint8_t> rows(all), columns(all);
+        stats = {};
+        fp8_cast_cpu<double>({rows.data(), columns.data(), &stats, &tensor, {}, nullptr, is.inp, is.before,
+                              is.source, N, C}, 0);
+        for (size_t i = 0; i < all; i++) {
+            wrong += rows[i] != fp8_encode((float)is.want[i] * 64.0f) ||
+                     columns[i % is.width * N + i / is.width] != rows[i];
+        }
+        CHECK(wrong == 0 && stats.elements == all, "%s: source %d: %zu elements are wrong", shape.c_str(),
+              (int)is.source, wrong);
     }
 }
 

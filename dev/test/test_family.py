@@ -10,11 +10,12 @@ import shutil
 import pytest
 
 from checks import read
-from trainer import log_lines, on_cpu, refused, run_ok, sentences, write_shard
+from trainer import log_lines, need_fp8, on_cpu, refused, run_ok, sentences, write_shard
 
 LLAMA = "llama:L2,NH4,NKV2,HS16,C48,F96,T32,V256,qk_norm"          # NH * HS is not C
 NANO = "llama:L2,NH2,NKV1,HS16,C40,F56,T32,V256,relu2,qk_norm,no_norm_weights,embed_norm,tied,softcap=15"
-USUAL = {"-i": "train.bin", "-j": "val.bin", "-b": 2, "-z": 256, "-x": 6, "-v": 3, "-s": 0, "-n": 3,
+SIXTEENS = NANO.replace("C40,F56", "C48,F64")                       # FP8's sizes
+USUAL = {"-i": "train.bin", "-j": "val.bin", "-b": 2, "-z": 256, "-x": 12, "-v": 6, "-s": 0, "-n": 10,
          "-l": "1e-2", "-c": 0.1, "--lanes": 4}
 
 
@@ -28,30 +29,37 @@ def left_by(folder, **flags):
     """(losses and norms, the model's bytes) of a run."""
     run_ok({**USUAL, "-o": folder, **{"-" + name if len(name) < 3 else "--" + name.replace("_", "-"): value
                                       for name, value in flags.items()}})
-    return log_lines(folder), read(f"{folder}/model_00000006.bin")
+    return log_lines(folder), read(f"{folder}/model_00000012.bin")
 
 
-@pytest.mark.parametrize("name, model", [("llama", LLAMA), ("nano", NANO)], ids=["llama", "nano"])
-def test_ranks_and_recompute(name, model):
+@pytest.mark.parametrize("name, model, dtype", [
+    ("llama", LLAMA, "bf16"), ("nano", NANO, "bf16"), ("llama8", LLAMA, "fp8-head"),
+    ("nano8", SIXTEENS, "fp8")], ids=["llama", "nano", "llama, FP8", "nano, FP8"])
+def test_ranks_and_recompute(name, model, dtype):
     """Ranks at each ZeRO stage, and -r: the same losses and the same model, to the bit."""
-    one = left_by(name, e=model)
+    if dtype != "bf16":
+        need_fp8()
+    flags = {"e": model, "matmul_dtype": dtype}
+    one = left_by(name, **flags)
     first, last = (float(re.search(r"trl:(\S+)", one[0][i])[1]) for i in (0, -1))
     assert last < first - 0.1, "it does not learn"
     for r in (1, 2):
-        assert left_by(f"{name}_r{r}", e=model, r=r) == one
+        assert left_by(f"{name}_r{r}", r=r, **flags) == one
     for zero in (0, 1, 2) if on_cpu() else ():
-        assert left_by(f"{name}_zero{zero}", e=model, gpus=2, zs=zero) == one
+        assert left_by(f"{name}_zero{zero}", gpus=2, zs=zero, **flags) == one
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_goes_on(optimizer):
-    """A run that goes on after its 3rd step ends as one that was not stopped."""
-    flags = {"e": LLAMA, "optimizer": optimizer}
-    folder, again = f"{optimizer}_whole", f"{optimizer}_again"
+@pytest.mark.parametrize("optimizer, dtype", [("adamw", "bf16"), ("muon", "bf16"), ("muon", "fp8-head")])
+def test_goes_on(optimizer, dtype):
+    """A run that goes on after its 10th step ends as one that was not stopped."""
+    if dtype != "bf16":
+        need_fp8()
+    flags = {"e": LLAMA, "optimizer": optimizer, "matmul_dtype": dtype}
+    folder, again = f"{optimizer}_{dtype}_whole", f"{optimizer}_{dtype}_again"
     whole = left_by(folder, **flags)
     shutil.copytree(folder, again)
     for name in os.listdir(again):
-        if "00000006" in name:
+        if "00000012" in name:
             os.unlink(f"{again}/{name}")
     assert left_by(again, y=1, **flags)[1] == whole[1]
 
@@ -68,7 +76,7 @@ def test_head_rate():
 def test_refusals():
     usual = {**USUAL, "-x": 1}
     refused({**usual, "-e": NANO, "--head-rate": 2}, "--head-rate is for an untied LM head")
-    refused({**usual, "-e": LLAMA, "--matmul-dtype": "fp8"}, "--matmul-dtype fp8 is for the family of GPT-2")
+    refused({**usual, "-e": NANO, "--matmul-dtype": "fp8"}, "multiples of 16", "C = 40, F = 56")
     refused({**usual, "-e": LLAMA, "--norm": "layernorm"}, "--norm layernorm")
     for sizes, why in (("NKV3,HS16,F96", "NH must be a multiple of NKV"), ("NKV2,HS8,F96", "HS one of 16"),
                        ("NKV2,HS16,F9", "F must be a multiple of 8"), ("NKV2,HS16", "neither a file nor")):

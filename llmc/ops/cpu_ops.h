@@ -197,11 +197,11 @@ static inline void norm_row(Real* out, const Real* x, Real mean, Real rstd, cons
 
 // out[i] = byte of x[i] * scale, or null. stats: the largest |x|, and how many were counted and saturated.
 template <class Real>
-static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const std::vector<Real>& x, float scale) {
+static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const Real* x, size_t n, float scale) {
     uint32_t amax = stats->amax;
     uint64_t saturated = 0;
     #pragma omp parallel for reduction(max : amax) reduction(+ : saturated)
-    for (size_t i = 0; i < x.size(); i++) {
+    for (size_t i = 0; i < n; i++) {
         const uint32_t size = bits_of((float)x[i]) & 0x7FFFFFFFu;
         amax = size > amax ? size : amax;
         if (!out) { continue; }
@@ -209,7 +209,7 @@ static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const std::vector<Rea
         saturated += float_of(size) * scale > kFp8Max;
     }
     stats->amax = amax;
-    stats->elements += x.size();
+    stats->elements += n;
     stats->saturated += saturated;
 }
 
@@ -246,7 +246,8 @@ template <class Real> void norm_forward_cpu(const NormForwardOf<Real, Real>& a) 
         }
     }
     for (int i = 0; i < 2; i++) {
-        if (a.y[i].fp8) { fp8_rows(a.y[i].fp8, a.y[i].stats, unrounded[i], a.y[i].tensor->scale); }
+        const NormOutput<Real, Real>& y = a.y[i];
+        if (y.fp8) { fp8_rows(y.fp8, y.stats, unrounded[i].data(), (size_t)N * C, y.tensor->scale); }
     }
 }
 
@@ -437,7 +438,7 @@ template <class Real> void rotate_forward_inplace_cpu(const RotateForwardOf<Real
 // Turned back, a head of qkv is y, and one of dqkv is y's gradient dy. xhat[i] = y[i]/weight[i], or 0 where
 // weight[i] is 0.
 // dweight[i] (=, +=) sum over rows and heads, of q or of k, of dy[i]*xhat[i]
-// dqkv = rstd*(dy[i]*weight[i] - xhat[i]*mean_i(dy*y)), or dy
+// dqkv = rstd*(dy[i]*weight[i] - xhat[i]*mean_i(dy*y)), or dy. fp8: the bytes of dqkv, whose v stays
 template <class Real> void rotate_backward_inplace_cpu(const RotateBackwardOf<Real, Real>& a) {
     const int NH = a.NH, NKV = a.NKV, HS = a.HS, heads = NH + NKV, T = a.T;
     auto head = [=](int n, int h) { return ((size_t)n * (heads + NKV) + h) * HS; };
@@ -473,6 +474,7 @@ template <class Real> void rotate_backward_inplace_cpu(const RotateBackwardOf<Re
             }
         }
     }
+    if (a.fp8) { fp8_rows(a.fp8, a.stats, a.dqkv, (size_t)a.N * (heads + NKV) * HS, a.tensor->scale); }
 }
 
 // ---- matmul: the linear layer ----
@@ -647,19 +649,26 @@ template <class Real> void fp8_transpose_cpu(const Fp8TransposeOf<Real, Real>& a
 // out[n,c] and out_t[c,n] = byte of x[n,c] * scale; dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
 // |x|, and how many were counted and how many saturated.
 template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
-    const int N = a.N, C = a.C;
+    const int N = a.N, C = a.C, wide = a.source == Fp8Source::SwigluGrad ? 2 * C : C;
     if (a.source == Fp8Source::Weight && a.out) {
         fp8_set_scale(a.tensor, fp8_scale(float_of(a.stats->amax), 0));
     }
-    std::vector<Real> x(a.inp, a.inp + (size_t)N * C);
-    #pragma omp parallel for
-    for (size_t i = 0; i < x.size(); i++) {
-        if (a.source == Fp8Source::Gelu) { x[i] = gelu(x[i]); }
-        if (a.source == Fp8Source::GeluGrad) { x[i] *= gelu_derivative(a.pre_gelu[i]); }
+    const size_t n = (size_t)N * C;
+    std::vector<Real> x(a.inp, a.inp + n);
+    x.resize((size_t)N * wide);
+    Real* y = x.data();
+    switch (a.source) {
+        case Fp8Source::Plain: case Fp8Source::Weight: break;
+        case Fp8Source::Gelu: gelu_forward_cpu<Real>({y, a.inp, n}); break;
+        case Fp8Source::GeluGrad: gelu_backward_inplace_cpu<Real>({y, {}, nullptr, a.before, N, C}); break;
+        case Fp8Source::Swiglu: swiglu_forward_cpu<Real>({y, a.inp, N, C}); break;
+        case Fp8Source::SwigluGrad: swiglu_backward_cpu<Real>({y, a.inp, a.before, N, C}); break;
+        case Fp8Source::Relu2: relu2_forward_cpu<Real>({y, a.inp, n}); break;
+        case Fp8Source::Relu2Grad: relu2_backward_cpu<Real>({y, a.inp, a.before, n}); break;
     }
-    fp8_rows(a.out, a.stats, x, a.tensor->scale);
-    if (a.out) { fp8_transpose_cpu<Real>({a.out_t, a.out, N, C}); }
-    column_sums(a.dbias, x.data(), N, C);
+    fp8_rows(a.out, a.stats, y, x.size(), a.tensor->scale);
+    if (a.out) { fp8_transpose_cpu<Real>({a.out_t, a.out, N, wide}); }
+    column_sums(a.dbias, y, N, C);
 }
 
 // x[m,n] = sum over k of a[m,k]*b[n,k], each byte divided by its tensor's scale
@@ -677,7 +686,7 @@ template <class Real> void fp8_matmul_cpu(const Fp8MatmulOf<Real, Real>& a) {
     }
     if (!a.cast.stats) { return; }
     // A GPU's kernel casts the first tiles while it still reads a for the others.
-    const uint8_t *to = a.cast.out, *end = to + (size_t)a.M * a.N;
+    const uint8_t *to = a.cast.out, *end = to + (size_t)a.M * a.cast.C;
     if (to && to < a.a + (size_t)a.M * a.K && a.a < end) { die("fp8_matmul: its cast would replace its a"); }
     fp8_cast_cpu(a.cast);
 }
@@ -816,7 +825,7 @@ template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real
             }
         }
     }
-    if (a.fp8) { fp8_rows(a.fp8, a.stats, unrounded, a.tensor->scale); }
+    if (a.fp8) { fp8_rows(a.fp8, a.stats, dqkv, B * T * row, a.tensor->scale); }
 }
 
 // ---- classifier: softmax, cross-entropy and its gradient, in place ----

@@ -154,21 +154,25 @@ template <class X, class S> struct GradAccumulateOf {     // grad (+)= values, r
 // product divides by its operands' powers again. The tensor of a weight gets its scale from its own largest
 // element, which a call without outputs has found; others keep theirs for a step. The logits' gradient has a
 // bound, and so a fixed scale: classifier writes it. What is cast, to e4m3:
-//     Plain     x = inp          Gelu      x = gelu(inp)
-//     Weight    x = inp          GeluGrad  x = inp * gelu'(pre_gelu)
-enum class Fp8Source { Plain, Weight, Gelu, GeluGrad };
+//     Plain     x = inp          Gelu    x = gelu(inp)        GeluGrad    x = inp * gelu'(before)
+//     Weight    x = inp          Relu2   x = max(inp, 0)^2    Relu2Grad   x = inp * 2 max(before, 0)
+//     Swiglu    x = silu(gate) * up: inp is gate, up (N,2C)
+//     SwigluGrad      x (N,2C) = gradients of gate, of up from that of Swiglu's x, inp: before is gate, up
+enum class Fp8Source { Plain, Weight, Gelu, GeluGrad, Swiglu, SwigluGrad, Relu2, Relu2Grad };
 template <class X, class S> struct Fp8CastOf {
-    uint8_t *out = nullptr, *out_t = nullptr;   // (N,C) (C,N) bytes of x * scale. Null: only amax is taken
+    // (N,C) (C,N), with SwigluGrad (N,2C) (2C,N): bytes of x * scale. Null: only amax is taken
+    uint8_t *out = nullptr, *out_t = nullptr;
     Fp8Stats* stats = nullptr;          // added to
     Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where out is wanted
-    GradOf<S> dbias = {};               // (C) or null: column sums of x
+    GradOf<S> dbias = {};               // (C) or null: column sums of x; null with SwigluGrad
     S* scratch = nullptr;               // where dbias is wanted
-    const X* inp;                       // (N,C)
-    const X* pre_gelu = nullptr;        // (N,C), or null if not GeluGrad
+    const X* inp;                       // (N,C), with Swiglu (N,2C)
+    const X* before = nullptr;          // of the gradients: (N,C), with SwigluGrad (N,2C); else null
     Fp8Source source = Fp8Source::Plain;
     int N, C;                           // multiples of 16
     template <class F> void outputs(F gives) const {
-        gives("out", out, N, C); gives("out_t", out_t, C, N);
+        const int wide = source == Fp8Source::SwigluGrad ? 2 * C : C;
+        gives("out", out, N, wide); gives("out_t", out_t, wide, N);
         gives("amax", stats ? &stats->amax : nullptr, 1); gives("dbias", dbias, C);
     }
 };
@@ -195,7 +199,7 @@ template <class X, class S> struct Fp8MatmulOf {          // a b^T, divided by b
     // If it has stats: the cast of out, with GELU or its slope. With GeluGrad out is undefined afterwards.
     Fp8CastOf<X, S> cast = {};
     template <class F> void outputs(F gives) const {
-        gives("out", cast.pre_gelu ? nullptr : out, M, N); gives("grad", grad, M, N);
+        gives("out", cast.before ? nullptr : out, M, N); gives("grad", grad, M, N);
         gives("cast", cast.out, M, N); gives("cast_t", cast.out_t, N, M); gives("dbias", cast.dbias, N);
     }
 };
@@ -275,7 +279,8 @@ template <class X, class S> struct RotateForwardOf {
     }
 };
 template <class X, class S> struct RotateBackwardOf {   // of a forward without `positions`
-    X* dqkv;                            // (N,NH+2*NKV,HS) gradient of the output, then of the input
+    X* dqkv;                            // (N,NH+2*NKV,HS) gradient of the output, then of the input; with
+                                        // fp8 then undefined
     GradOf<S> dq_weight, dk_weight;     // (HS) each or null
     S* scratch;                         // where one of these is wanted
     const X* qkv;                       // (N,NH+2*NKV,HS) the output; not read without QK-norm
@@ -283,8 +288,12 @@ template <class X, class S> struct RotateBackwardOf {   // of a forward without 
     const S *q_weight, *k_weight;       // (HS) each or null
     const S* table;                     // (maxT,2,HS/2)
     int N, T, NH, NKV, HS;
+    uint8_t* fp8 = nullptr;             // (N,NH+2*NKV,HS) or null; else the bytes of dqkv * scale in e4m3
+    const Fp8Tensor* tensor = nullptr;  // with fp8: read
+    Fp8Stats* stats = nullptr;          // with fp8: added to
     template <class F> void outputs(F gives) const {
-        gives("dqkv", dqkv, NH + NKV, HS); gives("dq_weight", dq_weight, HS);
+        gives("dqkv", fp8 ? nullptr : dqkv, NH + NKV, HS); gives("fp8_dqkv", fp8, N, NH + 2 * NKV, HS);
+        gives("fp8_amax", fp8 ? &stats->amax : nullptr, 1); gives("dq_weight", dq_weight, HS);
         gives("dk_weight", dk_weight, HS);
     }
 };

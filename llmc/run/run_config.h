@@ -568,21 +568,18 @@ static inline void batch_check(const Config& c) {
     lanes_check(micro_steps);
 }
 
-// The products' sizes are multiples of 16: channels, wte's padded rows, and B*T.
+// The products' sizes are multiples of 16: channels, the MLP's width, wte's padded rows, and B*T.
 static inline void fp8_check(const Config& c, const Build& build) {
     if (run.matmul_dtype == MatmulDtype::Bf16) { return; }
-    if (c.is_llama()) {
-        die("--matmul-dtype fp8 is for the family of GPT-2, and -e %s is not of it\nhint: leave it out",
-            run.model);
-    }
     const bool head = run.matmul_dtype == MatmulDtype::Fp8Head;
     if (build.is_cuda && strcmp(build.precision, "BF16") != 0) {
         die("--matmul-dtype fp8 needs a program with PRECISION=BF16; this one computes in %s",
             build.precision);
     }
-    if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || (head && c.Vp % 16 != 0)) {
-        die("--matmul-dtype fp8 needs multiples of 16: -b %d x -t %d = %d tokens, C = %d, wte of %d rows",
-            run.B, run.T, run.B * run.T, c.C, c.Vp);
+    const int F = c.shape().F;
+    if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || F % 16 != 0 || (head && c.Vp % 16 != 0)) {
+        die("--matmul-dtype fp8 needs multiples of 16: -b %d x -t %d = %d tokens, C = %d, F = %d (the MLP's "
+            "width), wte of %d rows", run.B, run.T, run.B * run.T, c.C, F, c.Vp);
     }
 }
 
