@@ -905,7 +905,7 @@ struct Job {
 static void test_stalled_disk(const Config& c) {
     const TemporaryFolder folder;
     const std::string path = folder.name + "/rows.bin";
-    int header[256] = {kShardMagic, 1, 10 * c.maxT};
+    int header[256] = {kShardKinds[0].magic, kShardKinds[0].version, 10 * c.maxT};
     const std::vector<uint16_t> tokens(header[2], 1);
     AtomicFile file = atomic_open(path);
     atomic_write(&file, header, sizeof(header));
@@ -2811,7 +2811,10 @@ static void test_decoding() {
                               {0.8f, 40, 0.9f, 2.0f}}) {
         test_sample_tokens(17, 300, s);
         test_sample_tokens(9, 33, s);
-        if (!small_shapes) { test_sample_tokens(24, 50257, s); }
+        if (!small_shapes) {
+            test_sample_tokens(24, 50257, s);
+            test_sample_tokens(9, 151936, s);
+        }
     }
     if (small_shapes) { return; }
     for (int N : {1, 20, 64}) {
@@ -2951,6 +2954,8 @@ static void test_kernels() {
             test_classifier(3, 50257, 50304, 15.0f);
             test_classifier(1000, 256, 256);
             test_classifier(3, 65533, 65536);
+            test_classifier(3, 151936, 151936);     // Qwen3's vocabulary
+            test_classifier(2, 151930, 151936, 15.0f);
         }
     }
     TEST("kernels: sums of lanes") {

@@ -13,15 +13,15 @@ import argparse
 import os
 import stat
 
-from export_hf import (class_of, count_parameters, die, end_of_text, last_model, mode,
-                       np, read_model, take_the_venv, vocabulary)
+from export_hf import (class_of, count_parameters, die, end_of_text, last_model, mode, np, read_model,
+                       take_the_venv, vocabulary)
 
 try:
     import gguf
 except ImportError:
     take_the_venv()
-    die("no gguf in this Python\nhint: scripts/setup.sh tests installs it into .venv; or pip install gguf, in "
-        "a venv of yours")
+    die("no gguf in this Python\n"
+        "hint: scripts/setup.sh tests installs it into .venv; or pip install gguf, in a venv of yours")
 
 TYPES = {"f32": ("F32", "ALL_F32"), "f16": ("F16", "MOSTLY_F16"), "q8_0": ("Q8_0", "MOSTLY_Q8_0")}
 ARCHITECTURES = {"GPT-2": "gpt2", "Llama": "llama", "Qwen3": "qwen3"}
@@ -35,7 +35,7 @@ def tensors(d, params):
     """{GGUF's name: array}, matrices as ours (out, in). Rows of the vocabulary's padding are left out."""
     found = {"token_embd.weight": params["wte"][:d.V], "position_embd.weight": params["wpe"],
              "output_norm.weight": params["lnfw"], "output_norm.bias": params["lnfb"],
-             "output.weight": params["headw"][:d.V] if d.is_llama and not d.tied else params["headw"][:0]}
+             "output.weight": params["headw"][:0 if d.tied else d.V]}
     for l in range(d.L):
         layer = {f"{theirs}.{kind}": params[ours + kind[0]][l] for ours, theirs in LAYER.items()
                  for kind in ("weight", "bias") if ours + kind[0] in params}
@@ -49,7 +49,7 @@ def tensors(d, params):
 
 
 def paired(d, rows):
-    """llama.cpp rotates neighbours (2j, 2j + 1) of a Llama's head, and (j, j + HS/2) of a Qwen3's, as here."""
+    """In a Llama's head llama.cpp rotates neighbours, 2j and 2j + 1; in a Qwen3's j and j + HS/2, as here."""
     if d.qk_norm:
         return rows
     return rows.reshape(-1, 2, d.HS // 2, d.C).swapaxes(1, 2).reshape(rows.shape)

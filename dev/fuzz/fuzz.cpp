@@ -107,7 +107,7 @@ static void fuzz_shard(Bytes input) {
     const int T = 1 + take_byte(&input), low = take_byte(&input), V = 1 + low + 256 * take_byte(&input);
     const bool fit = take_byte(&input) & 1;
     if (fit && input.size() >= 1024) {
-        const int32_t count = (int32_t)((input.size() - 1024) / 2);
+        const int32_t count = (int32_t)((input.size() - 1024) / (word(input, 0) == 20240801 ? 4 : 2));
         memcpy(&input[8], &count, sizeof(count));
     }
     DataPrefetch p = {};
@@ -116,7 +116,8 @@ static void fuzz_shard(Bytes input) {
     std::string error = data_shard_open(&shard);
     struct Close { int fd; ~Close() { close(fd); } } at_the_end = {shard.fd};
     if (!error.empty()) { die("%s", error.c_str()); }
-    const bool fits = 1024 + 2 * shard.tokens == (int64_t)input.size() && word(input, 2) == shard.tokens;
+    const int64_t width = shard.token_bytes;
+    const bool fits = 1024 + width * shard.tokens == (int64_t)input.size() && word(input, 2) == shard.tokens;
     PROPERTY(fits, "%lld tokens in %zu bytes", (long long)shard.tokens, input.size());
     shard.windows = shard.tokens > 0 ? (shard.tokens - 1) / T : 0;
     if (shard.windows == 0) { return; }
@@ -125,18 +126,19 @@ static void fuzz_shard(Bytes input) {
     p.samples_per_epoch = shard.windows;
     p.T = T;
     p.vocab = V;
-    p.window.resize((size_t)T + 1);
+    p.window.resize(4 * ((size_t)T + 1));
     std::vector<int> inputs((size_t)T), targets((size_t)T);
     for (int64_t row = 0; row < shard.windows; row++) {
         error = data_read_row(&p, row, inputs.data(), targets.data());
         bool good = true;
         for (int t = 0; t <= T; t++) {
-            uint16_t token;
-            memcpy(&token, &input[1024 + 2 * (size_t)(row * T + t)], sizeof(token));
-            good = good && token < V;
+            uint32_t token = 0;
+            memcpy(&token, &input[1024 + (size_t)(width * (row * T + t))], (size_t)width);
+            good = good && token < (uint32_t)V;
             if (!good) { break; }
-            if (t < T) { PROPERTY(!error.empty() || inputs[(size_t)t] == token, "input %d", t); }
-            if (t > 0) { PROPERTY(!error.empty() || targets[(size_t)t - 1] == token, "target %d", t); }
+            const int id = (int)token;
+            if (t < T) { PROPERTY(!error.empty() || inputs[(size_t)t] == id, "input %d", t); }
+            if (t > 0) { PROPERTY(!error.empty() || targets[(size_t)t - 1] == id, "target %d", t); }
         }
         PROPERTY(good == error.empty(), "row %lld: '%s'", (long long)row, error.c_str());
         if (!good) { die("%s", error.c_str()); }

@@ -16,6 +16,10 @@ def shard(T, V, tokens, *numbers):
     return struct.pack("<BHB", T - 1, V - 1, 0) + header(*numbers) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
+def wide_shard(T, V, tokens, *numbers):
+    return struct.pack("<BHB", T - 1, V - 1, 0) + header(*numbers) + struct.pack(f"<{len(tokens)}I", *tokens)
+
+
 def question(number, label, *texts):
     words = [number, label, len(texts) - 1] + [word for text in texts for word in (len(text), *text)]
     return struct.pack(f"<{2 + len(words)}H", 65535, 4 + 2 * len(words), *words)
@@ -60,6 +64,7 @@ DESCRIPTORS = ["d12", "gpt3:c768", "L4,NH4,C128,T128,V256", "V65536,T16777216,C8
 SEEDS = {
     "shard": {
         "good": shard(4, 256, TOKENS, 20240520, 1, 20),
+        "wide": wide_shard(4, 256, TOKENS, 20240801, 7, 20),
         "id-too-large": shard(3, 10, TOKENS, 20240520, 1, 20)},
     "questions": {
         "good": questions(2, 64, 256, BODY, 2, 114, 1),
