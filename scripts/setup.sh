@@ -46,8 +46,8 @@ if [ -x .venv/bin/python ]; then had_venv=1; fi
 # A package that only one script wants: what it is imported as, and what is not possible without it.
 extra='' need_extra=0
 case ${1:-} in
-    data) extra='pyarrow huggingface_hub' module='pyarrow.parquet, huggingface_hub'
-        lost="dev/data/get.py can neither fetch from the hub nor read parquet and zstd" ;;
+    data) extra='pyarrow huggingface_hub tokenizers' module='pyarrow.parquet, huggingface_hub, tokenizers'
+        lost="dev/data/get.py can neither fetch from the hub nor read parquet, zstd and tokenizer.json" ;;
     tensorboard) extra=tensorboard==2.21.0 module=tensorboard.summary.writer.event_file_writer
         lost="dev/data/tensorboard_log.py writes no event files" ;;
 esac

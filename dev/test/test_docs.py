@@ -73,6 +73,7 @@ NOT_HERE = [
     (r"torchrun|dev/reference/train_gpt2.py", lambda: has_module("torch"), "no PyTorch"),
     (r"export_gguf", lambda: has_module("gguf"), "no gguf"),
     (r"llama-completion|ollama", lambda: False, "needs llama.cpp, ollama"),
+    (r"qwen3/", lambda: False, "needs a tokenizer of the hub's"),
     (r"import_llama2c", lambda: False, "no model of llama2.c is here"),
     (r"lm_eval", lambda: shutil.which("lm_eval"), "no lm-eval"),
     (r"tensorboard_log.py", lambda: has_module("tensorboard"), "no tensorboard"),
