@@ -37,11 +37,15 @@ class AnyTokenizer:
         largest = max(self.tokenizer.get_vocab().values())
         self.kind = next(kind for kind in KINDS if largest < kind.most)
 
+    def encode(self, texts):
+        """The ids of each text, alone."""
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
     def documents(self, texts):
         """The tokens of each that is not empty."""
         for some in batches(split(texts), AT_ONCE):
-            for encoding in self.tokenizer.encode_batch(some, add_special_tokens=False):
-                yield array(self.kind.code, [self.first, *encoding.ids])
+            for ids in self.encode(some):
+                yield array(self.kind.code, [self.first, *ids])
 
     def write_shards(self, prefix, val_tokens, shard_tokens, texts):
         """As the tool does with `texts`, bytes of which a 0 ends a document; returns what it prints."""

@@ -482,7 +482,8 @@ def make_choices(dataset, args):
     if first.get("source") == name and first["sha256"] != sha256:
         raise Problem(f"'{source}' is another file than at first: its sha256 is {sha256}, it was "
                       f"{first['sha256']}", "remove it and run again; or --restart takes it as it is")
-    choices.write_choices(dataset.name, source, path, TOOL, os.path.join(args.out, "tmp"), dataset.questions)
+    choices.write_choices(dataset.name, source, path, args.tokenizer or TOOL, os.path.join(args.out, "tmp"),
+                          dataset.questions)
     write_facts(facts, {"name": dataset.name, "source": name, "licence": dataset.licence, "sha256": sha256})
     print(f"{path}: {dataset.questions} questions")
 
@@ -522,10 +523,11 @@ def arguments():
 
 
 OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": "text"}
-OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS, "tokenizer": None,
-             "document_token": "<|endoftext|>"}
+OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
 OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
-UNUSED = {"debian": OF_ROWS, "shards": OF_SHARDS, "choices": OF_SETS, "plays": OF_SETS}     # and defaults
+OF_TOKENIZERS = {"tokenizer": None, "document_token": "<|endoftext|>"}
+UNUSED = {"debian": OF_ROWS, "shards": {**OF_SHARDS, **OF_TOKENIZERS}, "choices": OF_SETS,      # and defaults
+          "plays": {**OF_SETS, **OF_TOKENIZERS}}
 
 
 def check_arguments(dataset, args):
@@ -577,7 +579,8 @@ def run(args):
         raise Problem(f"there is no data set '{args.name}', but {', '.join(d.name for d in DATASETS)}")
     check_arguments(dataset, args)
     if dataset.kind in ("plays", "choices"):
-        need_tool()
+        if not args.tokenizer:
+            need_tool()
         (make_plays if dataset.kind == "plays" else make_choices)(dataset, args)
         return
     (copy_shards if dataset.kind == "shards" else make_shards)(dataset, args)

@@ -151,12 +151,13 @@ static void fuzz_questions(Bytes input) {
     const int B = 1 + take_byte(&input) % 8, T = 1 + take_byte(&input), low = take_byte(&input);
     const int V = 1 + low + 256 * take_byte(&input);
     const bool fit = take_byte(&input) & 1;
+    const size_t width = word(input, 1) == 2 ? 4 : 2;
     if (fit && input.size() >= 1024) {              // as many questions as the sizes in the file make it
-        const int32_t longest = kEvalMostBytes - 1;
+        const int32_t longest = (int32_t)(width * kEvalLongest);
         int32_t count = 0;
-        for (size_t at = 1024; at + 4 <= input.size(); count++) {
-            uint16_t bytes;
-            memcpy(&bytes, &input[at + 2], sizeof(bytes));
+        for (size_t at = 1024; at + 2 * width <= input.size(); count++) {
+            uint32_t bytes = 0;
+            memcpy(&bytes, &input[at + width], width);
             at += std::max<size_t>(2, bytes);
         }
         memcpy(&input[8], &count, sizeof(count));
@@ -166,16 +167,18 @@ static void fuzz_questions(Bytes input) {
     evalset_init(&set, file_of(input), V, B, T);
     PROPERTY(word(input, 2) == (int64_t)set.questions.size(), "%zu questions", set.questions.size());
     Bytes again = input.substr(0, 1024);            // what was read, written: the same file
-    auto put = [&](int64_t value) { again += {(char)(value & 255), (char)(value >> 8)}; };
+    auto put = [&](int64_t value) { again.append((const char*)&value, width); };
     for (size_t i = 0; i < set.questions.size(); i++) {
         const EvalQuestion& q = set.questions[i];
         int64_t words = kEvalHead + 1 + q.context.tokens;
         for (int c = 0; c < q.choices; c++) { words += 1 + q.choice[c].tokens; }
-        for (int64_t value : {(int64_t)kEvalStart, 2 * words, (int64_t)i, (int64_t)q.label}) { put(value); }
+        for (int64_t value : {(int64_t)kEvalStart, (int64_t)width * words, (int64_t)i, (int64_t)q.label}) {
+            put(value);
+        }
         put(q.choices);
         for (int part = -1; part < q.choices; part++) {
             const int n = part < 0 ? q.context.tokens : q.choice[part].tokens;
-            const uint16_t* tokens = &set.words[(size_t)(part < 0 ? q.context.at : q.choice[part].at)];
+            const uint32_t* tokens = &set.words[(size_t)(part < 0 ? q.context.at : q.choice[part].at)];
             put(n);
             for (int t = 0; t < n; t++) { put(tokens[t]); }
         }

@@ -982,6 +982,33 @@ def test_any_tokenizer():
             assert got[name] == data[:12] + bytes(4) + data[16:], name
 
 
+def test_any_tokenizer_of_questions():
+    """GPT-2's makes the same file, but for the tokenizer's number; of a wide one all words have 32 bits."""
+    pytest.importorskip("tokenizers")
+    rows = [{"ctx": f"w{100 * i} w{i} He", "label": i % 4, "endings": [f"w{k} w{7 * i}" for k in range(4)]}
+            for i in range(5)]
+    write("copy/hellaswag_val.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
+    import export_hf                                # pylint: disable=C0415
+    write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(V=50257, maxT=8))["tokenizer.json"])
+    words_tokenizer("wide.json", 70000)
+    get_it = "hellaswag", "--from", "copy", "--out"
+    five = published_as("hellaswag", 5)
+    works(*get_it, "ours", **five)
+    works(*get_it, "theirs", "--tokenizer", "gpt2.json", **five)
+    want = read("ours/hellaswag_val.bin")
+    assert read("theirs/hellaswag_val.bin") == want[:16] + bytes(4) + want[20:]
+    works(*get_it, "wide", "--tokenizer", "wide.json", "--document-token", "<start>", **five)
+    data, words = read("wide/hellaswag_val.bin"), []
+    for i in range(5):
+        parts = [[100 * i, i, 0], *([k, 7 * i] for k in range(4))]
+        body = flat([len(part), *part] for part in parts)
+        words += [65535, 4 * (5 + len(body)), i, i % 4, 4, *body]
+    longest = 4 * (5 + 5 + 3 + 4 * 2)
+    assert data == array.array("i", [20240522, 2, 5, longest, *[0] * 252]).tobytes() + \
+        array.array("I", words).tobytes()
+
+
 def words_tokenizer(path, count):
     """Word number i is w<i>; the last one is what begins a document."""
     vocab = {f"w{i}": i for i in range(count)}
