@@ -911,7 +911,7 @@ struct Job {
 static void test_stalled_disk(const Config& c) {
     const TemporaryFolder folder;
     const std::string path = folder.name + "/rows.bin";
-    int header[256] = {kShardMagic, 1, 10 * c.maxT};
+    int header[256] = {kShardKinds[0].magic, kShardKinds[0].version, 10 * c.maxT};
     const std::vector<uint16_t> tokens(header[2], 1);
     AtomicFile file = atomic_open(path);
     atomic_write(&file, header, sizeof(header));
@@ -2909,7 +2909,10 @@ static void test_decoding() {
                               {0.8f, 40, 0.9f, 2.0f}}) {
         test_sample_tokens(17, 300, s);
         test_sample_tokens(9, 33, s);
-        if (!small_shapes) { test_sample_tokens(24, 50257, s); }
+        if (!small_shapes) {
+            test_sample_tokens(24, 50257, s);
+            test_sample_tokens(9, 151936, s);
+        }
     }
     if (small_shapes) { return; }
     for (int N : {1, 20, 64}) {
@@ -2982,6 +2985,7 @@ static void test_kernels() {
             test_fp8_matmul_gelu(3136, 512, 1536);      // blocks take several tiles
             test_fp8_cast(1024, 3072, 128.0f);
             test_fp8_classifier(150, 50257, 50304);         // some blocks have a second row
+            test_fp8_classifier(70, 151930, 151936);
             for (int C : {768, 1600, 5120, 12288}) { test_fp8_norm(131, C); }
             test_fp8_matmul(1024, 2304, 768);
             test_fp8_matmul(768, 768, 16384);
@@ -3058,11 +3062,15 @@ static void test_kernels() {
             for (int V : {8065, 8184, 8185, 8191, 8192}) { test_classifier(3, V, 8192); }
             test_classifier(3, 8064, 8064);         // too short for the kernel that streams rows
             test_classifier(3, 57217, 57344);       // the longest rows that it takes
-            test_classifier(3, 57345, 57472);       // one vector too long
+            test_classifier(100, 57345, 57472);     // one vector too long for a block: a cluster on Hopper
+            test_classifier(3, 229376, 229376);     // the longest rows of a cluster
+            test_classifier(2, 229377, 229384);
             test_classifier(3, 50257, 50304);
             test_classifier(3, 50257, 50304, 15.0f);
             test_classifier(1000, 256, 256);
             test_classifier(3, 65533, 65536);
+            test_classifier(70, 151936, 151936);    // Qwen3's vocabulary
+            test_classifier(2, 151930, 151936, 15.0f);
         }
     }
     TEST("kernels: sums of lanes") {

@@ -39,15 +39,15 @@ fi
 # can_import MODULES: in one of the Pythons that are used
 can_import() { python3 -c "import $1" 2>/dev/null || .venv/bin/python -c "import $1" 2>/dev/null; }
 imports='matplotlib, numpy, tiktoken'
-if [ "${1:-}" = tests ]; then imports+=', pyflakes, pytest, pytest_timeout, xdist'; fi
+if [ "${1:-}" = tests ]; then imports+=', gguf, pyflakes, pytest, pytest_timeout, xdist'; fi
 need_venv=0 had_venv=0
 can_import "$imports" || need_venv=1
 if [ -x .venv/bin/python ]; then had_venv=1; fi
 # A package that only one script wants: what it is imported as, and what is not possible without it.
 extra='' need_extra=0
 case ${1:-} in
-    data) extra='pyarrow huggingface_hub' module='pyarrow.parquet, huggingface_hub'
-        lost="dev/data/get.py can neither fetch from the hub nor read parquet and zstd" ;;
+    data) extra='pyarrow huggingface_hub tokenizers' module='pyarrow.parquet, huggingface_hub, tokenizers'
+        lost="dev/data/get.py can neither fetch from the hub nor read parquet, zstd and tokenizer.json" ;;
     tensorboard) extra=tensorboard==2.21.0 module=tensorboard.summary.writer.event_file_writer
         lost="dev/data/tensorboard_log.py writes no event files" ;;
 esac

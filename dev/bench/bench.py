@@ -48,8 +48,9 @@ def made_up_shard(path, tokens=1 << 21, vocabulary=50257):
     draw = random.Random(1).random
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb") as f:
-        f.write(struct.pack("<256i", 20240520, 1, tokens, *[0] * 253))
-        array.array("H", (int(vocabulary * draw() ** 3) for _ in range(tokens))).tofile(f)
+        kind, width = ((20240520, 1), "H") if vocabulary <= 65536 else ((20240801, 7), "I")
+        f.write(struct.pack("<256i", *kind, tokens, *[0] * 253))
+        array.array(width, (int(vocabulary * draw() ** 3) for _ in range(tokens))).tofile(f)
 
 
 def run(*words, cwd=None):

@@ -81,7 +81,8 @@ def steps(dims, B, T, kind, shard):
     initialise(model, dims.L)
     model = model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     loss_of, optimizer = torch.compile(model.loss), make_optimizer(model, HYPER, fused=True)
-    tokens = torch.from_numpy(np.fromfile(shard, np.uint16, offset=1024).astype(np.int64)).cuda()
+    width = np.uint32 if np.fromfile(shard, "<i4", 1)[0] == 20240801 else np.uint16
+    tokens = torch.from_numpy(np.fromfile(shard, width, offset=1024).astype(np.int64)).cuda()
     done, chunk = 0, 1
     while True:
         torch.cuda.synchronize()

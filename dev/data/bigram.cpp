@@ -25,10 +25,11 @@ static const std::vector<double> kSingleSmoothing = {0.001, 0.01, 0.1, 1};
 static std::vector<uint32_t> read_pairs(const char* pattern) {
     std::vector<uint32_t> pairs;
     for (const std::string& path : data_glob(pattern)) {
-        DataShard shard = {path, 0, 0, 0, 0, 0, -1};
+        DataShard shard = {path, 0, 0, 0, 0, 0, 0, -1};
         std::string error = data_shard_open(&shard);
         if (!error.empty()) { die("%s", error.c_str()); }
         close(shard.fd);
+        if (shard.token_bytes != 2) { die("'%s' holds tokens of 32 bits, here they have 16", path.c_str()); }
         std::vector<uint16_t> tokens((size_t)shard.tokens);
         FILE* f = fopen_check(path.c_str(), "rb");
         char header[kShardHeaderBytes];

@@ -2,7 +2,8 @@
 
 256 int32 {20240522, 1, examples, longest example in bytes, 1 for GPT-2's tokens, 1 if the context is last,
 0...}, then each example as uint16: 65535, bytes of this example (all of it), its index, its label, how many
-completions, then the context and each completion, either as a count and so many tokens. The model's choice is
+completions, then the context and each completion, either as a count and so many tokens. In version 2, for
+vocabularies above 65,536, all of it is uint32; llm.c has no such version. The model's choice is
 the completion that it finds likeliest behind the context; or, where the context is last, the completion
 behind which it finds the context likeliest.
 """
@@ -17,11 +18,12 @@ import struct
 import tarfile
 import zipfile
 
+from any_tokenizer import AnyTokenizer
 from documents import reading
 from fetch import Problem
-from shards import EOT, HEADER_BYTES, replace_file, run_tool
+from shards import EOT, HEADER_BYTES, KINDS, replace_file, run_tool
 
-MAGIC, VERSION, START = 20240522, 1, 65535
+MAGIC, START = 20240522, 65535
 GPT2 = 1                        # whose ids they are, as shards say it; other readers skip this number
 OLD_MMLU = 14079                # questions of its test set, as the paper counts them
 
@@ -123,7 +125,9 @@ def read_questions(name, path):
 # ---- files ----
 
 def encode(tool, prefix, texts):
-    """The tokens of each text, by the tokenize tool: one document each."""
+    """The tokens of each text, by the tokenize tool: one document each. Or tool is an AnyTokenizer."""
+    if isinstance(tool, AnyTokenizer):
+        return tool.encode([text.decode() for text in texts])
     run_tool(tool, prefix, ["--val-tokens", 0], (text + b"\0" for text in texts))
     tokens = array.array("H")
     with open(prefix + "_train.bin", "rb") as f:
@@ -141,18 +145,19 @@ def encode(tool, prefix, texts):
     return encoded
 
 
-def example(index, label, parts):
+def example(index, label, parts, kind):
     words = [START, 0, index, label, len(parts) - 1]
     for tokens in parts:
         words += [len(tokens), *tokens]
-    words[1] = 2 * len(words)
-    if words[1] > 65535 or index > 65535:
-        raise Problem(f"question {index} has {words[1]} bytes: the format ends at 65535 of either")
-    return struct.pack(f"<{len(words)}H", *words)
+    words[1] = kind.bytes * len(words)
+    if len(words) > 32767 or index > 65535:
+        raise Problem(f"question {index} has {len(words)} words: the format ends at question 65535, and at "
+                      "32767 words")
+    return struct.pack(f"<{len(words)}{kind.code}", *words)
 
 
 def write_choices(name, source, path, tool, prefix, wanted):
-    """wanted: how many questions there must be."""
+    """wanted: how many questions there must be. tool: as of encode."""
     rows = list(read_questions(name, source))
     if len(rows) != wanted:
         older = ": it is an older release" if (name, len(rows)) == ("mmlu", OLD_MMLU) else ""
@@ -161,8 +166,10 @@ def write_choices(name, source, path, tool, prefix, wanted):
     texts = [text.encode("utf-8", "replace") for context, completions, _ in rows
              for text in (context, *completions)]
     encoded = iter(encode(tool, prefix, texts))
-    examples = [example(index, label, [next(encoded) for _ in range(1 + len(completions))])
+    ours = not isinstance(tool, AnyTokenizer)
+    kind = KINDS[0] if ours else tool.kind
+    examples = [example(index, label, [next(encoded) for _ in range(1 + len(completions))], kind)
                 for index, (_, completions, label) in enumerate(rows)]
-    header = struct.pack("<256i", MAGIC, VERSION, len(examples), max(map(len, examples)), GPT2,
-                         name in CONTEXT_LAST, *[0] * 250)
+    header = struct.pack("<256i", MAGIC, 1 + KINDS.index(kind), len(examples), max(map(len, examples)),
+                         GPT2 if ours else 0, name in CONTEXT_LAST, *[0] * 250)
     replace_file(path, [header, *examples])

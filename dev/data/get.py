@@ -6,7 +6,8 @@
     python3 dev/data/get.py files --from my/texts --out data/mine       # .txt .md .jsonl .parquet
     python3 dev/data/get.py hub --repo OWNER/NAME --pattern 'data/*.parquet' --out data/theirs
 
-The C++ tokenizer (build/tokenize, made if it is not there) does all encoding. It makes shards of a source at
+The C++ tokenizer (build/tokenize, made if it is not there) does all encoding, but with --tokenizer FILE the
+package tokenizers does, by any tokenizer.json. It makes shards of a source at
 a time: of a downloaded file, or of all your own. Whatever interrupts this, the same command goes on with the
 first source that dataset.json does not count as done, to the same bytes. A shard, STEM_val_000000.bin or
 STEM_train_000001.bin and so on, has its name only when it is whole. The hub takes huggingface_hub, parquet
@@ -35,6 +36,7 @@ ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
+from any_tokenizer import AnyTokenizer              # noqa: E402
 from documents import Reader, exists, kind_of, looks_like_texts, need_pyarrow, size_of      # noqa: E402
 from fetch import File, Problem, is_url, of_each    # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
@@ -280,7 +282,8 @@ def check_room(dataset, args, facts, sources):
         return
     tokens = min(dataset.tokens, (args.shards + 1) * args.shard_tokens if args.shards else dataset.tokens)
     largest = max(file.size for _, files in sources for file in files)
-    needed = int(2 * (tokens - facts["tokens"])) + 3 * max(largest, 0)
+    width = args.tokenizer.kind.bytes if args.tokenizer else 2
+    needed = int(width * (tokens - facts["tokens"])) + 3 * max(largest, 0)
     free = shutil.disk_usage(args.out).free
     if args.restart:
         free += sum(map(os.path.getsize, made_before(args.out, dataset.stem)))
@@ -322,7 +325,9 @@ def make_source(dataset, args, facts, split, files, work, reader):
     for name in made_files(work, "tokens_"):
         os.unlink(os.path.join(work, name))
     if first is not None:
-        said = run_tool(TOOL, os.path.join(work, begin[:-1]), flags, itertools.chain([first], found))
+        prefix, texts = os.path.join(work, begin[:-1]), itertools.chain([first], found)
+        said = args.tokenizer.write_shards(prefix, drawn, flags[-1], texts) if args.tokenizer else \
+            run_tool(TOOL, prefix, flags, texts)
         print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
     new = {**facts, "done": number + 1, "shards": {**facts["shards"]},
            "replaced": facts.get("replaced", 0) + reader.replaced}
@@ -344,6 +349,8 @@ def make_shards(dataset, args):
               "shard_tokens": args.shard_tokens, "text_field": args.text_field, "bytes": args.bytes}
     if args.encoding != "utf-8":
         recipe["encoding"] = args.encoding
+    if args.tokenizer:
+        recipe["tokenizer"], recipe["document_token"] = args.tokenizer.sha256, args.document_token
     reader = Reader(args.text_field, args.encoding, args.errors)
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
     with alone(work):
@@ -357,7 +364,8 @@ def make_shards(dataset, args):
         if complete:
             print(f"'{args.out}' is complete; --restart makes it anew")
         else:
-            need_tool()
+            if not args.tokenizer:
+                need_tool()
             every = [file for _, files in sources for file in files]
             if any(kind_of(file.name) == "parquet" or file.name.endswith(".zst") for file in every):
                 need_pyarrow()
@@ -474,7 +482,8 @@ def make_choices(dataset, args):
     if first.get("source") == name and first["sha256"] != sha256:
         raise Problem(f"'{source}' is another file than at first: its sha256 is {sha256}, it was "
                       f"{first['sha256']}", "remove it and run again; or --restart takes it as it is")
-    choices.write_choices(dataset.name, source, path, TOOL, os.path.join(args.out, "tmp"), dataset.questions)
+    choices.write_choices(dataset.name, source, path, args.tokenizer or TOOL, os.path.join(args.out, "tmp"),
+                          dataset.questions)
     write_facts(facts, {"name": dataset.name, "source": name, "licence": dataset.licence, "sha256": sha256})
     print(f"{path}: {dataset.questions} questions")
 
@@ -506,6 +515,9 @@ def arguments():
            help="so many tokens are for validation: documents drawn over your own files (default: the "
            "smaller of 100,000 and a tenth), else over the first file")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
+    option("--tokenizer", metavar="FILE", help="tokens of this tokenizer.json, of any vocabulary")
+    option("--document-token", metavar="TEXT", default="<|endoftext|>",
+           help="--tokenizer: what goes in front of each document (default: <|endoftext|>)")
     option("--restart", action="store_true", help="forget what is there, its shards too")
     return parser.parse_args()
 
@@ -513,7 +525,9 @@ def arguments():
 OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": "text"}
 OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
 OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
-UNUSED = {"debian": OF_ROWS, "shards": OF_SHARDS, "choices": OF_SETS, "plays": OF_SETS}     # and defaults
+OF_TOKENIZERS = {"tokenizer": None, "document_token": "<|endoftext|>"}
+UNUSED = {"debian": OF_ROWS, "shards": {**OF_SHARDS, **OF_TOKENIZERS}, "choices": OF_SETS,      # and defaults
+          "plays": {**OF_SETS, **OF_TOKENIZERS}}
 
 
 def check_arguments(dataset, args):
@@ -548,6 +562,10 @@ def check_arguments(dataset, args):
         dataset.stem = os.path.basename(os.path.abspath(args.out))
         if not dataset.stem:
             raise Problem(f"'{args.out}' has no name for the shards", "--out takes a folder of their own")
+    if args.tokenizer and args.bytes:
+        raise Problem("--bytes and --tokenizer name two tokenizers", "leave one out")
+    if args.tokenizer:
+        args.tokenizer = AnyTokenizer(args.tokenizer, args.document_token)
     args.out = args.out or os.path.relpath(os.path.join(HERE, dataset.name))
     if args.val_tokens is None:
         args.val_tokens = dataset.val_tokens
@@ -561,7 +579,8 @@ def run(args):
         raise Problem(f"there is no data set '{args.name}', but {', '.join(d.name for d in DATASETS)}")
     check_arguments(dataset, args)
     if dataset.kind in ("plays", "choices"):
-        need_tool()
+        if not args.tokenizer:
+            need_tool()
         (make_plays if dataset.kind == "plays" else make_choices)(dataset, args)
         return
     (copy_shards if dataset.kind == "shards" else make_shards)(dataset, args)

@@ -6,12 +6,26 @@ import os
 import struct
 import subprocess
 import tempfile
+from dataclasses import dataclass
 
 from fetch import Problem
 
-MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
 EOT = 50256                 # of GPT-2's tokens; 0 of bytes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a shard: how its header begins, how array calls its tokens and how many bytes each has, and the
+    largest vocabulary that fits."""
+    magic: int
+    version: int
+    code: str
+    bytes: int
+    most: int
+
+
+KINDS = (Kind(20240520, 1, "H", 2, 2**16), Kind(20240801, 7, "I", 4, 2**32))
 
 
 def replace_file(path, blocks_of_bytes):
@@ -54,11 +68,13 @@ def shard_tokens(path):
         head = f.read(HEADER_BYTES)
     size = os.path.getsize(path)
     fields = struct.unpack("<256i", head) if len(head) == HEADER_BYTES else (0, 0)
-    if fields[:2] != (MAGIC, VERSION):
-        raise Problem(f"'{path}' is no token shard: it begins {fields[0]} {fields[1]}, expected {MAGIC} "
-                      f"{VERSION}", "remove it and run again")
-    stored = (size - HEADER_BYTES) // 2
-    if size % 2 or fields[2] % 2**32 != stored % 2**32:
+    kind = next((kind for kind in KINDS if fields[:2] == (kind.magic, kind.version)), None)
+    if not kind:
+        raise Problem(f"'{path}' is no token shard: it begins {fields[0]} {fields[1]}, expected "
+                      + " or ".join(f"{kind.magic} {kind.version}" for kind in KINDS),
+                      "remove it and run again")
+    stored = (size - HEADER_BYTES) // kind.bytes
+    if size % kind.bytes or fields[2] % 2**32 != stored % 2**32:
         raise Problem(f"'{path}' has {size} bytes, its header announces {fields[2]} tokens",
                       "remove it and run again")
     return stored, fields[3]

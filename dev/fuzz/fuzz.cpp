@@ -107,7 +107,7 @@ static void fuzz_shard(Bytes input) {
     const int T = 1 + take_byte(&input), low = take_byte(&input), V = 1 + low + 256 * take_byte(&input);
     const bool fit = take_byte(&input) & 1;
     if (fit && input.size() >= 1024) {
-        const int32_t count = (int32_t)((input.size() - 1024) / 2);
+        const int32_t count = (int32_t)((input.size() - 1024) / (word(input, 0) == 20240801 ? 4 : 2));
         memcpy(&input[8], &count, sizeof(count));
     }
     DataPrefetch p = {};
@@ -116,7 +116,8 @@ static void fuzz_shard(Bytes input) {
     std::string error = data_shard_open(&shard);
     struct Close { int fd; ~Close() { close(fd); } } at_the_end = {shard.fd};
     if (!error.empty()) { die("%s", error.c_str()); }
-    const bool fits = 1024 + 2 * shard.tokens == (int64_t)input.size() && word(input, 2) == shard.tokens;
+    const int64_t width = shard.token_bytes;
+    const bool fits = 1024 + width * shard.tokens == (int64_t)input.size() && word(input, 2) == shard.tokens;
     PROPERTY(fits, "%lld tokens in %zu bytes", (long long)shard.tokens, input.size());
     shard.windows = shard.tokens > 0 ? (shard.tokens - 1) / T : 0;
     if (shard.windows == 0) { return; }
@@ -125,18 +126,19 @@ static void fuzz_shard(Bytes input) {
     p.samples_per_epoch = shard.windows;
     p.T = T;
     p.vocab = V;
-    p.window.resize((size_t)T + 1);
+    p.window.resize(4 * ((size_t)T + 1));
     std::vector<int> inputs((size_t)T), targets((size_t)T);
     for (int64_t row = 0; row < shard.windows; row++) {
         error = data_read_row(&p, row, inputs.data(), targets.data());
         bool good = true;
         for (int t = 0; t <= T; t++) {
-            uint16_t token;
-            memcpy(&token, &input[1024 + 2 * (size_t)(row * T + t)], sizeof(token));
-            good = good && token < V;
+            uint32_t token = 0;
+            memcpy(&token, &input[1024 + (size_t)(width * (row * T + t))], (size_t)width);
+            good = good && token < (uint32_t)V;
             if (!good) { break; }
-            if (t < T) { PROPERTY(!error.empty() || inputs[(size_t)t] == token, "input %d", t); }
-            if (t > 0) { PROPERTY(!error.empty() || targets[(size_t)t - 1] == token, "target %d", t); }
+            const int id = (int)token;
+            if (t < T) { PROPERTY(!error.empty() || inputs[(size_t)t] == id, "input %d", t); }
+            if (t > 0) { PROPERTY(!error.empty() || targets[(size_t)t - 1] == id, "target %d", t); }
         }
         PROPERTY(good == error.empty(), "row %lld: '%s'", (long long)row, error.c_str());
         if (!good) { die("%s", error.c_str()); }
@@ -149,12 +151,13 @@ static void fuzz_questions(Bytes input) {
     const int B = 1 + take_byte(&input) % 8, T = 1 + take_byte(&input), low = take_byte(&input);
     const int V = 1 + low + 256 * take_byte(&input);
     const bool fit = take_byte(&input) & 1;
+    const size_t width = word(input, 1) == 2 ? 4 : 2;
     if (fit && input.size() >= 1024) {              // as many questions as the sizes in the file make it
-        const int32_t longest = kEvalMostBytes - 1;
+        const int32_t longest = (int32_t)(width * kEvalLongest);
         int32_t count = 0;
-        for (size_t at = 1024; at + 4 <= input.size(); count++) {
-            uint16_t bytes;
-            memcpy(&bytes, &input[at + 2], sizeof(bytes));
+        for (size_t at = 1024; at + 2 * width <= input.size(); count++) {
+            uint32_t bytes = 0;
+            memcpy(&bytes, &input[at + width], width);
             at += std::max<size_t>(2, bytes);
         }
         memcpy(&input[8], &count, sizeof(count));
@@ -164,16 +167,18 @@ static void fuzz_questions(Bytes input) {
     evalset_init(&set, file_of(input), V, B, T);
     PROPERTY(word(input, 2) == (int64_t)set.questions.size(), "%zu questions", set.questions.size());
     Bytes again = input.substr(0, 1024);            // what was read, written: the same file
-    auto put = [&](int64_t value) { again += {(char)(value & 255), (char)(value >> 8)}; };
+    auto put = [&](int64_t value) { again.append((const char*)&value, width); };
     for (size_t i = 0; i < set.questions.size(); i++) {
         const EvalQuestion& q = set.questions[i];
         int64_t words = kEvalHead + 1 + q.context.tokens;
         for (int c = 0; c < q.choices; c++) { words += 1 + q.choice[c].tokens; }
-        for (int64_t value : {(int64_t)kEvalStart, 2 * words, (int64_t)i, (int64_t)q.label}) { put(value); }
+        for (int64_t value : {(int64_t)kEvalStart, (int64_t)width * words, (int64_t)i, (int64_t)q.label}) {
+            put(value);
+        }
         put(q.choices);
         for (int part = -1; part < q.choices; part++) {
             const int n = part < 0 ? q.context.tokens : q.choice[part].tokens;
-            const uint16_t* tokens = &set.words[(size_t)(part < 0 ? q.context.at : q.choice[part].at)];
+            const uint32_t* tokens = &set.words[(size_t)(part < 0 ? q.context.at : q.choice[part].at)];
             put(n);
             for (int t = 0; t < n; t++) { put(tokens[t]); }
         }

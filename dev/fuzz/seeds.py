@@ -12,17 +12,18 @@ def header(*numbers):
     return struct.pack("<256i", *numbers, *[0] * (256 - len(numbers)))
 
 
-def shard(T, V, tokens, *numbers):
-    return struct.pack("<BHB", T - 1, V - 1, 0) + header(*numbers) + struct.pack(f"<{len(tokens)}H", *tokens)
+def shard(T, V, tokens, *numbers, code="H"):
+    return struct.pack("<BHB", T - 1, V - 1, 0) + header(*numbers) + \
+        struct.pack(f"<{len(tokens)}{code}", *tokens)
 
 
-def question(number, label, *texts):
+def question(number, label, *texts, code="H"):
     words = [number, label, len(texts) - 1] + [word for text in texts for word in (len(text), *text)]
-    return struct.pack(f"<{2 + len(words)}H", 65535, 4 + 2 * len(words), *words)
+    return struct.pack(f"<{2 + len(words)}{code}", 65535, struct.calcsize(code) * (2 + len(words)), *words)
 
 
-def questions(B, T, V, body, *more, fit=0):
-    return struct.pack("<BBHB", B - 1, T - 1, V - 1, fit) + header(20240522, 1, *more) + body
+def questions(B, T, V, body, *more, fit=0, version=1):
+    return struct.pack("<BBHB", B - 1, T - 1, V - 1, fit) + header(20240522, version, *more) + body
 
 
 def model(version, T, V, L, NH, C, Vp, first=b"\0"):
@@ -50,6 +51,7 @@ def flags(ranks, text):
 
 TOKENS = list(range(20))
 BODY = question(0, 3, TOKENS, [1], [2], [3, 4], [5]) + question(1, 0, [9], [1] * 40, [2], [3], [5])
+WIDE_BODY = question(0, 1, TOKENS, [1], [2, 3], code="I") + question(1, 0, [9], [1] * 40, [2], code="I")
 ROWS = [row("params.wte", "f32", 4, 2, 0, 8), row("m.qkvw.3", "bf16", 4, 6, 3, 5)]
 FACTS = b"step=12\ntext=two\\nlines, a \\\\\n"
 TEXT = "It's 3 o'clock, isn't it?  We'll see;\n\n\n I've\t12345 caf\u00e9 \u4f60\u597d \U0001f600 ".encode()
@@ -60,9 +62,11 @@ DESCRIPTORS = ["d12", "gpt3:c768", "L4,NH4,C128,T128,V256", "V65536,T16777216,C8
 SEEDS = {
     "shard": {
         "good": shard(4, 256, TOKENS, 20240520, 1, 20),
+        "wide": shard(4, 256, TOKENS, 20240801, 7, 20, code="I"),
         "id-too-large": shard(3, 10, TOKENS, 20240520, 1, 20)},
     "questions": {
         "good": questions(2, 64, 256, BODY, 2, 114, 1),
+        "wide": questions(2, 64, 256, WIDE_BODY, 2, 200, 1, version=2),
         "fit": questions(3, 5, 256, BODY, fit=1),
         "few": questions(2, 4, 256, question(0, 0, [9], [1, 2]) + question(1, 1, [3], [1], [2]), 2, 22, 1, 1),
         "cut": questions(1, 8, 256, BODY[:-3], 2, 114)},

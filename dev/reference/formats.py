@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 MAGIC_SHARD, MAGIC_MODEL, MAGIC_TENSORS = 20240520, 20240326, 20240327
+MAGIC_WIDE_SHARD, WIDE_SHARD_VERSION = 20240801, 7                      # tokens of 32 bits, as llm.c's
 RAND_INIT, RAND_SHUFFLE, RAND_DROPOUT = 1, 3, 6                          # enum RandPurpose
 
 
@@ -76,11 +77,11 @@ LLAMA_SIZES = {"L": "L", "NH": "NH", "NKV": "NKV", "HS": "HS", "C": "C", "F": "F
 LLAMA_WORDS = {"relu2": ("mlp", "relu2"), "qk_norm": ("qk_norm", True),
                "no_norm_weights": ("norm_weights", False), "embed_norm": ("embed_norm", True),
                "tied": ("tied", True)}
-LLAMA_NAMES = {                 # published shapes, with GPT-2's vocabulary and 2048 positions at most
+LLAMA_NAMES = {     # published shapes, 2048 positions at most; smollm2 and tinyllama have GPT-2's vocabulary
     "smollm2:135M": "llama:L30,NH9,NKV3,HS64,C576,F1536,T2048,V50257,tied,theta=100000",
     "smollm2:360M": "llama:L32,NH15,NKV5,HS64,C960,F2560,T2048,V50257,tied,theta=100000",
-    "qwen3:0.6B": "llama:L28,NH16,NKV8,HS128,C1024,F3072,T2048,V50257,qk_norm,tied,theta=1e6,eps=1e-6",
-    "qwen3:1.7B": "llama:L28,NH16,NKV8,HS128,C2048,F6144,T2048,V50257,qk_norm,tied,theta=1e6,eps=1e-6",
+    "qwen3:0.6B": "llama:L28,NH16,NKV8,HS128,C1024,F3072,T2048,V151936,qk_norm,tied,theta=1e6,eps=1e-6",
+    "qwen3:1.7B": "llama:L28,NH16,NKV8,HS128,C2048,F6144,T2048,V151936,qk_norm,tied,theta=1e6,eps=1e-6",
     "tinyllama:1.1B": "llama:L22,NH32,NKV4,HS64,C2048,F5632,T2048,V50257"}
 
 
@@ -489,10 +490,11 @@ def read_tensors(path, dims):
         }
 
 
-def write_shard(path, tokens):
+def write_shard(path, tokens, wide=False):
     with AtomicWriter(path) as f:
-        header_words(MAGIC_SHARD, 1, len(tokens)).tofile(f)
-        np.asarray(tokens, dtype="<u2").tofile(f)
+        kind = (MAGIC_WIDE_SHARD, WIDE_SHARD_VERSION) if wide else (MAGIC_SHARD, 1)
+        header_words(*kind, len(tokens)).tofile(f)
+        np.asarray(tokens, dtype="<u4" if wide else "<u2").tofile(f)
 
 
 # ---- data order ----
@@ -514,10 +516,12 @@ class Loader:
     @staticmethod
     def _open(path, vocab):
         with open_checked(path) as f:
-            read_header(f, path, MAGIC_SHARD)
-        if os.path.getsize(path) % 2 or os.path.getsize(path) <= 1024:
+            wide = f.read(4) == MAGIC_WIDE_SHARD.to_bytes(4, "little")
+            f.seek(0)
+            read_header(f, path, MAGIC_WIDE_SHARD if wide else MAGIC_SHARD)
+        if os.path.getsize(path) % (4 if wide else 2) or os.path.getsize(path) <= 1024:
             raise FileError(path, "no tokens, or half a token")
-        tokens = np.memmap(path, dtype="<u2", mode="r", offset=1024)
+        tokens = np.memmap(path, dtype="<u4" if wide else "<u2", mode="r", offset=1024)
         if vocab and int(tokens.max()) >= vocab:
             raise FileError(path, f"token {tokens.max()} does not fit the model's vocabulary of {vocab}")
         return tokens

@@ -86,6 +86,13 @@ static inline std::string shard_text(const std::vector<uint16_t>& tokens, int to
            std::string((const char*)tokens.data(), 2 * tokens.size());
 }
 
+// The same with tokens of 32 bits.
+static inline std::string wide_shard_text(const std::vector<uint32_t>& tokens) {
+    const int32_t header[256] = {20240801, 7, (int32_t)tokens.size()};
+    return std::string((const char*)header, sizeof(header)) +
+           std::string((const char*)tokens.data(), 4 * tokens.size());
+}
+
 static inline std::vector<std::string> names_in(const std::string& path) {      // sorted, without hidden ones
     std::vector<std::string> names;
     DIR* dir = opendir(path.c_str());

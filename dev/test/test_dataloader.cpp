@@ -3,6 +3,7 @@ Tests of data/dataloader.h: who sees which token in which order, positions, and 
 be wrong. The expected order is computed here again, straight from the definition; that it looks random is
 test_host's (rand_permuted).
 */
+#include <memory>                   // gives: std::make_unique
 #include <numeric>                  // gives: std::accumulate
 
 #include "llmc/data/dataloader.h"   // gives: what is tested
@@ -373,6 +374,44 @@ static void test_token_range() {
     }, "255");
 }
 
+// Tokens of 32 bits, alone and in a set with those of 16.
+static void test_wide() {
+    const int V = 151936;
+    std::vector<uint32_t> tokens(100);
+    for (size_t i = 0; i < tokens.size(); i++) { tokens[i] = (uint32_t)(V - 1 - 1000 * (int)i); }
+    const std::string path = in_folder("wide_1.bin"), good = wide_shard_text(tokens);
+    write_text(path, good);
+    write_shard("wide_0.bin", Tokens(17, 5));               // two windows of 8
+    {
+        Loader loader(in_folder("wide_*.bin"), 14, 8, false, 0, V);
+        loader.next();
+        bool same = loader.tokens == 117 && loader.samples_per_epoch == 14;
+        for (int i = 0; i < 14 * 8; i++) {
+            const int from = i - 16;
+            same = same && loader.inputs[i] == (from < 0 ? 5 : (int)tokens[(size_t)from]) &&
+                   loader.targets[i] == (from < 0 ? 5 : (int)tokens[(size_t)from + 1]);
+        }
+        CHECK(same, "a token of 32 bits is another one");
+    }
+    const std::string sample = dataloader_sample(&*std::make_unique<Loader>(path, 1, 8, false, 0, V));
+    tokens[99]--;
+    write_text(in_folder("wide_2.bin"), wide_shard_text(tokens));
+    CHECK(sample != dataloader_sample(&*std::make_unique<Loader>(in_folder("wide_2.bin"), 1, 8, false, 0, V)),
+          "another last token, the same checksum");
+    check_dies("id = V of 32 bits", [&] { load(path, 1, V - 1); },
+               {path, "token id 151935", "byte 1024 ", "number 0", "0..151934"});
+    tokens[3] = 0x80000001u;
+    write_text(in_folder("wide_2.bin"), wide_shard_text(tokens));
+    check_dies("an id with the sign bit", [&] { load(in_folder("wide_2.bin"), 1, V); },
+               {"token id 2147483649", "byte 1036 "});
+    std::string bad = good;
+    bad[4] = 1;
+    write_text(path, bad);
+    check_dies("version 1 with tokens of 32 bits", [&] { load(path, 1, V); }, {"version 1", "version 7"});
+    write_text(path, good + "xy");
+    check_dies("half a token of 32 bits", [&] { load(path, 1, V); }, {"100 tokens", "1426 bytes"});
+}
+
 int main() {
     folder_begin("dataloader");
     TEST("every row once per epoch, by one rank, in the promised order; any row may be sought") {
@@ -381,6 +420,7 @@ int main() {
     TEST("open files and threads") { test_open_files(); }
     TEST("patterns, what tells sets apart") { test_sets(); }
     TEST("more than 2^31 tokens") { test_huge(); }
+    TEST("tokens of 32 bits") { test_wide(); }
     TEST("tokenizers") { test_tokenizers(); }
     TEST("bad files") { test_bad_files(); }
     TEST("token range") { test_token_range(); }

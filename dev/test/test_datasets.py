@@ -951,3 +951,93 @@ def test_table():
     os.close(reader)
     ended = subprocess.run([sys.executable, GET], stdout=pipe, stderr=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+# ---- other tokenizers ----
+
+def with_tokenizer(out, path, *words, of="texts"):
+    return works(*files(of, out), "--tokenizer", path, *words)
+
+
+def test_any_tokenizer():
+    """GPT-2's tokenizer.json makes the shards that build/tokenize makes, but for the tokenizer's number."""
+    pytest.importorskip("tokenizers")
+    sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
+    import export_hf                                # pylint: disable=C0415
+    dims = types.SimpleNamespace(V=50257, maxT=8)
+    write("tokenizer.json", export_hf.tokenizer_files(dims)["tokenizer.json"])
+    texts = [text.replace("<|endoftext|>", "end") for text in some_texts(8, 700)]
+    write("texts/a.jsonl", jsonl(texts[:400]))
+    write("texts/b.jsonl", jsonl(texts[400:]))
+    for words in (("--val-tokens", 500, "--shard-tokens", 900), (), ("--val-tokens", 0)):
+        for folder in ("ours", "theirs"):
+            shutil.rmtree(folder, ignore_errors=True)
+        ours = works(*files("texts", "ours"), *words)
+        theirs = with_tokenizer("theirs", "tokenizer.json", *words)
+        assert ours.replace("ours", "theirs") == theirs
+        want, got = ({name[name.index("_"):]: data for name, data in contents(folder).items()}
+                     for folder in ("ours", "theirs"))
+        assert want.keys() == got.keys() and len(want) >= 1
+        for name, data in want.items():
+            assert got[name] == data[:12] + bytes(4) + data[16:], name
+
+
+def test_any_tokenizer_of_questions():
+    """GPT-2's makes the same file, but for the tokenizer's number; of a wide one all words have 32 bits."""
+    pytest.importorskip("tokenizers")
+    rows = [{"ctx": f"w{100 * i} w{i} He", "label": i % 4, "endings": [f"w{k} w{7 * i}" for k in range(4)]}
+            for i in range(5)]
+    write("copy/hellaswag_val.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
+    import export_hf                                # pylint: disable=C0415
+    write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(V=50257, maxT=8))["tokenizer.json"])
+    words_tokenizer("wide.json", 70000)
+    get_it = "hellaswag", "--from", "copy", "--out"
+    five = published_as("hellaswag", 5)
+    works(*get_it, "ours", **five)
+    works(*get_it, "theirs", "--tokenizer", "gpt2.json", **five)
+    want = read("ours/hellaswag_val.bin")
+    assert read("theirs/hellaswag_val.bin") == want[:16] + bytes(4) + want[20:]
+    works(*get_it, "wide", "--tokenizer", "wide.json", "--document-token", "<start>", **five)
+    data, words = read("wide/hellaswag_val.bin"), []
+    for i in range(5):
+        parts = [[100 * i, i, 0], *([k, 7 * i] for k in range(4))]
+        body = flat([len(part), *part] for part in parts)
+        words += [65535, 4 * (5 + len(body)), i, i % 4, 4, *body]
+    longest = 4 * (5 + 5 + 3 + 4 * 2)
+    assert data == array.array("i", [20240522, 2, 5, longest, *[0] * 252]).tobytes() + \
+        array.array("I", words).tobytes()
+
+
+def words_tokenizer(path, count):
+    """Word number i is w<i>; the last one is what begins a document."""
+    vocab = {f"w{i}": i for i in range(count)}
+    vocab["<start>"] = count
+    write(path, json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}}))
+
+
+@pytest.mark.parametrize("count, magic, version, code", [(65535, 20240520, 1, "H"),
+                                                         (65536, 20240801, 7, "I")])
+def test_wide_tokens(count, magic, version, code):
+    pytest.importorskip("tokenizers")
+    words_tokenizer("tokenizer.json", count)
+    numbers = [[7 * i % count for i in range(j, 3 * j + 1)] + [count - 1] for j in range(40)]
+    write("texts/a.jsonl", jsonl(" ".join(f"w{i}" for i in some) for some in numbers))
+    words = "--document-token", "<start>", "--val-tokens", 0, "--shard-tokens", 700
+    out = with_tokenizer("set", "tokenizer.json", *words)
+    tokens, want = [], flat([count, *some] for some in numbers)
+    for name, data in sorted(contents("set").items()):
+        head, body = array.array("i", data[:1024]), array.array(code, data[1024:])
+        assert list(head) == [magic, version, len(body), *[0] * 253] and f"{name}: {len(body)} tokens" in out
+        tokens += body
+    assert tokens == want and made.shard_tokens("set/set_train_000001.bin") == (700, 0)
+    assert "is complete" in with_tokenizer("set", "tokenizer.json", *words)
+    refused(*files("texts", "set"), "--tokenizer", "tokenizer.json", *words[2:], said=["<|endoftext|>"])
+    refused(*files("texts", "set"), *words[2:], said=["'set' was begun with"])
+    for path, said in (("none.json", "No such file"), ("texts/a.jsonl", "is no tokenizer.json")):
+        refused(*files("texts", "new"), "--tokenizer", path, said=[said])
+    refused(*files("texts", "new"), "--bytes", "--tokenizer", "tokenizer.json", said=["two tokenizers"])
+    refused("tinyshakespeare", "--tokenizer", "tokenizer.json", said=["has no use for this"])

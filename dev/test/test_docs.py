@@ -28,6 +28,7 @@ from gpus import list_gpus
 TINY = "L2,NH2,C32,T32,V50257"
 LIMIT_S = 900                           # of a command; only a hang meets it
 NAMELESS = "dev/data/NAME", "dev/test/test_X.cpp"      # paths that stand for others
+PROGRAMS = "pip hf lm_eval llama-completion ollama echo mpirun srun torchrun git ncu"
 TRAINER = r"(^|&& |-np \d+ |-node \d+ )\./train_gpt2c[up]u?\b"
 
 # pattern, what stands there on a CPU, and on a GPU (None: what it is)
@@ -70,6 +71,10 @@ NOT_HERE = [
     (r"mpirun", lambda: shutil.which("mpirun"), "no mpirun"),
     (r"srun", lambda: shutil.which("srun"), "no SLURM"),
     (r"torchrun|dev/reference/train_gpt2.py", lambda: has_module("torch"), "no PyTorch"),
+    (r"export_gguf", lambda: has_module("gguf"), "no gguf"),
+    (r"llama-completion|ollama", lambda: False, "needs llama.cpp, ollama"),
+    (r"qwen3/", lambda: False, "needs a tokenizer of the hub's"),
+    (r"import_llama2c", lambda: False, "no model of llama2.c is here"),
     (r"lm_eval", lambda: shutil.which("lm_eval"), "no lm-eval"),
     (r"tensorboard_log.py", lambda: has_module("tensorboard"), "no tensorboard"),
 ]
@@ -142,7 +147,7 @@ def command_error(line):
         return make_error([words[0] if words[0].count("/") > 1 else words[0][6:]])
     if "/" in words[0] and not words[0].startswith(".venv/"):
         return script_error(words[0], [])
-    known = words[0] in "pip hf lm_eval mpirun srun torchrun git ncu".split() or "/" in words[0]
+    known = words[0] in PROGRAMS.split() or "/" in words[0]
     return "" if known else f"{words[0]} is neither a known command nor fenced output"
 
 

@@ -87,7 +87,7 @@ static void test_wrong_files() {
     // a word of the header, or of the questions behind it, and the header's longest question
     const struct { bool header; size_t at; int value, longest; std::vector<std::string> said; } changes[] = {
         {true, 0, 20240520, longest, {"20240520", "20240522"}},
-        {true, 1, 2, longest, {"version 2", "1"}},
+        {true, 1, 3, longest, {"version 3", "1 and 2"}},
         {true, 2, 0, longest, {"0 questions"}},
         {true, 2, 65537, longest, {"65537 questions", "65536"}},
         {true, 2, 4, longest, {"question 3", "cut off"}},
@@ -140,6 +140,65 @@ static void test_wrong_files() {
     const std::string loop = in_folder("loop.bin");
     CHECK(symlink(loop.c_str(), loop.c_str()) == 0, "cannot make a link");
     check_dies("a link to itself", read(loop), {"cannot look at '" + loop, "hint:"});
+}
+
+// The same questions in words of 32 bits, with ids that need them.
+static void test_wide() {
+    const std::vector<Texts> questions = made_up(20, 300, 40, 6, 0);
+    const int more = 100000;
+    File narrow = file_of(questions);
+    std::vector<uint32_t> words;
+    for (size_t i = 0; i < questions.size(); i++) {
+        const Words of_one = question_words((int)i, questions[i]);
+        words.insert(words.end(), of_one.begin(), of_one.end());
+        uint32_t* head = &words[words.size() - of_one.size()];
+        head[1] *= 2;
+        size_t at = 5;
+        for (const Words& part : questions[i].parts) {
+            for (size_t t = 1; t <= part.size(); t++) { head[at + t] += more; }
+            at += 1 + part.size();
+        }
+    }
+    auto wide_text = [&](int longest) {
+        std::vector<int32_t> header = narrow.header;
+        header[1] = 2, header[3] = longest;
+        return std::string((const char*)header.data(), 1024) +
+               std::string((const char*)words.data(), 4 * words.size());
+    };
+    const std::string path = in_folder("wide.bin");
+    write_text(path, wide_text(2 * narrow.header[3]));
+    EvalSet wide;
+    evalset_init(&wide, path.c_str(), more + 300, 7, 64);
+    const EvalSet set = set_of(narrow, 300, 7, 64);
+    bool same = wide.rows.size() == set.rows.size() && wide.batches.size() == set.batches.size();
+    for (size_t i = 0; same && i < set.batches.size(); i++) {
+        const EvalBatch &a = set.batches[i], &b = wide.batches[i];
+        std::vector<int> in[2], at[2], to[2];
+        int count[2];
+        for (int k = 0; k < 2; k++) {
+            for (auto* x : {&in[k], &at[k], &to[k]}) { x->resize(7 * 64); }
+            count[k] = evalset_fill(k ? &wide : &set, k ? b : a, in[k].data(), at[k].data(), to[k].data());
+        }
+        same = a.first == b.first && a.rows == b.rows && a.T == b.T && count[0] == count[1] && at[0] == at[1];
+        for (int t = 0; t < count[0]; t++) { same = same && to[1][(size_t)t] == to[0][(size_t)t] + more; }
+        for (int t = 0; t < a.rows * a.T; t++) {                // 0: padding, of both
+            const int x = in[0][(size_t)t], y = in[1][(size_t)t];
+            same = same && (y == x + more || (x == 0 && y == 0));
+        }
+    }
+    CHECK(same, "words of 32 bits are read as others");
+    check_dies("an id of 32 bits that is too large", [&] {
+        EvalSet other;
+        evalset_init(&other, path.c_str(), more, 7, 64);
+    }, {"token id 100", "0..99999"});
+    write_text(path, wide_text(2 * narrow.header[3]) + "xy");
+    check_dies("half a word", [&] { EvalSet other; evalset_init(&other, path.c_str(), more + 300, 7, 64); },
+               {"does not match"});
+    write_text(path, wide_text(narrow.header[3]));
+    check_dies("a longest question in bytes of 16-bit words", [&] {
+        EvalSet other;
+        evalset_init(&other, path.c_str(), more + 300, 7, 64);
+    }, {"wide.bin"});
 }
 
 // ---- rows ----
@@ -280,6 +339,7 @@ static void test_score() {
 int main() {
     folder_begin("evalloader");
     TEST("what does not fit is one sentence") { test_wrong_files(); }
+    TEST("words of 32 bits") { test_wide(); }
     TEST("every completion is a row, in batches without waste, for any B and T") { test_rows(); }
     TEST("the context is first or last, and the text behind it counts") { test_fill(); }
     test_score();

@@ -18,7 +18,7 @@ from checks import ROOT, read, run_program, write
 from forked import Forked
 from trainer import Result, check_ran, log_lines, model_path, run_ok, snapshot
 import trainer
-from twins import formats, np, softmax, wide_model, windows
+from twins import FAMILY, family_logits, family_model, formats, greedy, np, softmax, wide_model, windows
 
 sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
 import export_hf                                    # noqa: E402
@@ -329,7 +329,8 @@ OTHERS = [
                          ("reorder_and_upcast_attn", True), ("add_cross_attention", True))],
     (config(quantization_config={"bits": 4}), "config.bits is 4"),
     # sizes
-    (config(vocab_size=70000), "V is at most 65536"), (config(n_layer=None), "lacks a whole number"),
+    (config(vocab_size=2000000), "V=2000000: at most 1048576 tokens"),
+    (config(n_layer=None), "lacks a whole number"),
     (config(n_embd=36, n_head=2), "C=36 is not a multiple of 8"), (config(n_embd=24.0), "lacks a whole"),
     (config(n_head=5), "C=24 is not a multiple of NH=5"), (config(n_head=0), "at least 1"),
     (config(n_positions=16), "wpe.weight has the shape (17, 24), config.json means (16, 24)"),
@@ -497,64 +498,6 @@ def test_damaged_index(weight_map, said):
 
 # ---- the family of Llama ----
 
-SMALL = {"maxT": 21, "V": 256, "L": 2, "NH": 4, "C": 40, "NKV": 2, "HS": 16, "F": 72}    # NH * HS is not C
-RELU2 = {"mlp": "relu2", "norm_weights": False, "embed_norm": True, "qk_norm": True}
-FAMILY = {
-    "Llama": {"theta": 500.0, "eps": 1e-3}, "Llama tied": {"tied": True},
-    "Qwen3": {"qk_norm": True, "theta": 1e6},
-    "Qwen3 tied": {"qk_norm": True, "tied": True, "eps": 1e-6}, "NanoChat": {**RELU2, "softcap": 1.5},
-    "NanoChat tied": {**RELU2, "eps": 1e-3, "tied": True}}
-
-
-def family_model(path, version=203, seed=7, **shape):
-    """(dims, params) of a written model with weights that leave nothing out: no norm's are 1."""
-    dims, rng, params = formats.Llama(**{**SMALL, **shape}), np.random.default_rng(seed), {}
-    for name in formats.NAMES:
-        size = formats.param_shape(dims, name)
-        x = rng.standard_normal(size)
-        is_norm = name in ("ln1w", "ln2w", "lnfw", "qnw", "knw")
-        params[name] = (1 + 0.3 * x if is_norm else x * max(size[-1], 1) ** -0.5).astype("<f4")
-        if size[0] == dims.Vp:
-            params[name][dims.V:] = 0
-    params = formats.round_params(params, "bfloat16") if version == 205 else params
-    formats.write_checkpoint(path, dims, params, version % 100)
-    return dims, params
-
-
-def family_logits(d, params, tokens):
-    """(B,T,V) in double."""
-    p = {name: x.astype(np.float64) for name, x in params.items() if x.size}
-
-    def normed(x, name, l=...):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + d.eps) * (p[name][l] if name in p else 1)
-
-    def turned(x):                                                      # (B,T,heads,HS)
-        half = d.HS // 2
-        angle = np.arange(x.shape[1])[:, None, None] * d.theta ** (-np.arange(half) / half)
-        a, b = x[..., :half], x[..., half:]
-        cos, sin = np.cos(angle), np.sin(angle)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    x = p["wte"][np.asarray(tokens)]
-    x = normed(x, "none") if d.embed_norm else x
-    mask = np.triu(np.full((x.shape[1],) * 2, -np.inf), 1)
-    for l in range(d.L):
-        qkv = (normed(x, "ln1w", l) @ p["qkvw"][l].T).reshape(*x.shape[:2], -1, d.HS)
-        q, k, v = np.split(qkv, [d.NH, d.NH + d.NKV], 2)
-        if d.qk_norm:
-            q, k = normed(q, "qnw", l), normed(k, "knw", l)
-        q, k, v = turned(q), *(np.repeat(each, d.NH // d.NKV, 2) for each in (turned(k), v))
-        scores = np.einsum("bthd,bshd->bhts", q, k) / math.sqrt(d.HS) + mask
-        y = np.einsum("bhts,bshd->bthd", softmax(scores), v)
-        x = x + y.reshape(*x.shape[:2], -1) @ p["attprojw"][l].T
-        h = normed(x, "ln2w", l) @ p["fcw"][l].T
-        gate, up = np.split(h, 2, -1)
-        h = gate / (1 + np.exp(-gate)) * up if d.mlp == "swiglu" else np.maximum(h, 0) ** 2
-        x = x + h @ p["fcprojw"][l].T
-    logits = normed(x, "lnfw") @ p["wte" if d.tied else "headw"][:d.V].T
-    return d.softcap * np.tanh(logits / d.softcap) if d.softcap else logits
-
-
 def computes(folder, dims, params):
     """The program's loss of a shard is that of these weights."""
     tokens = np.random.default_rng(3).integers(1, dims.V, 6 * dims.maxT + 1).tolist()
@@ -564,17 +507,6 @@ def computes(folder, dims, params):
     shard = trainer.write_shard("tokens.bin", tokens)
     got = run_ok({"-e": folder, "-j": shard, "-t": dims.maxT, "-x": 0, "-v": 1})
     assert abs(got.val_losses()[0] - want) <= 3e-6, f"{got.val_losses()[0]}, expected {want}"
-
-
-def greedy(dims, params, prompt, count):
-    """Prompt and text; the two best logits must not be nearer to each other than rounding."""
-    tokens = list(prompt)
-    for _ in range(count):
-        last = family_logits(dims, params, [tokens])[0, -1]
-        first, second = np.sort(last)[[-1, -2]]
-        assert first - second > 1e-4
-        tokens.append(int(last.argmax()))
-    return tokens
 
 
 def test_family_file():
@@ -673,7 +605,8 @@ LLAMA_OTHERS = [
     ("Qwen3", {"use_sliding_window": True}, "use_sliding_window is true; Qwen3 has false"),
     ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1 is sliding_attention"),
     ("Llama", {"model_type": "mistral"}, "model_type is mistral; gpt2, llama, qwen3 and nanochat are built"),
-    ("Llama", {"vocab_size": 128256}, "V is at most 65536"), ("Llama", {"num_key_value_heads": 3}, "NKV=3"),
+    ("Llama", {"vocab_size": 1048577}, "V=1048577: at most 1048576"),
+    ("Llama", {"num_key_value_heads": 3}, "NKV=3"),
     ("Llama", {"rms_norm_eps": "x"}, "lacks a number for rms_norm_eps"),
     ("Llama", {"hidden_size": None}, "lacks a whole number for hidden_size"),
     ("Llama", {"quantization_config": {"bits": 4}}, "quantization_config.bits is 4"),

@@ -164,9 +164,14 @@ def tolerance(fp32, low):
 
 # ---- files, written and read by a few lines of our own ----
 
-def write_shard(path, tokens, magic=SHARD_MAGIC, version=1, count=None):
+def write_shard(path, tokens, magic=SHARD_MAGIC, version=1, count=None, width="H"):
     header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
-    return write(path, header + struct.pack(f"<{len(tokens)}H", *tokens))
+    return write(path, header + struct.pack(f"<{len(tokens)}{width}", *tokens))
+
+
+def write_wide_shard(path, tokens):
+    """Tokens of 32 bits, for vocabularies above 65,536."""
+    return write_shard(path, tokens, 20240801, 7, width="I")
 
 
 def read_shard(path):

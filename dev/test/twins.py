@@ -165,6 +165,84 @@ def behind(dims, p, text, begin):
     return [float(y[t].max() - y[t, ids[0, t + 1]]) for t in range(begin, ids.shape[1] - 1)]
 
 
+# ---- the family of Llama ----
+
+SMALL = {"maxT": 21, "V": 256, "L": 2, "NH": 4, "C": 40, "NKV": 2, "HS": 16, "F": 72}    # NH * HS is not C
+RELU2 = {"mlp": "relu2", "norm_weights": False, "embed_norm": True, "qk_norm": True}
+FAMILY = {
+    "Llama": {"theta": 500.0, "eps": 1e-3}, "Llama tied": {"tied": True},
+    "Qwen3": {"qk_norm": True, "theta": 1e6},
+    "Qwen3 tied": {"qk_norm": True, "tied": True, "eps": 1e-6}, "NanoChat": {**RELU2, "softcap": 1.5},
+    "NanoChat tied": {**RELU2, "eps": 1e-3, "tied": True}}
+
+
+def family_model(path, version=203, seed=7, **shape):
+    """(dims, params) of a written model with weights that leave nothing out: no norm's are 1."""
+    dims, rng, params = formats.Llama(**{**SMALL, **shape}), np.random.default_rng(seed), {}
+    for name in formats.NAMES:
+        size = formats.param_shape(dims, name)
+        x = rng.standard_normal(size)
+        is_norm = name in ("ln1w", "ln2w", "lnfw", "qnw", "knw")
+        params[name] = (1 + 0.3 * x if is_norm else x * max(size[-1], 1) ** -0.5).astype("<f4")
+        if size[0] == dims.Vp:
+            params[name][dims.V:] = 0
+    params = formats.round_params(params, "bfloat16") if version == 205 else params
+    formats.write_checkpoint(path, dims, params, version % 100)
+    return dims, params
+
+
+def family_logits(d, params, tokens):
+    """(B,T,V) in double."""
+    p = {name: x.astype(np.float64) for name, x in params.items() if x.size}
+
+    def normed(x, name, l=...):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + d.eps) * (p[name][l] if name in p else 1)
+
+    def turned(x):                                                      # (B,T,heads,HS)
+        half = d.HS // 2
+        angle = np.arange(x.shape[1])[:, None, None] * d.theta ** (-np.arange(half) / half)
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = p["wte"][np.asarray(tokens)]
+    x = normed(x, "none") if d.embed_norm else x
+    mask = np.triu(np.full((x.shape[1],) * 2, -np.inf), 1)
+    for l in range(d.L):
+        qkv = (normed(x, "ln1w", l) @ p["qkvw"][l].T).reshape(*x.shape[:2], -1, d.HS)
+        q, k, v = np.split(qkv, [d.NH, d.NH + d.NKV], 2)
+        if d.qk_norm:
+            q, k = normed(q, "qnw", l), normed(k, "knw", l)
+        q, k, v = turned(q), *(np.repeat(each, d.NH // d.NKV, 2) for each in (turned(k), v))
+        scores = np.einsum("bthd,bshd->bhts", q, k) / math.sqrt(d.HS) + mask
+        y = np.einsum("bhts,bshd->bthd", softmax(scores), v)
+        x = x + y.reshape(*x.shape[:2], -1) @ p["attprojw"][l].T
+        h = normed(x, "ln2w", l) @ p["fcw"][l].T
+        gate, up = np.split(h, 2, -1)
+        h = gate / (1 + np.exp(-gate)) * up if d.mlp == "swiglu" else np.maximum(h, 0) ** 2
+        x = x + h @ p["fcprojw"][l].T
+    logits = normed(x, "lnfw") @ p["wte" if d.tied else "headw"][:d.V].T
+    return d.softcap * np.tanh(logits / d.softcap) if d.softcap else logits
+
+
+def logits_of(dims, params, tokens):
+    """Of either family, in double."""
+    if dims.is_llama:
+        return family_logits(dims, params, tokens)
+    return logits(dims, {name: x.astype(np.float64) for name, x in params.items()}, tokens)
+
+
+def greedy(dims, params, prompt, count, gap=1e-4):
+    """Prompt and text; the two best logits must not be nearer to each other than `gap`, for rounding."""
+    tokens = list(prompt)
+    for _ in range(count):
+        last = logits_of(dims, params, [tokens])[0, -1]
+        first, second = np.sort(last)[[-1, -2]]
+        assert first - second > gap
+        tokens.append(int(last.argmax()))
+    return tokens
+
+
 # ---- updates ----
 
 def gradients(start, flags, folder):

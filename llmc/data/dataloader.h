@@ -1,8 +1,9 @@
 /*
 Token shards -> batches. A thread reads one batch ahead. Host only.
 
-A shard is 256 int32 {20240520, 1, ntokens, tokenizer, 0...}, then uint16 tokens. The data set is every shard
-that matches a glob pattern. All shards that name a tokenizer must name the same one; 0 names none.
+A shard is 256 int32 {20240520, 1, ntokens, tokenizer, 0...}, then uint16 tokens; or {20240801, 7, ...}, then
+uint32 tokens, for vocabularies above 65,536. The data set is every shard that matches a glob pattern. All
+shards that name a tokenizer must name the same one; 0 names none.
 
 A sample is a window of T+1 tokens: the first T are a row of inputs, the last T are its targets. Window w of a
 shard is its tokens [w*T, w*T + T], so the shard has floor((ntokens - 1) / T) windows. Samples are numbered
@@ -35,13 +36,15 @@ samples_per_epoch - p rows of the batch at p.
 #include "../rand.h"            // gives: rand_permuted
 #include "../worker.h"          // gives: Worker
 
-static const int kShardMagic = 20240520, kShardVersion = 1;
+struct ShardKind { int magic, version, token_bytes; };
+static const ShardKind kShardKinds[] = {{20240520, 1, 2}, {20240801, 7, 4}};        // both are llm.c's
 static const int64_t kShardHeaderBytes = 256 * 4;
 
 struct DataShard {
     std::string path;
     int64_t tokens, windows;
     uint32_t tokenizer;                     // a TokenizerId of tokenizer.h; 0: not known
+    int token_bytes;                        // 2 or 4
     dev_t device;                           // device and inode identify the file under any path
     ino_t inode;
     int fd;                                 // open as long as the loader lives: shuffled rows come from all
@@ -58,7 +61,7 @@ struct DataPrefetch {
     std::vector<int64_t> first_window;      // per shard: number of its first window among all windows
 
     // only the thread uses these
-    std::vector<uint16_t> window;           // (T+1)
+    std::vector<char> window;               // (T+1) tokens, of 4 bytes at most
 
     // the caller uses these only while the worker is idle
     int64_t first_row;                      // request: read samples first_row .. first_row + B - 1 ...
@@ -102,28 +105,32 @@ static inline std::string data_shard_open(DataShard* shard) {
     int32_t header[256] = {};
     ssize_t got = read_at(shard->fd, header, sizeof(header), 0);
     if (got < 0) { return format("cannot read the header of '%s': %s", path, strerror(errno)); }
-    if (got >= (ssize_t)sizeof(header[0]) && header[0] != kShardMagic) {
-        return format("'%s' is not a token shard: its first number is %d, expected %d\n%s", path, header[0],
-                      kShardMagic, hint);
+    const ShardKind* kind = nullptr;
+    for (const ShardKind& k : kShardKinds) { if (k.magic == header[0]) { kind = &k; } }
+    if (got >= (ssize_t)sizeof(header[0]) && !kind) {
+        return format("'%s' is not a token shard: its first number is %d, expected %d or %d\n%s", path,
+                      header[0], kShardKinds[0].magic, kShardKinds[1].magic, hint);
     }
     if (got < kShardHeaderBytes) {
         return format("'%s' is %s: %lld bytes, a token shard has a header of %lld\n%s", path,
                       bytes ? "truncated" : "empty", bytes, (long long)kShardHeaderBytes, hint);
     }
-    if (header[1] != kShardVersion) {
+    if (header[1] != kind->version) {
         return format("'%s' is a token shard of version %d, only version %d can be read\n%s", path, header[1],
-                      kShardVersion, hint);
+                      kind->version, hint);
     }
     // The header holds the low 32 bits of the count. Above 2^31 - 1 tokens the file size gives the count.
-    long long stored = (bytes - kShardHeaderBytes) / 2, claimed = header[2];
+    long long body = bytes - kShardHeaderBytes, stored = body / kind->token_bytes, claimed = header[2];
     bool wraps = stored > INT32_MAX;
-    if (bytes % 2 != 0 || (wraps ? (uint32_t)claimed != (uint32_t)stored : claimed != stored)) {
+    const bool whole = body % kind->token_bytes == 0;
+    if (!whole || (wraps ? (uint32_t)claimed != (uint32_t)stored : claimed != stored)) {
         const char* what = claimed < 0 && !wraps ? "has a negative token count"
                          : claimed > stored ? "is truncated" : "does not match its header";
         return format("'%s' %s: the header says %lld tokens, %lld bytes hold %lld\n%s", path, what, claimed,
                       bytes, stored, hint);
     }
     shard->tokens = stored;
+    shard->token_bytes = kind->token_bytes;
     shard->tokenizer = (uint32_t)header[3];
     shard->device = st.st_dev;
     shard->inode = st.st_ino;
@@ -173,6 +180,13 @@ static inline void data_locate(const DataPrefetch* p, int64_t sample, int64_t* s
 
 // ---- reading ----
 
+// Token i of a buffer as the shard has it. Little-endian, like the files.
+static inline uint32_t data_token(const DataShard& shard, const char* buffer, int64_t i) {
+    uint32_t token = 0;
+    memcpy(&token, buffer + i * shard.token_bytes, (size_t)shard.token_bytes);
+    return token;
+}
+
 // Reads one row. Returns the error, or "".
 static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* inputs, int* targets /*(T)*/) {
     int64_t s, w;
@@ -180,21 +194,21 @@ static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* in
     const DataShard& shard = p->shards[(size_t)s];
     const char* path = shard.path.c_str();
     int T = p->T;
-    int64_t offset = kShardHeaderBytes + 2 * w * T;
-    const size_t bytes = 2 * ((size_t)T + 1);
+    int64_t offset = kShardHeaderBytes + shard.token_bytes * w * T;
+    const size_t bytes = (size_t)shard.token_bytes * ((size_t)T + 1);
     const ssize_t got = read_at(shard.fd, p->window.data(), bytes, offset);
     if (got < 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
     if ((size_t)got < bytes) { return format("'%s' was cut short while it was in use", path); }
     for (int t = 0; t <= T; t++) {
-        if (p->window[(size_t)t] < p->vocab) { continue; }
-        return format("token id %d in '%s' at byte %lld (token number %lld), but the model's ids are 0..%d\n"
-                      "hint: choose a model with a larger V (-e), or tokenize the text for this one",
-                      p->window[(size_t)t], path, (long long)(offset + 2 * t), (long long)(w * T + t),
-                      p->vocab - 1);
-    }
-    for (int t = 0; t < T; t++) {
-        inputs[t] = p->window[(size_t)t];
-        targets[t] = p->window[(size_t)t + 1];
+        const uint32_t token = data_token(shard, p->window.data(), t);
+        if (token >= (uint32_t)p->vocab) {
+            const char* hint = "hint: choose a model with a larger V (-e), or tokenize the text for this one";
+            return format("token id %u in '%s' at byte %lld (token number %lld), but the model's ids are "
+                          "0..%d\n%s", token, path, (long long)(offset + shard.token_bytes * t),
+                          (long long)(w * T + t), p->vocab - 1, hint);
+        }
+        if (t < T) { inputs[t] = (int)token; }
+        if (t > 0) { targets[t - 1] = (int)token; }
     }
     return "";
 }
@@ -247,7 +261,7 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     int64_t longest = 0;
     allow_most_files();
     for (const std::string& path : data_glob(pattern)) {
-        DataShard shard = {path, 0, 0, 0, 0, 0, -1};
+        DataShard shard = {path, 0, 0, 0, 0, 0, 0, -1};
         die_if(data_shard_open(&shard));
         data_same_tokenizer(loader, shard);
         if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
@@ -267,7 +281,7 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
     p->vocab = vocab;
     p->shuffle = shuffle;
     p->seed = seed;
-    p->window.resize((size_t)T + 1);
+    p->window.resize(4 * ((size_t)T + 1));
     for (int slot = 0; slot < 2; slot++) {
         p->inputs[slot].resize((size_t)B * (size_t)T);
         p->targets[slot].resize((size_t)B * (size_t)T);
@@ -331,7 +345,7 @@ static inline std::string dataloader_sample(const DataLoader* loader) {
     std::vector<char> part((size_t)at_once);
     Checksum sum;
     for (const DataShard& shard : loader->prefetch->shards) {
-        const int64_t room = std::max<int64_t>(0, 2 * shard.tokens - at_once);
+        const int64_t room = std::max<int64_t>(0, shard.token_bytes * shard.tokens - at_once);
         for (int64_t k = -1; k < parts; k++) {              // -1: the header
             const int64_t at = k < 0 ? 0 : kShardHeaderBytes + room * k / (parts - 1);
             const int64_t bytes = k < 0 ? kShardHeaderBytes : at_once;

@@ -4,7 +4,8 @@ Questions (HellaSwag, MMLU, LAMBADA, ...) -> batches of rows for a language mode
 A file is 256 int32 {20240522, 1, questions, bytes of the longest question, tokenizer, context last, 0...},
 then each question as uint16: 65535, the bytes of the whole question, its number, the number of the right
 completion, the number of completions (1 to 8), then the context and each completion as a count and its
-tokens. A tokenizer of 0 is not known. The whole file is read and checked first.
+tokens. A tokenizer of 0 is not known. In version 2 all of this is uint32, for vocabularies above 65,536. The
+whole file is read and checked first.
 
 A question has a row for each completion: the context, then the completion, whose losses alone count. With
 `context last` (1, WinoGrande) a row is the completion, then the context, whose losses alone count: they say
@@ -34,14 +35,15 @@ and the loss are computed only for positions whose loss counts, a quarter in Hel
 #include "../checksum.h" // gives: checksum, checksum_text
 #include "../numbers.h" // gives: round_up
 
-static const int kEvalMagic = 20240522, kEvalVersion = 1, kEvalStart = 65535;
+static const int kEvalMagic = 20240522;
+static const uint32_t kEvalStart = 65535;
 static const int64_t kEvalHeaderBytes = 256 * 4;
 static const int kEvalMostChoices = 8;
 static const int kEvalPadding = 32;             // a row's positions are rounded up to a multiple
-// In uint16 words: a question's head, and the shortest question (two texts of one token). Its number and its
-// bytes have 16 bits.
-static const int64_t kEvalHead = 5, kEvalShortest = kEvalHead + 2 * 2;
-static const int64_t kEvalMostQuestions = 65536, kEvalMostBytes = 65535;
+// In words: a question's head, the shortest question (two texts of one token), and the longest. Version 1 has
+// 16 bits for its number and its bytes.
+static const int64_t kEvalHead = 5, kEvalShortest = kEvalHead + 2 * 2, kEvalLongest = 32767;
+static const int64_t kEvalMostQuestions = 65536;
 
 struct EvalText { int64_t at; int tokens; };    // at: index of its first token in EvalSet.words
 
@@ -60,7 +62,8 @@ struct EvalSet {
     uint32_t tokenizer;                         // a TokenizerId of tokenizer.h; 0: not known
     bool context_last;                          // a row is a completion, then the context
     int B, T;                                   // B*T positions fit into a batch
-    std::vector<uint16_t> words;                // the file without its header
+    int word_bytes;                             // 2 or 4, in the file
+    std::vector<uint32_t> words;                // the file without its header
     std::vector<EvalQuestion> questions;
     std::vector<EvalRow> rows;                  // by padded length
     std::vector<EvalBatch> batches;
@@ -89,6 +92,8 @@ static inline std::string evalset_read(EvalSet* set, int64_t* questions, int64_t
     *longest = header[3];
     set->tokenizer = (uint32_t)header[4];
     set->context_last = header[5] == 1;
+    set->word_bytes = header[1] == 2 ? 4 : 2;
+    const int64_t shortest = set->word_bytes * kEvalShortest, most = set->word_bytes * kEvalLongest;
     std::string error;
     const int64_t body = bytes - kEvalHeaderBytes;
     if (got >= sizeof(header[0]) && header[0] != kEvalMagic) {
@@ -97,30 +102,32 @@ static inline std::string evalset_read(EvalSet* set, int64_t* questions, int64_t
     } else if (got < sizeof(header)) {
         error = format("'%s' is %s: %lld bytes, and evaluation data have a header of %lld\n%s", path,
                        bytes ? "truncated" : "empty", (long long)bytes, (long long)kEvalHeaderBytes, hint);
-    } else if (header[1] != kEvalVersion) {
-        error = format("'%s' is of version %d, only version %d can be read\n%s", path, header[1],
-                       kEvalVersion, hint);
+    } else if (header[1] != 1 && header[1] != 2) {
+        error = format("'%s' is of version %d, only versions 1 and 2 can be read\n%s", path, header[1], hint);
     } else if (header[5] != 0 && header[5] != 1) {
         error = format("'%s': its header says %d for the context's place, 0 (first) and 1 (last) are "
                        "possible", path, header[5]);
     } else if (*questions < 1 || *questions > kEvalMostQuestions) {
         error = format("'%s': its header says %lld questions, 1 to %lld are possible", path,
                        (long long)*questions, (long long)kEvalMostQuestions);
-    } else if (*longest < 2 * kEvalShortest || *longest > kEvalMostBytes) {
+    } else if (*longest < shortest || *longest > most) {
         error = format("'%s': its header says that the longest question has %lld bytes, %lld to %lld are "
-                       "possible", path, (long long)*longest, (long long)(2 * kEvalShortest),
-                       (long long)kEvalMostBytes);
-    } else if (body < *questions * 2 * kEvalShortest) {
+                       "possible", path, (long long)*longest, (long long)shortest, (long long)most);
+    } else if (body < *questions * shortest) {
         error = format("'%s' is truncated: its header says %lld questions, and %lld bytes hold none of %lld "
-                       "each\n%s", path, (long long)*questions, (long long)body,
-                       (long long)(2 * kEvalShortest), hint);
-    } else if (body > *questions * *longest || body % 2 != 0) {
+                       "each\n%s", path, (long long)*questions, (long long)body, (long long)shortest, hint);
+    } else if (body > *questions * *longest || body % set->word_bytes != 0) {
         error = format("'%s' does not match its header: %lld bytes behind it are not %lld questions of at "
                        "most %lld\n%s", path, (long long)body, (long long)*questions, (long long)*longest,
                        hint);
     } else {
-        set->words.resize((size_t)body / 2);
-        fread_check(set->words.data(), 2, set->words.size(), f, path);
+        std::vector<uint16_t> narrow((size_t)(set->word_bytes == 2 ? body / 2 : 0));
+        fread_check(narrow.data(), 2, narrow.size(), f, path);
+        set->words.assign(narrow.begin(), narrow.end());
+        if (set->word_bytes == 4) {
+            set->words.resize((size_t)body / 4);
+            fread_check(set->words.data(), 4, set->words.size(), f, path);
+        }
     }
     fclose(f);
     return error;
@@ -129,51 +136,50 @@ static inline std::string evalset_read(EvalSet* set, int64_t* questions, int64_t
 // Parses the question that begins at word `at`. Returns the error, or "".
 static inline std::string evalset_question(const EvalSet* set, int64_t at, int64_t number, int64_t longest,
                                            int V, EvalQuestion* q) {
-    const uint16_t* words = set->words.data();
-    const int64_t left = (int64_t)set->words.size() - at;
+    const int64_t left = (int64_t)set->words.size() - at, width = set->word_bytes;
     const std::string where = format("'%s': question %lld, at byte %lld,", set->path.c_str(),
-                                     (long long)number, (long long)(kEvalHeaderBytes + 2 * at));
+                                     (long long)number, (long long)(kEvalHeaderBytes + width * at));
     if (left < kEvalShortest) { return where + " is cut off"; }
-    const uint16_t* head = words + at;
+    const uint32_t* head = &set->words[(size_t)at];
     if (head[0] != kEvalStart) {
-        return format("%s begins with %d, not %d", where.c_str(), head[0], kEvalStart);
+        return format("%s begins with %u, not %u", where.c_str(), head[0], kEvalStart);
     }
-    const int64_t size = head[1] / 2;                   // in words
-    if (head[1] % 2 != 0 || size < kEvalShortest || head[1] > longest || size > left) {
-        return format("%s has %d bytes: an even number from %lld to %lld was expected, and %lld are left",
-                      where.c_str(), head[1], (long long)(2 * kEvalShortest), (long long)longest,
-                      (long long)(2 * left));
+    const int64_t size = head[1] / width;               // in words
+    if (head[1] % width != 0 || size < kEvalShortest || head[1] > longest || size > left) {
+        return format("%s has %u bytes: a multiple of %lld from %lld to %lld was expected, and %lld are left",
+                      where.c_str(), head[1], (long long)width, (long long)(width * kEvalShortest),
+                      (long long)longest, (long long)(width * left));
     }
-    if (head[2] != number) { return format("%s says that it is number %d", where.c_str(), head[2]); }
+    if (head[2] != number) { return format("%s says that it is number %u", where.c_str(), head[2]); }
     if (head[4] < 1 || head[4] > kEvalMostChoices) {
-        return format("%s has %d completions, 1 to %d are possible", where.c_str(), head[4],
+        return format("%s has %u completions, 1 to %d are possible", where.c_str(), head[4],
                       kEvalMostChoices);
     }
     if (head[3] >= head[4]) {
-        return format("%s has the answer %d, which is none of 0..%d", where.c_str(), head[3], head[4] - 1);
+        return format("%s has the answer %u, which is none of 0..%u", where.c_str(), head[3], head[4] - 1);
     }
-    q->label = head[3];
-    q->choices = head[4];
+    q->label = (int)head[3];
+    q->choices = (int)head[4];
     int64_t i = kEvalHead;
     for (int part = 0; part <= q->choices; part++) {
-        const int tokens = i < size ? head[i] : 0;
+        const int64_t tokens = i < size ? head[i] : 0;
         if (tokens < 1 || i + 1 + tokens > size) {
-            return format("%s: %s %d has %d tokens, 1 to %lld are possible", where.c_str(),
-                          part ? "completion" : "context", part ? part - 1 : 0, tokens,
+            return format("%s: %s %d has %lld tokens, 1 to %lld are possible", where.c_str(),
+                          part ? "completion" : "context", part ? part - 1 : 0, (long long)tokens,
                           (long long)std::max<int64_t>(0, size - i - 1));
         }
         i++;
-        for (int t = 0; t < tokens; t++) {
-            if (head[i + t] < V) { continue; }
-            return format("%s has the token id %d, but the model's ids are 0..%d\n"
+        for (int64_t t = 0; t < tokens; t++) {
+            if (head[i + t] < (uint32_t)V) { continue; }
+            return format("%s has the token id %u, but the model's ids are 0..%d\n"
                           "hint: choose a model with a larger V (-e)", where.c_str(), head[i + t], V - 1);
         }
-        (part ? q->choice[part - 1] : q->context) = {at + i, tokens};
+        (part ? q->choice[part - 1] : q->context) = {at + i, (int)tokens};
         i += tokens;
     }
     if (i != size) {
-        return format("%s has %d bytes, of which its texts fill %lld", where.c_str(), head[1],
-                      (long long)(2 * i));
+        return format("%s has %u bytes, of which its texts fill %lld", where.c_str(), head[1],
+                      (long long)(width * i));
     }
     return "";
 }
@@ -185,12 +191,12 @@ static inline std::string evalset_questions(EvalSet* set, int V) {
         EvalQuestion q;
         error = evalset_question(set, at, i, longest, V, &q);
         if (!error.empty()) { break; }
-        at += set->words[(size_t)at + 1] / 2;
+        at += set->words[(size_t)at + 1] / (uint32_t)set->word_bytes;
         set->questions.push_back(q);
     }
     if (error.empty() && at != (int64_t)set->words.size()) {
         error = format("'%s' has %lld bytes behind its last question", set->path.c_str(),
-                       (long long)(2 * ((int64_t)set->words.size() - at)));
+                       (long long)(set->word_bytes * ((int64_t)set->words.size() - at)));
     }
     return error;
 }
@@ -210,7 +216,7 @@ static inline EvalTexts evalset_texts(const EvalSet* set, const EvalRow& row) {
 static inline int evalset_token(const EvalSet* set, const EvalRow& row, int i) {
     const EvalTexts x = evalset_texts(set, row);
     const int at = x.first.tokens + x.second.tokens - 1 - row.positions + i, behind = at - x.first.tokens;
-    return set->words[(size_t)(behind < 0 ? x.first.at + at : x.second.at + behind)];
+    return (int)set->words[(size_t)(behind < 0 ? x.first.at + at : x.second.at + behind)];
 }
 
 // The first position of a row whose target belongs to the second text. All later targets belong to it, too.
@@ -351,5 +357,5 @@ static inline void evalset_print(const EvalSet* set) {
 static inline std::string evalset_facts(const EvalSet* set) {
     if (set->questions.empty()) { return ""; }
     return format("%zu questions, checksum %s", set->questions.size(),
-                  checksum_text(checksum(set->words.data(), 2 * set->words.size())).c_str());
+                  checksum_text(checksum(set->words.data(), 4 * set->words.size())).c_str());
 }

@@ -36,6 +36,8 @@ struct Config {
     bool is_gpt2() const { return !is_llama() && block == Block::Sequential && norm == NormKind::Layer; }
     Shape shape() const { return is_llama() ? llama : Shape{NH, C / NH, 4 * C}; }
 };
+// Far below what sampling can add up: V weights of 2^40 in 64 bits.
+constexpr int kMaxV = 1 << 20;
 // A multiple of 128, so that the LM head's GEMM has whole tiles.
 static inline int padded_vocab(int V) { return (int)round_up<int64_t>(V, 128); }
 #define BLOCK_NAMES "sequential|parallel|parallel-tied"
@@ -53,7 +55,7 @@ static inline std::string config_error(const Config& c) {
     if (c.C % 8 != 0) {
         return format("C=%d is not a multiple of 8 (kernels move 8 channels at a time)", c.C);
     }
-    if (c.V > 65536) { return format("V=%d: token shards hold 16-bit ids, so V is at most 65536", c.V); }
+    if (c.V > kMaxV) { return format("V=%d: at most %d tokens", c.V, kMaxV); }
     if (c.Vp < c.V || c.Vp % 8 != 0) {
         return format("the padded vocabulary %d must be a multiple of 8 and at least V=%d", c.Vp, c.V);
     }
@@ -145,7 +147,8 @@ static inline bool config_part(const char* text, const std::string& part, Config
 // Of family Llama: "m12", "qwen3:0.6B" and the like, or explicit, see llama_text.
 static inline Config descriptor_config(const char* text) {
     // GPT-3: Brown et al. 2020, table 2.1. d6 and c384 are additions for experiments. m12 and m24: depth,
-    // C = 64 x depth, F = 8/3 C rounded up to 128. The others as on Hugging Face, with GPT-2's vocabulary.
+    // C = 64 x depth, F = 8/3 C rounded up to 128. The others as on Hugging Face; smollm2 and tinyllama have
+    // GPT-2's vocabulary.
     static const struct { const char *name, *means; } sizes[] = {
         {"d6", "L6,NH6,C384,T1024,V50257"},             {"d12", "L12,NH12,C768,T1024,V50257"},
         {"d24", "L24,NH16,C1024,T1024,V50257"},         {"d36", "L36,NH20,C1280,T1024,V50257"},
@@ -157,8 +160,8 @@ static inline Config descriptor_config(const char* text) {
         {"m24", "llama:L24,NH12,NKV12,HS128,C1536,F4096,T1024,V50257,qk_norm"},
         {"smollm2:135M", "llama:L30,NH9,NKV3,HS64,C576,F1536,T2048,V50257,tied,theta=1e5"},
         {"smollm2:360M", "llama:L32,NH15,NKV5,HS64,C960,F2560,T2048,V50257,tied,theta=1e5"},
-        {"qwen3:0.6B", "llama:L28,NH16,NKV8,HS128,C1024,F3072,T2048,V50257,qk_norm,tied,theta=1e6,eps=1e-6"},
-        {"qwen3:1.7B", "llama:L28,NH16,NKV8,HS128,C2048,F6144,T2048,V50257,qk_norm,tied,theta=1e6,eps=1e-6"},
+        {"qwen3:0.6B", "llama:L28,NH16,NKV8,HS128,C1024,F3072,T2048,V151936,qk_norm,tied,theta=1e6,eps=1e-6"},
+        {"qwen3:1.7B", "llama:L28,NH16,NKV8,HS128,C2048,F6144,T2048,V151936,qk_norm,tied,theta=1e6,eps=1e-6"},
         {"tinyllama:1.1B", "llama:L22,NH32,NKV4,HS64,C2048,F5632,T2048,V50257"}};
     const char* hint =
         "\nhint: -e takes a model_*.bin, d6 d12 d24 d36 d48, gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "

@@ -190,7 +190,7 @@ static const FlagTable kFlags = {
         "samples each time"},
     {"",    "temperature",     FLAG_FLOAT,  &settings.temperature,    "1",       0, 100, nullptr,
         "of sampling; 0: always the likeliest token"},
-    {"",    "top-k",           FLAG_INT,    &settings.top_k,          "0",       0, 65536, nullptr,
+    {"",    "top-k",           FLAG_INT,    &settings.top_k,          "0",       0, kMaxV, nullptr,
         "sample among the k likeliest tokens; 0: among all"},
     {"",    "top-p",           FLAG_FLOAT,  &settings.top_p,          "1",       0, 1, nullptr,
         "and of those among the likeliest that have this part of the probability"},

@@ -1,0 +1,126 @@
+"""Token shards by any tokenizer.json, such as Qwen3's or Llama 3's: what build/tokenize does with GPT-2's. A
+vocabulary above 65,536 makes shards of 32-bit tokens. Needs the package tokenizers.
+
+    tokenizer = AnyTokenizer("Qwen3-0.6B/tokenizer.json", "<|endoftext|>")
+    lines = tokenizer.write_shards("data/qwen", 100000, 0, texts)       # qwen_train.bin, qwen_val.bin
+"""
+import hashlib
+import itertools
+import os
+import struct
+import tempfile
+from array import array
+
+from fetch import Problem, need
+from shards import KINDS, replace_file
+
+AT_ONCE = 1000              # documents that the package encodes side by side
+
+
+class AnyTokenizer:
+    """first: the token that goes in front of each document."""
+
+    def __init__(self, path, first):
+        tokenizers = need("tokenizers", "no tokenizer.json can be read", "tokenizers")
+        try:
+            with open(path, "rb") as f:
+                text = f.read()
+            self.tokenizer = tokenizers.Tokenizer.from_buffer(text)
+        except OSError as error:
+            raise Problem(f"'{path}': {error.strerror}", "--tokenizer takes a tokenizer.json") from error
+        except Exception as error:                  # pylint: disable=W0718
+            raise Problem(f"'{path}' is no tokenizer.json: {error}") from error
+        self.first, self.sha256 = self.tokenizer.token_to_id(first), hashlib.sha256(text).hexdigest()
+        if self.first is None:
+            raise Problem(f"'{path}' has no token '{first}' to begin a document",
+                          "--document-token TEXT names another one")
+        largest = max(self.tokenizer.get_vocab().values())
+        self.kind = next(kind for kind in KINDS if largest < kind.most)
+
+    def encode(self, texts):
+        """The ids of each text, alone."""
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def documents(self, texts):
+        """The tokens of each that is not empty."""
+        for some in batches(split(texts), AT_ONCE):
+            for ids in self.encode(some):
+                yield array(self.kind.code, [self.first, *ids])
+
+    def write_shards(self, prefix, val_tokens, shard_tokens, texts):
+        """As the tool does with `texts`, bytes of which a 0 ends a document; returns what it prints."""
+        with tempfile.TemporaryFile(dir=os.path.dirname(prefix) or ".") as waiting:
+            starts, total = [], 0
+            for tokens in self.documents(texts):
+                starts.append(total)
+                total += len(tokens)
+                tokens.tofile(waiting)
+            wanted = min(100_000, total // 10) if val_tokens == "auto" else val_tokens
+            if wanted >= total:
+                raise Problem(f"the text has {total} tokens, --val-tokens {wanted} leaves none to train on",
+                              f"--val-tokens {total // 10} is a tenth of it")
+            drawn = draw(starts, total, wanted)
+            edges = [0, *(edge for span in drawn for edge in span), total]
+            self.put(f"{prefix}_val", 0, drawn, waiting)
+            self.put(f"{prefix}_train", shard_tokens, list(zip(edges[::2], edges[1::2])), waiting)
+        count = sum(end - begin for begin, end in drawn)
+        said = f"validation: {count} of {total} tokens, {len(drawn)} of {len(starts)} documents"
+        return [said] if wanted else []
+
+    def put(self, stem, shard_tokens, spans, waiting):
+        """Spans of the tokens that wait, one behind the other, as STEM.bin or STEM_000000.bin and so on."""
+        total = sum(end - begin for begin, end in spans)
+        for number, at in enumerate(range(0, total, shard_tokens or max(total, 1))):
+            count = min(shard_tokens or total, total - at)
+            replace_file(f"{stem}_{number:06d}.bin" if shard_tokens else f"{stem}.bin",
+                         self.blocks(spans, at, count, waiting))
+
+    def blocks(self, spans, at, count, waiting):
+        """A shard's bytes: its header, and `count` tokens from `at` on of the spans' tokens."""
+        yield struct.pack("<256I", self.kind.magic, self.kind.version, count % 2**32, *[0] * 253)
+        for begin, end in spans:
+            skipped = min(at, end - begin)
+            at, begin = at - skipped, begin + skipped
+            while begin < end and count:
+                some = min(end - begin, count, 1 << 20)
+                waiting.seek(self.kind.bytes * begin)
+                yield waiting.read(self.kind.bytes * some)
+                begin, count = begin + some, count - some
+
+
+def batches(items, size):
+    items = iter(items)
+    while some := list(itertools.islice(items, size)):
+        yield some
+
+
+def split(texts):
+    """Documents, each with a byte 0 behind it in the pieces, as str."""
+    rest = b""
+    for piece in texts:
+        *whole, rest = (rest + piece).split(b"\0")
+        yield from (document.decode("utf-8", "replace") for document in whole if document)
+    if rest:
+        yield rest.decode("utf-8", "replace")
+
+
+def draw(starts, total, wanted):
+    """[(begin, end)] of the documents for validation: those that build/tokenize draws."""
+    spans, left = [], wanted
+    for i in sorted(range(len(starts)), key=draw_key) if wanted else ():
+        begin, end = starts[i], starts[i + 1] if i + 1 < len(starts) else total
+        if end - begin > left:
+            spans += [(end - left, end)] * (2 * left > wanted)
+            break
+        spans.append((begin, end))
+        left -= end - begin
+    return sorted(spans)
+
+
+def draw_key(number):
+    """splitmix64, as in tokenize.cpp."""
+    mask = 2**64 - 1
+    z = (number + 1) * 0x9E3779B97F4A7C15 & mask
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    return z ^ z >> 31
