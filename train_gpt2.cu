@@ -2406,7 +2406,7 @@ static void classifier_stream(const Classifier& a, Stream stream) {
     cudaLaunchAttribute cluster = {};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kBlocks, 1, 1};
-    cudaLaunchConfig_t config = {dim3(kBlocks), dim3(kClassifierThreads), shared, stream, &cluster,
+    cudaLaunchConfig_t config = {dim3(device_sm_count), dim3(kClassifierThreads), shared, stream, &cluster,
                                  kBlocks > 1 ? 1u : 0u};
     int rows = device_sm_count;                         // at once
     // No cluster may wait until others have done all their rows: some SMs of a group may stay idle.
