@@ -3062,9 +3062,7 @@ static void test_kernels() {
             for (int V : {8065, 8184, 8185, 8191, 8192}) { test_classifier(3, V, 8192); }
             test_classifier(3, 8064, 8064);         // too short for the kernel that streams rows
             test_classifier(3, 57217, 57344);       // the longest rows that it takes
-            test_classifier(100, 57345, 57472);     // one vector too long for a block: a cluster on Hopper
-            test_classifier(3, 229376, 229376);     // the longest rows of a cluster
-            test_classifier(2, 229377, 229384);
+            test_classifier(100, 57345, 57472);     // one vector too long
             test_classifier(3, 50257, 50304);
             test_classifier(3, 50257, 50304, 15.0f);
             test_classifier(1000, 256, 256);

@@ -2162,11 +2162,11 @@ static void fp8_scales(const Fp8Scales& a, Stream stream) {
 // With a softcap y = softcap * tanh(x / softcap) takes the place of x, and the gradient has the factor
 // 1 - (y / softcap)^2.
 // 124M, B=64: 6.6 GB of logits. The streaming kernel reads each row once and keeps it in registers, up to
-// kClassifierVectors vectors a thread: 57,344 elements; on Hopper a cluster of four blocks shares a longer
-// row, such as Qwen3's of 151,936. The other kernel, for what is left and for softcaps, reads a row twice.
+// kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows and softcaps, reads it
+// twice.
 // LossOnly does not write. With fp8_grad the gradient goes there as e5m2 bytes, times kFp8Dlogits: a fixed
 // scale, because |softmax - onehot| is at most 1.
-constexpr int kClassifierThreads = 1024, kClassifierVectors = 7, kClassifierCluster = 4;
+constexpr int kClassifierThreads = 1024, kClassifierVectors = 7;
 // Where a maximum starts. A thread whose columns are all padding keeps it. It must be finite, also times
 // log2(e), because inf - inf would turn the whole row into NaN.
 constexpr float kLowest = -FLT_MAX / 4;
@@ -2209,19 +2209,6 @@ __device__ __forceinline__ void softmax_combine(float& top, float& sum, float2* 
     sum = warp_sum(part.y * exp2_fast((part.x - top) * kLog2e));
 }
 
-// The same over a cluster's blocks, after each has its own (max, sum). No block may still read `shares`.
-template <int kBlocks>
-__device__ __forceinline__ void softmax_share(float& top, float& sum, float2* shares /*(kBlocks)*/) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    const int block = blockIdx.x % kBlocks;
-    if (threadIdx.x < kBlocks) { store_at(shares + block, threadIdx.x, make_float2(top, sum)); }
-    cluster_barrier();
-    for (int i = 0; i < kBlocks; i++) { top = fmaxf(top, shares[i].x); }
-    sum = 0.0f;
-    for (int i = 0; i < kBlocks; i++) { sum += shares[i].y * exp2_fast((shares[i].x - top) * kLog2e); }
-#endif
-}
-
 // The factor of softmax(x) - onehot(target). With FP8 it is kFp8Dlogits; the products multiply by the
 // tensor's inverse, which makes dloss * loss_scale of it.
 __device__ __forceinline__ float dlogits_scale(const Classifier& a, bool fp8) {
@@ -2249,27 +2236,19 @@ __device__ __forceinline__ Floats softmax_grad(const Pack<T>& x, float top, floa
 
 // Persistent, one block an SM. Rows pass through two slots of shared memory (200 KB) into registers. The next
 // row is copied during the arithmetic of this one, so the memory never idles. A thread reads only what it
-// copied itself, and waits for its own copies only; a row's one barrier is in softmax_combine. With kBlocks
-// above 1 a cluster takes a row, each block a part of it; softmax_share adds a barrier of all blocks.
+// copied itself, and waits for its own copies only; a row's one barrier is in softmax_combine.
 //
 //     copies       | row i+1 into slot 1                                     | row i+2 into slot 0
 //     this thread  | row i: slot 0 -> registers -> max, sum -> barrier -> d  | row i+1: slot 1 -> ...
-template <bool kGrad, bool kFp8, int kBlocks>
+template <bool kGrad, bool kFp8>
 __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kernel(Classifier a) {
-#ifndef __CUDA_ARCH_FEAT_SM90_ALL
-    if (kBlocks > 1) { __trap(); }
-#endif
-    extern __shared__ x128 staged[];                    // (2, ceil(Vp/kWidth/kBlocks))
+    extern __shared__ x128 staged[];                    // (2, Vp/kWidth)
     __shared__ float2 parts[2][kWarp];
-    __shared__ float2 shares[2][kBlocks];
     __shared__ float target_logit[2];
-    const int N = a.N, V = a.V, Vp = a.Vp, first = threadIdx.x;
-    // This block's vectors of a row: `vectors` from `begin` on. Consecutive clusters take consecutive rows.
-    const int part = ceil_div(Vp / kWidth, kBlocks), begin = blockIdx.x % kBlocks * part;
-    const int vectors = min(part, Vp / kWidth - begin), rows_apart = gridDim.x / kBlocks;
+    const int N = a.N, V = a.V, Vp = a.Vp, vectors = Vp / kWidth, first = threadIdx.x;
     const float scale = kGrad ? dlogits_scale(a, kFp8) : 0.0f;
     // Where this thread's first vector of a row is; its others are kClassifierThreads vectors apart.
-    auto row_at = [&](int row) { return a.logits + (size_t)row * Vp + (begin + first) * kWidth; };
+    auto row_at = [&](int row) { return a.logits + (size_t)row * Vp + first * kWidth; };
     auto stage = [&](int row, int slot) {
         if (row < N) {
             const floatX* x_row = row_at(row);
@@ -2281,16 +2260,12 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
         }
         cp_async_commit();
     };
-    stage(blockIdx.x / kBlocks, 0);
-    stage(blockIdx.x / kBlocks + rows_apart, 1);
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if constexpr (kBlocks > 1) { cluster_barrier(); }   // all blocks have begun: their memory may be written
-#endif
+    stage(blockIdx.x, 0);
+    stage(blockIdx.x + gridDim.x, 1);
     int slot = 0;
-    for (int row = blockIdx.x / kBlocks; row < N; row += rows_apart, slot ^= 1) {
+    for (int row = blockIdx.x; row < N; row += gridDim.x, slot ^= 1) {
         // Into registers, padding masked, and this thread's maximum.
-        const int target = a.targets[row], target_vector = target / kWidth - begin;
-        const bool has_target = kBlocks == 1 || (target_vector >= 0 && target_vector < vectors);
+        const int target = a.targets[row];
         x128* slot_at = staged + slot * vectors + first;
         cp_async_wait<1>();
         uint4 row_x[kClassifierVectors];                // as words, see as_pack
@@ -2299,12 +2274,12 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
         for (int j = 0; j < kClassifierVectors; j++) {
             const int v = j * kClassifierThreads;
             if (first + v >= vectors) { continue; }
-            mask_padding(slot_at + v, (begin + first + v) * kWidth, V);     // there, not in `row_x`
+            mask_padding(slot_at + v, (first + v) * kWidth, V);     // there, not in registers: see `row_x`
             row_x[j] = *(const uint4*)(slot_at + v);
             top = fmaxf(top, pack_max(as_pack(row_x[j])));
         }
-        if (has_target && target_vector % kClassifierThreads == first) {
-            target_logit[slot] = (float)((const floatX*)(staged + slot * vectors))[target - begin * kWidth];
+        if (target / kWidth % kClassifierThreads == first) {
+            target_logit[slot] = (float)((const floatX*)(staged + slot * vectors))[target];
         }
         // The maximum and the sum of exp(x - max): of this thread's columns, then of the row.
         float sum = 0.0f;
@@ -2312,9 +2287,8 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
             if (first + j * kClassifierThreads < vectors) { sum += exp_sum(as_pack(row_x[j]), top); }
         }
         softmax_combine(top, sum, parts[slot]);
-        stage(row + 2 * rows_apart, slot);              // every read of this slot was before that barrier
-        if constexpr (kBlocks > 1) { softmax_share<kBlocks>(top, sum, shares[slot]); }
-        if (has_target && first == 0) { a.losses[row] = logf(sum) + top - target_logit[slot]; }
+        stage(row + 2 * gridDim.x, slot);               // every read of this slot was before that barrier
+        if (first == 0) { a.losses[row] = logf(sum) + top - target_logit[slot]; }
 
         // The gradient, over the logits or as bytes.
         if (kGrad) {
@@ -2322,7 +2296,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
             const float scale_over_sum = scale / sum;
 #pragma unroll
             for (int j = 0; j < kClassifierVectors; j++) {
-                const int v = j * kClassifierThreads, c = (begin + first + v) * kWidth;
+                const int v = j * kClassifierThreads, c = (first + v) * kWidth;
                 if (first + v >= vectors) { continue; }
                 const Floats d = softmax_grad(as_pack(row_x[j]), top, scale_over_sum, c, target, scale);
                 if (kFp8) { store(a.fp8_grad + (size_t)row * Vp, c, Vp, to_fp8<Fp8Format::E5m2>(d)); }
@@ -2385,49 +2359,25 @@ template <bool kGrad, bool kCap> __global__ void classifier_kernel(Classifier a)
     }
 }
 
-// Two slots of a block's part of a row.
-static size_t classifier_slots(int Vp, int blocks) {
-    return 2 * sizeof(x128) * ceil_div(Vp / kWidth, blocks);
-}
-// True for 16-bit rows whose parts fit registers and two slots of shared memory (GPT-2's 50,304 columns fit
-// the 227 KB of an H200, but not the 163 KB of an A100), and are long enough to keep all threads busy.
-static bool classifier_streams(int Vp, float softcap, int blocks) {
-    const int vectors = ceil_div(Vp / kWidth, blocks);
-    return sizeof(floatX) == 2 && softcap == 0.0f && Vp / kWidth >= kClassifierThreads * blocks &&
-           vectors <= kClassifierVectors * kClassifierThreads && (blocks == 1 || sm90_kernels_run()) &&
-           classifier_slots(Vp, blocks) + 1024 <= shared_memory_limit();    // 1024: the static part
-}
-
-template <bool kGrad, bool kFp8, int kBlocks>
-static void classifier_stream(const Classifier& a, Stream stream) {
-    const auto kernel = classifier_stream_kernel<kGrad, kFp8, kBlocks>;
-    const size_t shared = classifier_slots(a.Vp, kBlocks);
-    allow_shared_memory(kernel, shared);
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {kBlocks, 1, 1};
-    cudaLaunchConfig_t config = {dim3(device_sm_count), dim3(kClassifierThreads), shared, stream, &cluster,
-                                 kBlocks > 1 ? 1u : 0u};
-    int rows = device_sm_count;                         // at once
-    // No cluster may wait until others have done all their rows: some SMs of a group may stay idle.
-    if (kBlocks > 1) { cudaCheck(cudaOccupancyMaxActiveClusters(&rows, kernel, &config)); }
-    config.gridDim = dim3(std::min(a.N, rows) * kBlocks);
-    cudaCheck(cudaLaunchKernelEx(&config, kernel, a));
-}
-template <int kBlocks> static void classifier_stream(const Classifier& a, Stream stream) {
-    if (a.mode == ClassifierMode::LossOnly) { classifier_stream<false, false, kBlocks>(a, stream); }
-    else if (a.fp8_grad) { classifier_stream<true, true, kBlocks>(a, stream); }
-    else { classifier_stream<true, false, kBlocks>(a, stream); }
+// True for 16-bit rows that fit registers and two slots of shared memory (GPT-2's 50,304 columns fit the
+// 227 KB of an H200, but not the 163 KB of an A100), and are long enough to keep all threads busy.
+static bool classifier_streams(int Vp, float softcap) {
+    return sizeof(floatX) == 2 && softcap == 0.0f && Vp >= kClassifierThreads * kWidth &&
+           Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
+           2 * Vp * sizeof(floatX) + 1024 <= shared_memory_limit();    // 1024: the static part
 }
 
 static void classifier(const Classifier& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.Vp);
     const bool grad = a.mode == ClassifierMode::LossAndGrad;
-    if (classifier_streams(a.Vp, a.softcap, 1)) {
-        classifier_stream<1>(a, stream);
-    } else if (classifier_streams(a.Vp, a.softcap, kClassifierCluster)) {
-        classifier_stream<kClassifierCluster>(a, stream);
+    if (classifier_streams(a.Vp, a.softcap)) {
+        auto kernel = !grad        ? classifier_stream_kernel<false, false>
+                      : a.fp8_grad ? classifier_stream_kernel<true, true>
+                                   : classifier_stream_kernel<true, false>;
+        const int shared = 2 * a.Vp * (int)sizeof(floatX);
+        allow_shared_memory(kernel, shared);
+        kernel<<<std::min(a.N, device_sm_count), kClassifierThreads, shared, stream>>>(a);
     } else {
         const bool cap = a.softcap > 0.0f;
         auto kernel = cap ? (grad ? classifier_kernel<true, true> : classifier_kernel<false, true>)

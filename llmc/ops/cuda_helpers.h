@@ -526,13 +526,6 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) 
                  "r"(rank)
                  : "memory");
 }
-// Writes to the shared memory of block `rank` of the cluster, where this block has `at`.
-__device__ __forceinline__ void store_at(float2* at, int rank, float2 x) {
-    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "st.shared::cluster.v2.f32 [remote], {%2, %3};\n}" ::"r"(smem_address(at)),
-                 "r"(rank), "f"(x.x), "f"(x.y)
-                 : "memory");
-}
 // Of all threads of a cluster; of `threads` of a block, whole warps (number 0 is __syncthreads).
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
