@@ -10,8 +10,8 @@ import shutil
 import pytest
 
 from checks import read
-from trainer import (log_lines, model_path, on_cpu, refused, run_ok, sentences, tolerance, write_shard,
-                     write_wide_shard)
+from trainer import (log_lines, model_path, need_fp8, on_cpu, refused, run_ok, sentences, tolerance,
+                     write_shard, write_wide_shard)
 from twins import doubles, logits_of, np, softmax, windows
 
 LLAMA = "llama:L2,NH4,NKV2,HS16,C48,F96,T32,V256,qk_norm"          # NH * HS is not C
