@@ -86,8 +86,12 @@ WORK(LaneSum) {
     return {(double)a.n * (kS * a.num_chain + width(a.pieces) * a.num_pieces + width(a.out)), 0};
 }
 WORK(SquareSums) { return {elements(a.rows, a.n) * width(a.grads), 0}; }
+// An update of weights: both ways, but beside an fp32 master they are only written.
+static double weights_width(const masterX* master) {
+    return !master ? 2 * kX : sizeof(masterX) == 2 ? 2 * kX + 4 : kX + 8;
+}
 WORK(AdamW) {                               // m and v both ways, weights one way or both
-    const double weight = a.params_fp32 ? kS : kX, weights = weight + (a.master ? 2 * kS : weight);
+    const double weights = a.params_fp32 ? 2 * kS : weights_width(a.master);
     return {elements(a.rows, a.n) * (width(a.grads) + 4 * kS + weights), 0};
 }
 WORK(MuonMomentum) { return {elements(a.rows, a.n) * (width(a.grads) + 2 * kS + sizeof(muonX)), 0}; }
@@ -95,7 +99,7 @@ WORK(MuonOrthogonalise) {
     const double m = std::min(a.rows, a.cols), n = std::max(a.rows, a.cols);
     return {0, a.steps * a.places.count() * (4 * m * m * n + 2 * m * m * m)};
 }
-WORK(MuonUpdate) { return {elements(a.rows, a.n) * (sizeof(muonX) + kX + (a.master ? 2 * kS : kX)), 0}; }
+WORK(MuonUpdate) { return {elements(a.rows, a.n) * (sizeof(muonX) + weights_width(a.master)), 0}; }
 #undef WORK
 
 // ---- what it took ----

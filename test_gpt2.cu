@@ -153,12 +153,17 @@ template <class T> static std::vector<T> from_device(GPT2* model, const T* devic
 static Vector host_param(GPT2* model, int i, int l, bool from_master) {
     const ParamSpec& s = model->param_specs[i];
     const char* data = gpt2_param_data(model, i, l);
-    if (from_master && model->opt.master) { data = (const char*)gpt2_whole_master(model, i, l); }
-    else if (s.elem_bytes != sizeof(float)) {
-        const auto raw = from_device(model, (const floatX*)data, s.elems);
-        return Vector(raw.begin(), raw.end());
+    if (s.elem_bytes == sizeof(float)) { return from_device(model, (const float*)data, s.elems); }
+    const auto raw = from_device(model, (const floatX*)data, s.elems);
+    Vector values(raw.begin(), raw.end());
+    if (!from_master || !model->opt.master) { return values; }
+    const auto masters = from_device(model, gpt2_whole_master(model, i, l), s.elems);
+    for (size_t e = 0; e < s.elems; e++) {
+        const masterX master = masters[e];
+        values[e] = sizeof(masterX) == 2 ? master_join((uint16_t)(bits_of(values[e]) >> 16), (uint16_t)master)
+                                         : (float)master;
     }
-    return from_device(model, (const float*)data, s.elems);
+    return values;
 }
 
 static Vector host_params(GPT2* model) {            // every parameter, as the optimizer holds it
@@ -656,7 +661,10 @@ static std::vector<Vector> host_state(GPT2* model) {
     std::vector<Vector> all = {
         from_device(model, (const float*)model->params, model->layout.params_bytes / sizeof(float)),
         from_device(model, model->opt.m, n), from_device(model, model->opt.v, model->layout.v_elems)};
-    if (model->opt.master) { all.push_back(from_device(model, model->opt.master, n)); }
+    if (model->opt.master) {
+        const size_t words = n * sizeof(masterX) / sizeof(float);
+        all.push_back(from_device(model, (const float*)model->opt.master, words));
+    }
     return all;
 }
 
@@ -1233,7 +1241,8 @@ static bool small_shapes = false;                   // --small: for the sanitize
 constexpr size_t kGuardBytes = 4096;
 constexpr unsigned char kGuard = 0xA5, kPoison = 0xFF;      // 0xFF..: NaN in every type
 
-enum class Type { Fp32, Fp16, Bf16, Dithered, Exact };      // Dithered: bf16 gradients; Exact: no numbers
+// Dithered: bf16 gradients; Master: the lower halves of masters; Exact: no numbers.
+enum class Type { Fp32, Fp16, Bf16, Dithered, Master, Exact };
 template <class T> static Type type_of() {
     if (std::is_same<T, float>::value) { return Type::Fp32; }
     return std::is_same<T, floatX>::value && kFp16 ? Type::Fp16 : Type::Bf16;
@@ -1242,7 +1251,7 @@ static double round_to(Type type, double x) {
 #ifdef ENABLE_FP16
     if (type == Type::Fp16) { return (double)__half2float(__float2half_rn((float)x)); }
 #endif
-    return type == Type::Fp32 ? (double)(float)x : as_bf16(x);
+    return type == Type::Fp32 || type == Type::Master ? (double)(float)x : as_bf16(x);
 }
 
 // How a tensor starts, and the floor of the error that an output is allowed (Buffer::expect).
@@ -1277,6 +1286,7 @@ struct Buffer {
     unsigned char* memory;
     RoundKey key = {};                              // of a Dithered one, and its first element's number
     size_t first = 0;
+    const Buffer* upper = nullptr;                  // of a Master: the weights
 
     Buffer(const std::string& title, const char* name, Type type, const Start& start, const void* data,
            size_t bytes)
@@ -1313,6 +1323,11 @@ struct Buffer {
         if (type == Type::Fp16) { return read_as<floatX>(); }
         if (type == Type::Bf16) { return read_as<__nv_bfloat16>(); }
         Doubles values;
+        if (type == Type::Master) {
+            const auto weights = upper->read<uint16_t>(), lows = read<uint16_t>();
+            for (size_t i = 0; i < lows.size(); i++) { values.push_back(master_join(weights[i], lows[i])); }
+            return values;
+        }
         for (uint16_t x : read<uint16_t>()) {
             values.push_back(bf16_decode_dithered(x, round_bits16(key, first + values.size())));
         }
@@ -1329,7 +1344,8 @@ struct Buffer {
                   name.c_str());
             return;
         }
-        const double eps = type == Type::Fp32 ? 0.0 : type == Type::Fp16 ? 1.0 / 2048 : 1.0 / 256;
+        const bool fp32 = type == Type::Fp32 || type == Type::Master;
+        const double eps = fp32 ? 0.0 : type == Type::Fp16 ? 1.0 / 2048 : 1.0 / 256;
         const Doubles got = values();
         double distance = 0.0, rounding = 0.0, size = 0.0, worst = 0.0;
         for (double w : twin) {
@@ -1422,6 +1438,21 @@ struct Case {
         }
         return add(name, type_of<T>(), start, stored.data(), stored.size() * sizeof(T), std::move(values));
     }
+    // Master copies. In BF16 builds they are halves, and `weights`, already there, become the others.
+    Buffer* master(const char* name, const Start& start, Buffer* weights) {
+        if (Buffer* b = find(name)) { return b; }
+        if (sizeof(masterX) != 2) { return tensor<float>(name, start); }
+        Doubles values = start_values(start);
+        std::vector<uint16_t> lows(values.size());
+        for (size_t i = 0; i < lows.size(); i++) {
+            values[i] = (double)(float)values[i];
+            master_split((float)values[i], (uint16_t*)&weights->initial[kGuardBytes] + i, &lows[i]);
+        }
+        weights->reset();
+        Buffer* b = add(name, Type::Master, start, lows.data(), 2 * lows.size(), std::move(values));
+        b->upper = weights;
+        return b;
+    }
     // Gradients as the micro-step before this key's stored them; the values become what their readers see.
     Buffer* grad(const char* name, const Start& start, bool bf16, const RoundKey& key) {
         if (Buffer* b = find(name)) { return b; }
@@ -1472,6 +1503,9 @@ template <class X, class S> struct Side {
     }
     X* x(const char* name, const Start& start) const { return pointer<X>(k->tensor<floatX>(name, start)); }
     S* s(const char* name, const Start& start) const { return pointer<S>(k->tensor<float>(name, start)); }
+    auto* master(const char* name, const Start& start, const char* weights) const {
+        return pointer<typename MasterValue<X, S>::type>(k->master(name, start, &(*k)[weights]));
+    }
     auto* muon(const char* name, const Start& start) const {
         return pointer<typename MuonValue<X>::type>(k->tensor<muonX>(name, start));
     }
@@ -2622,7 +2656,7 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
         auto a = args<AdamWOf>(at);
         const auto start = InOut(params, 1e-5);
         a.params = fp32 ? (void*)at.s("params", start) : (void*)at.x("params", start), a.params_fp32 = fp32;
-        a.master = use_master ? at.s("master", InOut(params, 1e-5)) : nullptr;
+        a.master = use_master ? at.master("master", InOut(params, 1e-5), "params") : nullptr;
         a.m = at.s("m", InOut(2 * n, 0.1, 1e-5)), a.v = at.s("v", InOut(v, 1e-5));
         a.grads = at.stored("grads", 2 * n, bf16), a.state = at.exact("state", third_update());
         a.n = n, a.rows = packed_rows(at, 2, n, sizeof(Param), bf16);
@@ -2643,8 +2677,9 @@ static void test_muon(size_t n, bool bf16, bool use_master) {
                               update_row, packed_rows(at, 2, n, 0, bf16), 0.95});
     };
     auto step = [&](auto at) {
-        op<MuonUpdateOf>(at, {at.x("params", InOut(params, 1e-5)),
-                            use_master ? at.s("master", InOut(params, 1e-5)) : nullptr,
+        auto* weights = at.x("params", InOut(params, 1e-5));
+        op<MuonUpdateOf>(at, {weights,
+                            use_master ? at.master("master", InOut(params, 1e-5), "params") : nullptr,
                             at.muon("update", InOut(zeros, 1e-5)), at.exact("state", third_update()), n,
                             update_row, packed_rows(at, 2, n, sizeof(floatX), bf16), 0.1, 0.01, kParamKey,
                             8 * 1001});
@@ -2657,6 +2692,41 @@ static void test_muon(size_t n, bool bf16, bool use_master) {
     step(Twin{&k});
     k["params"].factor = use_master || !kLowPrecision ? 2.0 : 2.5;
     k.expect();
+}
+
+// Masters that an update of almost nothing leaves as they are: ties, numbers that round to inf, inf, and NaN.
+static void test_extreme_masters() {
+    if (sizeof(masterX) != 2) { return; }
+    const float largest = FLT_MAX, tie = float_of(0x3F808000);
+    const Doubles masters = {tie, -tie, float_of(0x3F818000), float_of(0x3F807FFF), largest, -largest,
+                             HUGE_VAL, -HUGE_VAL, NAN, -NAN, 0.0, float_of(1), float_of(0x8000), 1, -1, 2};
+    const Doubles rounded = {1.0078125, -1.0078125, 1.015625, 1, HUGE_VAL, -HUGE_VAL,
+                             HUGE_VAL, -HUGE_VAL, NAN, NAN, 0.0, 0.0, float_of(0x10000), 1, -1, 2};
+    const size_t n = masters.size();
+    for (bool muon : {false, true}) {
+        Case k(format("masters at the ends, %s", muon ? "muon_update" : "adamw_update"));
+        repeat(k, [&](auto at) {
+            auto* weights = at.x("params", InOut(masters, 0.0));
+            auto* master = at.master("master", InOut(masters, 0.0), "params");
+            const Doubles zeros(n);
+            auto* state = at.exact("state", third_update());
+            if (muon) {
+                op<MuonUpdateOf>(at, {weights, master, at.muon("update", Of(zeros)), state, n, n, {}, 0.0,
+                                    0.01, kParamKey, 0});
+                return;
+            }
+            op<AdamWOf>(at, {weights, false, master, at.s("m", Of(zeros)), at.s("v", Of(zeros)),
+                           at.stored("grads", n, false), state, n, {}, 0.0, 0.0, 0.9, 0.95, 1e-8, kParamKey,
+                           0});
+        });
+        for (const char* name : {"params", "master"}) {
+            const Doubles got = k[name].values(), &want = *name == 'p' ? rounded : masters;
+            for (size_t i = 0; i < n; i++) {
+                CHECK(got[i] == want[i] || (isnan(got[i]) && isnan(want[i])), "%s: %s of %g is %g, not %g",
+                      k.title.c_str(), name, masters[i], got[i], want[i]);
+            }
+        }
+    }
 }
 
 // Two parts of each of three layers at once, in place, against the twin; each layer alone has the same bits.
@@ -2709,7 +2779,7 @@ static void test_update(size_t n) {
             if (master && !kLowPrecision) { continue; }
             test_adamw<floatX>(n, bf16, master);
             test_muon(n, bf16, master);
-            if (kLowPrecision) { test_adamw<float>(n, bf16, master); }
+            if (kLowPrecision && !master) { test_adamw<float>(n, bf16, master); }
         }
     }
 }
@@ -2984,6 +3054,7 @@ static void test_kernels() {
         test_outliers();
         test_update(512);
         if (!small_shapes) { test_update(64 * 10007); }
+        test_extreme_masters();
     }
     TEST("kernels: decoding") { test_decoding(); }
     gemm_free();

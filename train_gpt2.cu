@@ -83,10 +83,12 @@ template <> struct MuonValue<half> { typedef __nv_bfloat16 type; };
 typedef __nv_bfloat16 floatX;
 #define PRECISION_NAME "BF16"
 constexpr bool kFp16 = false;
+template <class S> struct MasterValue<__nv_bfloat16, S> { typedef uint16_t type; };
 #endif
 
 constexpr bool kLowPrecision = sizeof(floatX) == 2;     // parameters may have fp32 master copies
 typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
+typedef MasterValue<floatX, float>::type masterX;       // beside a bf16 weight its master's lower half
 #define X(op, Args) typedef Args##Of<floatX, float> Args;      // the ops' arguments
 GPT2_OPS(X)
 #undef X
@@ -112,7 +114,7 @@ static struct TestHooks {
 
 // Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
 static size_t bytes_floatX = sizeof(floatX);
-constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
+constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX = kFp16 ? 4 : 2;
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
@@ -2263,20 +2265,51 @@ static void update_decision(const UpdateDecision& a, Stream stream) {
 }
 
 // == 6.8 adamw, muon ==
-// Both walk over a tensor's weights as they stand: the master copy, or the parameter itself.
+// Both walk over a tensor's weights as they stand: the master copy, or the parameter itself. A bf16 parameter
+// and 16 bits beside it are both the master (rand.h).
 constexpr int kUpdateThreads = 256;
+
+__device__ __forceinline__ float master_of(__nv_bfloat16 weight, uint16_t low) {
+    return master_join(__bfloat16_as_ushort(weight), low);
+}
+template <class Param, class Kept> __device__ __forceinline__ float master_of(Param, Kept master) {
+    return (float)master;
+}
+__device__ __forceinline__ void round_master(float x, __nv_bfloat16* weight, uint16_t* low) {
+    master_split(x, (uint16_t*)weight, low);
+}
+template <class Param, class Kept>
+__device__ __forceinline__ void round_master(float x, Param* weight, Kept* master) {
+    *weight = (Param)x, *master = (Kept)x;
+}
+
+// Elements [i, i + kWidth) of n. master: null if there are no copies.
+template <class Param>
+__device__ __forceinline__ Floats load_weights(const Param* params, const masterX* master, size_t i,
+                                               size_t n) {
+    const Pack<Param> weights = load(params, i, n);
+    if (!master) { return to_floats(weights); }
+    const Pack<masterX> kept = load(master, i, n);
+    Floats p;
+    for (int k = 0; k < kWidth; k++) { p.at[k] = master_of(weights.data[k], kept.data[k]); }
+    return p;
+}
 
 // Rounds to the parameter's type: to nearest where there is a master copy, else stochastically, because small
 // steps would be lost. Element i draws as number `position`.
 template <class Param>
-__device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_master, const RoundKey& key,
-                                                     size_t position) {
-    Pack<Param> rounded = to_pack<Param>(p);
-    if (!has_master && sizeof(Param) == 2) {
+__device__ __forceinline__ void store_weights(Param* params, masterX* master, size_t i, size_t n,
+                                              const Floats& p, const RoundKey& key, size_t position) {
+    Pack<Param> weights = to_pack<Param>(p);
+    if (master) {
+        Pack<masterX> kept;
+        for (int k = 0; k < kWidth; k++) { round_master(p.at[k], &weights.data[k], &kept.data[k]); }
+        store(master, i, n, kept);
+    } else if (sizeof(Param) == 2) {
         const Draws draws = round_draws(key, position);
-        for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
+        for (int k = 0; k < kWidth; k++) { store_stochastic(&weights.data[k], p.at[k], draws.at[k]); }
     }
-    return rounded;
+    store(params, i, n, weights);
 }
 
 // Blocks for `rows` rows of n elements, one row in each y: two an SM, with which an H200's memory is fastest.
@@ -2313,14 +2346,15 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
     const int row = blockIdx.y;
     Param* params = (Param*)((char*)a.params + row * a.rows.params);
     const void* grads = (const char*)a.grads.data + row * a.rows.grads;
-    float *master = kMaster ? a.master + row * a.n : nullptr, *ms = a.m + row * a.n, *vs = a.v + row * a.n;
+    masterX* master = kMaster ? a.master + row * a.n : nullptr;
+    float *ms = a.m + row * a.n, *vs = a.v + row * a.n;
     const size_t first = row * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     for (; i < a.n; i += step) {
         const Floats g = load_stored(grads, kGradsBf16, i, a.n, a.grads.key, a.grads.first + first);
         Floats m = load_floats(ms, i, a.n), v = load_floats(vs, i, a.n);
-        Floats p = kMaster ? load_floats(master, i, a.n) : load_floats(params, i, a.n);
+        Floats p = load_weights(params, master, i, a.n);
 
         // The formula above, each operation rounded where PyTorch rounds.
 #pragma unroll
@@ -2334,23 +2368,24 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
 
         store(ms, i, a.n, to_pack<float>(m));
         store(vs, i, a.n, to_pack<float>(v));
-        if (kMaster) { store(master, i, a.n, to_pack<float>(p)); }
-        store(params, i, a.n, round_weights<Param>(p, kMaster, a.key, a.first + first + i));
+        store_weights(params, master, i, a.n, p, a.key, a.first + first + i);
     }
 }
 
 static void adamw_update(const AdamW& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("adamw_update", a.n, a.first, a.rows.count);
-    auto run = [&](auto param) {
-        using Param = decltype(param);
-        auto kernel = a.grads.is_bf16
-                          ? (a.master ? adamw_kernel<Param, true, true> : adamw_kernel<Param, true, false>)
-                          : (a.master ? adamw_kernel<Param, false, true> : adamw_kernel<Param, false, false>);
+    auto run = [&](auto bf16, auto master) {
+        auto kernel = a.params_fp32 ? adamw_kernel<float, bf16.value, false>
+                                    : adamw_kernel<floatX, bf16.value, master.value>;
         kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
     };
-    if (a.params_fp32) { run(0.0f); }
-    else { run(floatX()); }
+    auto run_master = [&](auto bf16) {
+        if (kLowPrecision && a.master) { run(bf16, std::bool_constant<kLowPrecision>()); }
+        else { run(bf16, std::false_type()); }
+    };
+    if (a.grads.is_bf16) { run_master(std::true_type()); }
+    else { run_master(std::false_type()); }
 }
 
 // Muon, as ops.h has it: momentum, then Newton-Schulz steps by cuBLASLt, then the update of the weights.
@@ -2473,17 +2508,15 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate 
     if (a.state->skip) { return; }
     const float keep = (float)(1.0 - a.lr * a.weight_decay), minus_rate = (float)-a.lr;
     const int row = blockIdx.y;
-    const bool has_master = a.master != nullptr;
     floatX* params = (floatX*)((char*)a.params + row * a.rows.params);
-    float* master = has_master ? a.master + row * a.n : nullptr;
+    masterX* master = a.master ? a.master + row * a.n : nullptr;
     const size_t first = a.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     for (; i < a.n; i += step) {
         const Floats update = load_floats(a.update + row * a.update_row, i, a.n);
-        Floats p = has_master ? load_floats(master, i, a.n) : load_floats(params, i, a.n);
+        Floats p = load_weights(params, master, i, a.n);
         for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
-        if (has_master) { store(master, i, a.n, to_pack<float>(p)); }
-        store(params, i, a.n, round_weights<floatX>(p, has_master, a.key, first + i));
+        store_weights(params, master, i, a.n, p, a.key, first + i);
     }
 }
 
@@ -4371,8 +4404,8 @@ struct Inputs {
     size_t bytes;
 };
 
-struct Optimizer {              // state, fp32. From ZeRO stage 1 on, a rank has that of its shards only
-    float* master;              // null where parameters are fp32 themselves, and at -w 0
+struct Optimizer {              // state. From ZeRO stage 1 on, a rank has that of its shards only
+    masterX* master;            // null at -w 0 and in FP32 builds; fp32 parameters leave their part empty
     float *m, *v;               // v lies behind m, in one array
     char *muon_updates, *muon_products;         // null without Muon; see MuonShare
     ChunkRange* ranges;         // (buckets)
@@ -4522,7 +4555,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
           shared);
 
     visit("master weights", &model->opt.master,
-          bytes_floatX == 2 && o.master ? layout.state_elems * sizeof(float) : 0, Memory::Zeroed);
+          bytes_floatX == 2 && o.master ? layout.state_elems * bytes_masterX : 0, Memory::Zeroed);
     visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
           (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
@@ -4707,7 +4740,7 @@ static char* gpt2_param_data(const GPT2* model, int i, int l) {
 }
 
 // Elements [begin, end) of layer l's copy of a tensor: this rank has their master weights, m and v.
-struct Held { const char* array; float* memory; };      // memory: of element `begin`; null: not in this model
+struct Held { const char *array, *type; void* memory; };    // of element `begin`; null: not in this model
 struct HeldPart { size_t begin, end; Held in[3]; };
 static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
     const ParamAddress address = param_address(model->param_specs, model->layout, i, l);
@@ -4715,27 +4748,37 @@ static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
     const size_t from = std::max(address.offset, b.held_at);
     const size_t to = std::min(address.offset + model->param_specs[i].elems, b.held_at + b.held);
     if (from >= to) { return {}; }
-    auto at = [&](float* arena, size_t bucket) {
-        return arena ? arena + bucket + from - b.held_at : nullptr;
+    auto held = [&](const char* array, const char* type, void* arena, size_t bucket) {
+        const size_t at = (bucket + from - b.held_at) * state_type_bytes(type);
+        return Held{array, type, arena ? (char*)arena + at : nullptr};
     };
+    masterX* master = b.elem_bytes == 2 ? model->opt.master : nullptr;
     return {from - address.offset, to - address.offset,
-            {{"master", at(model->opt.master, b.state)}, {"m", at(model->opt.m, b.state)},
-             {"v", b.muon ? nullptr : at(model->opt.v, b.v)}}};
+            {sizeof(masterX) == 2 ? held("low", "u16", master, b.state)
+                                  : held("master", "f32", master, b.state),
+             held("m", "f32", model->opt.m, b.state),
+             held("v", "f32", b.muon ? nullptr : model->opt.v, b.v)}};
 }
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
     std::vector<floatX> rounded;
-    const void* data = values;
+    std::vector<uint16_t> lows;
+    const void *data = values, *masters = values;
     if (s.elem_bytes != sizeof(float)) {
         rounded.assign(values, values + s.elems);
         data = rounded.data();
     }
+    if (sizeof(masterX) == 2 && model->opt.master && s.elem_bytes == 2) {
+        lows.resize(s.elems);
+        for (size_t e = 0; e < s.elems; e++) { master_split(values[e], (uint16_t*)&rounded[e], &lows[e]); }
+        masters = lows.data();
+    }
     copy_to_device(gpt2_param_data(model, i, l), data, s.elems * s.elem_bytes, model->stream);
     const HeldPart part = gpt2_held_part(model, i, l);
     if (part.in[0].memory) {
-        copy_to_device(part.in[0].memory, values + part.begin, (part.end - part.begin) * sizeof(float),
-                       model->stream);
+        copy_to_device(part.in[0].memory, (const masterX*)masters + part.begin,
+                       (part.end - part.begin) * sizeof(masterX), model->stream);
     }
     stream_sync(model->stream);
 }
@@ -6096,15 +6139,15 @@ static void checkpoint_load(GPT2* model, const char* path) {
 }
 
 // ---- saving ----
-// All master weights of a tensor, on the device, valid until the next call. From ZeRO stage 1 on it gathers
-// the shards, so all ranks must call it at the same time.
-static const float* gpt2_whole_master(GPT2* model, int i, int l) {
+// All master weights of a tensor (bf16: their lower halves), on the device, valid until the next call. From
+// ZeRO stage 1 on it gathers the shards, so all ranks must call it at the same time.
+static const masterX* gpt2_whole_master(GPT2* model, int i, int l) {
     const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[at.bucket];
     if (model->options.split.zero == 0) { return model->opt.master + b.state + at.offset; }
-    float* all = (float*)model->exchange.inboxes;
-    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(float), model->stream);
-    device_all_gather(all, b.shard * sizeof(float), model->stream);
+    masterX* all = (masterX*)model->exchange.inboxes;
+    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(masterX), model->stream);
+    device_all_gather(all, b.shard * sizeof(masterX), model->stream);
     return all + at.offset;
 }
 
@@ -6113,10 +6156,10 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
 // fp32 models, from the master weights.
 static std::vector<SavedPiece> state_pieces(GPT2* model) {
     const bool sharded = model->options.split.zero >= 1, first = model->options.split.rank == 0;
-    const bool from_master = !kModelIsBf16 && model->opt.master;
     std::vector<SavedPiece> pieces;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
+        const bool from_master = kFp16 && model->opt.master && s.elem_bytes == 2;
         const char* type = s.elem_bytes == sizeof(float) ? "f32" : kFp16 ? "f16" : "bf16";
         for (int l = 0; l < s.copies; l++) {
             auto row = [&](const char* array, const char* type, size_t begin, size_t end) {
@@ -6129,9 +6172,9 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
             const HeldPart part = gpt2_held_part(model, i, l);
             for (const Held& held : part.in) {
                 if (!held.memory) { continue; }
-                const bool is_master = held.memory == part.in[0].memory;
-                pieces.push_back({.row = row(held.array, "f32", part.begin, part.end), .device = held.memory,
-                                  .in_state = sharded || first,
+                const bool is_master = &held == &part.in[0];
+                pieces.push_back({.row = row(held.array, held.type, part.begin, part.end),
+                                  .device = held.memory, .in_state = sharded || first,
                                   .in_model = first && is_master && from_master && !sharded});
             }
             if (from_master && sharded) {
@@ -6185,7 +6228,7 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     for (const SavedPiece& piece : state_pieces(model)) {
         if (!piece.device) { continue; }
         DiskWait disk(c->step);
-        const std::string error = checkpoint_read(*c, index, piece.row, &data);
+        const std::string error = checkpoint_read_halves(*c, index, piece.row, &data);
         if (!error.empty()) { return error; }
         copy_to_device(piece.device, data.data(), data.size(), model->stream);
         stream_sync(model->stream);

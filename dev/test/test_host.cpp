@@ -995,6 +995,32 @@ static void test_rand() {
             CHECK(bf16_to_float(bf16_round_stochastic(-INFINITY, draw)) == -INFINITY, "-inf is lost");
         }
     }
+    TEST("masters: a bf16 weight and 16 bits") {
+        auto weight_of = [](uint32_t bits) {
+            uint16_t weight, low;
+            master_split(float_of(bits), &weight, &low);
+            return (uint32_t)weight << 16;
+        };
+        int wrong = 0, far = 0;
+        for (uint64_t u = 0; u <= UINT32_MAX; u += 4099) {      // a prime: all lower halves
+            uint16_t weight, low;
+            const float x = float_of((uint32_t)u);
+            master_split(x, &weight, &low);
+            const float joined = master_join(weight, low);
+            wrong += isnan(x) ? bits_of(joined) != 0x7FC00000u || !isnan(bf16_to_float(weight))
+                              : bits_of(joined) != u;
+            far += u % 65536 != 0x8000 && !isnan(x) && weight != bf16_round_nearest(x);
+        }
+        CHECK(wrong == 0, "%d masters do not come back", wrong);
+        CHECK(far == 0, "%d weights are not the nearest", far);
+        CHECK(weight_of(0x3F808000) == 0x3F810000 && weight_of(0x3F818000) == 0x3F820000 &&
+                  weight_of(0xBF808000) == 0xBF810000, "a tie does not go away from zero");
+        CHECK(weight_of(0x7F7F7FFF) == 0x7F7F0000 && weight_of(0x7F7F8000) == 0x7F800000 &&
+                  weight_of(0xFF7FFFFF) == 0xFF800000 && weight_of(0x7F800000) == 0x7F800000, "not as inf");
+        for (uint32_t nan : {0x7F800001u, 0x7FFFFFFFu, 0xFF80FFFFu, 0xFFFFFFFFu}) {
+            CHECK(weight_of(nan) == 0x7FC00000u, "NaN %08x makes a weight of %08x", nan, weight_of(nan));
+        }
+    }
     TEST("rounding: other lanes, tensors, steps, micro-steps and seeds have other draws") {
         const RoundKey base = {1337, 5, 2, 4};
         int other_words = 0;

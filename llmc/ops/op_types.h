@@ -228,6 +228,10 @@ constexpr size_t kChunk = 8192;
 // gradients underflow in fp16. The CUDA build specialises it for them.
 template <class X> struct MuonValue { typedef X type; };
 
+// The type of what is kept beside a weight of type X, so that small steps are not lost: its fp32 master copy
+// (S). Beside bf16 weights the CUDA build keeps the master's lower 16 bits (rand.h, master_split).
+template <class X, class S> struct MasterValue { typedef S type; };
+
 // Where the sums of a bucket's chunks stand among the sums that all ranks send. A bucket is a sequence of
 // tensors, cut into equal shards, one a rank. Its live chunks come first; the rest is padding.
 struct ChunkRange {

@@ -380,8 +380,9 @@ template <class X, class S> struct UpdateDecisionOf {     // loss, norm, and the
 };
 template <class X, class S> struct AdamWOf {              // a skipped update changes nothing
     void* params;                       // (rows,n) X, or S
-    bool params_fp32;                   // params point to S
-    S *master, *m, *v;                  // (rows,n); master: null when the parameters are all there is
+    bool params_fp32;                   // params point to S, and have no master copies
+    typename MasterValue<X, S>::type* master;   // (rows,n); null when the parameters are all there is
+    S *m, *v;                           // (rows,n)
     StoredGrads grads;                  // (rows,n)
     const UpdateState* state;           // t already counts this update
     size_t n;                           // a multiple of 8
@@ -443,7 +444,7 @@ template <class X, class S> struct MuonOrthogonaliseOf {
 };
 template <class X, class S> struct MuonUpdateOf {         // a skipped update changes nothing
     void* params;                       // (rows,n) X
-    S* master;                          // (rows,n); null when the parameters are all there is
+    typename MasterValue<X, S>::type* master;   // (rows,n); null when the parameters are all there is
     const typename MuonValue<X>::type* update;  // (rows,n), update_row elements from row to row
     const UpdateState* state;
     size_t n, update_row;               // n: a multiple of 8
