@@ -4629,10 +4629,46 @@ static MemoryRoom memory_room(const DeviceInfo& device) {
     return {device.name, device.memory_free, device.memory_total / 100 + nccl};
 }
 
+// The flags that need less memory, from the least to the most costly: first those that keep the bits, which a
+// resumed run may choose, too.
+struct MemoryFlag { const char* text; bool keeps_bits; void (*apply)(Options* o); };
+static const MemoryFlag kMemoryFlags[] = {
+    {"-zs 1", true, [](Options* o) { o->split.zero = std::max(o->split.zero, (int)(o->split.world > 1)); }},
+    {"-r 1", true, [](Options* o) { o->recompute = std::max(o->recompute, 1); }},
+    {"-r 2", true, [](Options* o) { o->recompute = 2; }},
+    {"--grad-dtype bf16", false, [](Options* o) {
+        o->grads_bf16 = true;
+        if (o->split.zero < 2) { o->lanes = 1; }
+    }},
+    {"-w 0", false, [](Options* o) { o->master = 0; }}};
+
+// Those that make this plan smaller.
+static std::vector<MemoryFlag> memory_flags(const Config& c, const Options& options, int B, int T,
+                                            bool resumed) {
+    std::vector<MemoryFlag> flags;
+    for (const MemoryFlag& flag : kMemoryFlags) {
+        Options with = options;
+        flag.apply(&with);
+        const bool allowed = flag.keeps_bits || (!resumed && (kDeviceIsCuda || bytes_floatX == 2));
+        const size_t bytes = memory_total(gpt2_memory_plan(c, with, B, T));
+        if (allowed && bytes < memory_total(gpt2_memory_plan(c, options, B, T))) { flags.push_back(flag); }
+    }
+    return flags;
+}
+static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, Options o, int B, int T,
+                                                const std::vector<MemoryFlag>& flags, unsigned with) {
+    for (const MemoryFlag& flag : flags) {
+        if (with & 1) { flag.apply(&o); }
+        with /= 2;
+    }
+    return gpt2_memory_plan(c, o, B, T);
+}
+
 static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
-                              const DeviceInfo& device, bool keeps_batch = false) {
-    memory_check([&](int b) { return gpt2_memory_plan(c, options, b, T); }, memory_room(device),
-                 {B, T, keeps_batch, options.trains && options.recompute < 2});
+                              const DeviceInfo& device, bool resumed = false) {
+    const std::vector<MemoryFlag> flags = memory_flags(c, options, B, T, resumed);
+    memory_check([&](int b, unsigned with) { return gpt2_memory_plan(c, options, b, T, flags, with); }, flags,
+                 memory_room(device), {B, T, resumed});
 }
 
 // ---- allocation ----
@@ -6412,7 +6448,7 @@ static void print_plan() {
         device = device_init();
         gpu = gpu_kind(device.name);
     } else {
-        device.name = gpu->part;
+        device.name = gpu_name(*gpu);
         device.memory_total = (size_t)(gpu->gib * (1 << 30));
         device.memory_free = device.memory_total - ((size_t)3 << 29);   // 1.5 GiB: driver, libraries, NCCL
     }
@@ -6424,9 +6460,14 @@ static void print_plan() {
     printf("plan: %s on %d x %s, %s\n", run.model, comm.world, device.name.c_str(), build.precision);
     report_model(config, specs, options.muon, false);
     memory_print(gpt2_memory_plan(config, options, run.B, run.T), run.verbose > 0);
-    const int largest = memory_largest([&](int B) { return gpt2_memory_plan(config, least, B, run.T); },
-                                       memory_room(device), std::min(65536, INT_MAX / run.T));
-    plan_print_batch(largest, options.lanes * comm.world);
+    const MemoryRoom room = memory_room(device);
+    const int largest = memory_largest([&](int B) { return gpt2_memory_plan(config, least, B, run.T); }, room,
+                                       std::min(65536, INT_MAX / run.T));
+    const std::vector<MemoryFlag> flags = memory_flags(config, least, run.B, run.T, false);
+    const std::string advice = memory_advice([&](int B, unsigned with) {
+        return gpt2_memory_plan(config, least, B, run.T, flags, with);
+    }, flags, room, run.B, largest);
+    plan_print_batch(largest, advice, options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,

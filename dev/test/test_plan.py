@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainer import refused, run_ok
+from trainer import refused, run, run_ok
 
 pytestmark = pytest.mark.cpu_only
 
@@ -49,6 +49,26 @@ def test_memory_and_cost():
     most = int(re.search(r"^-b 64 does not fit; the largest that fits is -b (\d+)", small, re.M)[1])
     assert "fits; the largest" in plan("d12", most, gpu="GeForce RTX 4090")
     assert "does not fit" in plan("d12", most + 1, gpu="4090")
+
+
+# on how many GPUs of which kind, -b, what --plan names, and -b with that
+ADVICE = [("d12", "4090", 1, 64, "-r 2", 64), ("d12", "RTX 3090", 1, 55, "-r 1", 55),
+          ("d48", "A100-80GB", 2, 32, "-zs 1 -r 1", 32),
+          ("d48", "rtx4090", 1, 2, "-r 1 --grad-dtype bf16 -w 0", 2)]
+
+
+@pytest.mark.parametrize("model, gpu, gpus, batch, named, most", ADVICE, ids=str)
+def test_advice(model, gpu, gpus, batch, named, most):
+    """The flags that make it fit do, and without the last of them it does not."""
+    flags = {"-e": model, "-t": 1024, "-b": batch, "--plan": gpu, "--gpus": gpus}
+    before = run(flags)
+    assert f"-b {most} fits with {named}\n" in before.out + before.err
+    words = named.split()
+    more = dict(zip(words[::2], words[1::2]))
+    assert f"-b {most} fits;" in run_ok({**flags, "-b": most, **more}).out
+    more.popitem()
+    fewer = run({**flags, "-b": most, **more})
+    assert f"-b {most} does not fit;" in fewer.out or "not even -b 1 fits" in fewer.err
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -246,8 +246,9 @@ static const FlagTable kFlags = {
         "1: at the start also the settings by default and what takes the memory; -1: on stdout steps, "
         "validation losses, samples and saved checkpoints alone", FLAG_NOW},
     {"",    "plan",            FLAG_STRING, &settings.plan,           "",        0, 0, nullptr,
-        "train nothing: print the memory, the largest -b and the time that the run would take on this kind "
-        "of GPU (A100, H100, H200, 4090; auto: the one here)", FLAG_NOW},
+        "train nothing: print the memory and the time that the run would take on this kind of GPU (4090, L4, "
+        "A100, H200, ...; auto: the one here), the largest -b, and the flags with which a larger one fits",
+        FLAG_NOW},
     {"",    "price",           FLAG_FLOAT,  &settings.price,          "0",       0, 1e6, nullptr,
         "--plan: dollars for an hour of one GPU", FLAG_NOW},
 };
