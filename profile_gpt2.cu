@@ -24,6 +24,7 @@ constexpr double kX = sizeof(floatX), kS = sizeof(float);
 static double width(const Grad& g) {        // bytes of an element
     return g.data ? (g.is_bf16 ? 2 : kS) * (g.acc == Accumulate::Yes ? 2 : 1) : 0;
 }
+static double width(const StateOf<float>& s) { return s.is_bf16 ? 2 : kS; }
 static double width(const StoredGrads& g) { return g.is_bf16 ? 2 : kS; }
 static double elements(const Rows& rows, size_t n) { return (double)rows.count * (double)n; }
 // inp, weight, out: bytes of an element, with those of tensors that have its shape.
@@ -92,9 +93,11 @@ static double weights_width(const masterX* master) {
 }
 WORK(AdamW) {                               // m and v both ways, weights one way or both
     const double weights = a.params_fp32 ? 2 * kS : weights_width(a.master);
-    return {elements(a.rows, a.n) * (width(a.grads) + 4 * kS + weights), 0};
+    return {elements(a.rows, a.n) * (width(a.grads) + 4 * width(a.m) + weights), 0};
 }
-WORK(MuonMomentum) { return {elements(a.rows, a.n) * (width(a.grads) + 2 * kS + sizeof(muonX)), 0}; }
+WORK(MuonMomentum) {
+    return {elements(a.rows, a.n) * (width(a.grads) + 2 * width(a.m) + sizeof(muonX)), 0};
+}
 WORK(MuonOrthogonalise) {
     const double m = std::min(a.rows, a.cols), n = std::max(a.rows, a.cols);
     return {0, a.steps * a.places.count() * (4 * m * m * n + 2 * m * m * m)};

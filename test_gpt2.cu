@@ -71,6 +71,14 @@ template <class S, class F> static void with_output(const GradOf<S>& grad, F f) 
     f(grad.data);
 }
 
+template <class S, class F> static void with_output(const StateOf<S>& state, F f) {
+    if (!state.data) { return; }
+#ifndef GPT2_CPU
+    if (state.is_bf16) { f((__nv_bfloat16*)state.data); return; }
+#endif
+    f((S*)state.data);
+}
+
 template <class Args> static void break_outputs(const Args& args, Stream stream) {
     if (!break_name) { return; }
     op_outputs(args, [&](const char* op, const char* output, auto where, size_t count) {
@@ -658,13 +666,14 @@ static void test_slopes(const char* name, const Config& c) {
 // Everything that decides about the next steps, as bytes.
 static std::vector<Vector> host_state(GPT2* model) {
     const size_t n = model->layout.state_elems;
-    std::vector<Vector> all = {
-        from_device(model, (const float*)model->params, model->layout.params_bytes / sizeof(float)),
-        from_device(model, model->opt.m, n), from_device(model, model->opt.v, model->layout.v_elems)};
-    if (model->opt.master) {
-        const size_t words = n * sizeof(masterX) / sizeof(float);
-        all.push_back(from_device(model, (const float*)model->opt.master, words));
-    }
+    auto words = [&](const void* data, size_t bytes) {
+        return from_device(model, (const float*)data, bytes / sizeof(float));
+    };
+    const size_t width = model->options.state_bytes();
+    std::vector<Vector> all = {words(model->params, model->layout.params_bytes),
+                               words(model->opt.m, n * width),
+                               words(model->opt.v, model->layout.v_elems * width)};
+    if (model->opt.master) { all.push_back(words(model->opt.master, n * sizeof(masterX))); }
     return all;
 }
 
@@ -1117,6 +1126,9 @@ static void test_options(const Config& c) {
     Options o = default_options();
     o.grads_bf16 = true;
     compare("bf16 gradients", o);
+    o = default_options();
+    o.state_bf16 = true;
+    compare("bf16 states", o);
     if (!kLowPrecision) { return; }
     o = default_options();
     o.master = false;
@@ -1453,6 +1465,13 @@ struct Case {
         b->upper = weights;
         return b;
     }
+    // m, v: a bf16 one is rounded stochastically, which the twin does not do.
+    Buffer* state(const char* name, const Start& start, bool bf16) {
+        if (!bf16) { return tensor<float>(name, start); }
+        Buffer* b = tensor<__nv_bfloat16>(name, start);
+        b->factor = 2.5;
+        return b;
+    }
     // Gradients as the micro-step before this key's stored them; the values become what their readers see.
     Buffer* grad(const char* name, const Start& start, bool bf16, const RoundKey& key) {
         if (Buffer* b = find(name)) { return b; }
@@ -1505,6 +1524,9 @@ template <class X, class S> struct Side {
     S* s(const char* name, const Start& start) const { return pointer<S>(k->tensor<float>(name, start)); }
     auto* master(const char* name, const Start& start, const char* weights) const {
         return pointer<typename MasterValue<X, S>::type>(k->master(name, start, &(*k)[weights]));
+    }
+    StateOf<S> state(const char* name, const Start& start, bool bf16) const {
+        return {pointer<S>(k->state(name, start, bf16)), bf16 && !is_twin};
     }
     auto* muon(const char* name, const Start& start) const {
         return pointer<typename MuonValue<X>::type>(k->tensor<muonX>(name, start));
@@ -2646,9 +2668,9 @@ static std::vector<UpdateState> third_update() {
     return {state};
 }
 
-template <class Param> static void test_adamw(size_t n, bool bf16, bool use_master) {
+template <class Param> static void test_adamw(size_t n, bool bf16, bool use_master, bool state) {
     constexpr bool fp32 = sizeof(Param) == sizeof(float);
-    Case k(format("adamw_update n=%zu bf16=%d master=%d fp32=%d", n, bf16, use_master, fp32));
+    Case k(format("adamw_update n=%zu bf16=%d master=%d fp32=%d state=%d", n, bf16, use_master, fp32, state));
     const Doubles params = k.random(2 * n);
     Doubles v = k.random(2 * n, 0.1);
     for (double& x : v) { x = x * x; }
@@ -2657,7 +2679,7 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
         const auto start = InOut(params, 1e-5);
         a.params = fp32 ? (void*)at.s("params", start) : (void*)at.x("params", start), a.params_fp32 = fp32;
         a.master = use_master ? at.master("master", InOut(params, 1e-5), "params") : nullptr;
-        a.m = at.s("m", InOut(2 * n, 0.1, 1e-5)), a.v = at.s("v", InOut(v, 1e-5));
+        a.m = at.state("m", InOut(2 * n, 0.1, 1e-5), state), a.v = at.state("v", InOut(v, 1e-5), state);
         a.grads = at.stored("grads", 2 * n, bf16), a.state = at.exact("state", third_update());
         a.n = n, a.rows = packed_rows(at, 2, n, sizeof(Param), bf16);
         a.weight_decay = 0.1, a.lr = 0.01, a.beta1 = 0.9, a.beta2 = 0.95, a.eps = 1e-8;
@@ -2667,14 +2689,15 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
     });
 }
 
-static void test_muon(size_t n, bool bf16, bool use_master) {
-    Case k(format("muon n=%zu bf16=%d master=%d", n, bf16, use_master));
+static void test_muon(size_t n, bool bf16, bool use_master, bool state) {
+    Case k(format("muon n=%zu bf16=%d master=%d state=%d", n, bf16, use_master, state));
     const size_t update_row = n + 128;
     const Doubles params = k.random(2 * n), zeros(2 * update_row);      // zeros stay between the rows
     auto momentum = [&](auto at) {
-        op<MuonMomentumOf>(at, {at.muon("update", InOut(zeros, 1e-5)), at.s("m", InOut(2 * n, 0.1, 1e-5)),
+        auto* update = at.muon("update", InOut(zeros, 1e-5));
+        op<MuonMomentumOf>(at, {update, at.state("m", InOut(2 * n, 0.1, 1e-5), state),
                               at.stored("grads", 2 * n, bf16), at.exact("state", third_update()), n,
-                              update_row, packed_rows(at, 2, n, 0, bf16), 0.95});
+                              update_row, packed_rows(at, 2, n, 0, bf16), 0.95, kParamKey, 8 * 1001});
     };
     auto step = [&](auto at) {
         auto* weights = at.x("params", InOut(params, 1e-5));
@@ -2715,7 +2738,7 @@ static void test_extreme_masters() {
                                     0.01, kParamKey, 0});
                 return;
             }
-            op<AdamWOf>(at, {weights, false, master, at.s("m", Of(zeros)), at.s("v", Of(zeros)),
+            op<AdamWOf>(at, {weights, false, master, {at.s("m", Of(zeros))}, {at.s("v", Of(zeros))},
                            at.stored("grads", n, false), state, n, {}, 0.0, 0.0, 0.9, 0.95, 1e-8, kParamKey,
                            0});
         });
@@ -2774,13 +2797,12 @@ static void test_orthogonalise(int rows, int cols, int steps) {
 }
 
 static void test_update(size_t n) {
-    for (bool bf16 : {false, true}) {
-        for (bool master : {false, true}) {
-            if (master && !kLowPrecision) { continue; }
-            test_adamw<floatX>(n, bf16, master);
-            test_muon(n, bf16, master);
-            if (kLowPrecision && !master) { test_adamw<float>(n, bf16, master); }
-        }
+    for (int i = 0; i < 8; i++) {
+        const bool bf16 = i & 1, state = i & 2, master = i & 4;
+        if (master && !kLowPrecision) { continue; }
+        test_adamw<floatX>(n, bf16, master, state);
+        test_muon(n, bf16, master, state);
+        if (kLowPrecision && !master) { test_adamw<float>(n, bf16, master, state); }
     }
 }
 
@@ -3170,10 +3192,10 @@ int main(int argc, char** argv) {
                 if (kDeviceIsAsync) { test_muon_updates(kTensorCore); }
             }
             TEST("a disk that stalls") { test_stalled_disk(kTiny); }
-            TEST("checkpoints: at once and in parts, AdamW and Muon, -w 1 and 0") {
+            TEST("checkpoints: at once and in parts, AdamW and Muon, -w 1 and 0, fp32 and bf16 states") {
                 Options o = default_options();
                 test_checkpoint(kTiny, o, false);
-                o.master = false, o.muon = true;
+                o.master = false, o.muon = o.state_bf16 = true;
                 test_checkpoint(kTiny, o, true);
             }
             TEST("writing") {
@@ -3186,7 +3208,7 @@ int main(int argc, char** argv) {
                 }
             }
 #ifndef GPT2_CPU
-            TEST("no master weights, bf16 gradients") { test_options(kTensorCore); }
+            TEST("no master weights, bf16 gradients, bf16 states") { test_options(kTensorCore); }
             TEST("bf16 gradients of 4 micro-steps: matrices near fp32's, all others equal to them") {
                 test_bf16_gradients(kTensorCore);
             }

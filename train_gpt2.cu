@@ -266,6 +266,7 @@ static std::vector<ParamSpec> param_table(const Config& c) {
 struct Options : ModelSettings {
     bool trains = true;         // else forward only: gradients and optimizer have no memory
     bool grads_bf16 = false;    // gradients of tensors with two dimensions in bf16, rounded with dither
+    bool state_bf16 = false;    // m and v in bf16, rounded stochastically
     bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
     bool muon = false;          // for the layers' matrices; AdamW for the others
     int muon_steps = 5;         // of Newton-Schulz
@@ -277,6 +278,7 @@ struct Options : ModelSettings {
     Split split = {};           // this rank's part of the job
     int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
     bool graphs = true;         // on one GPU a micro-step is a CUDA graph
+    size_t state_bytes() const { return state_bf16 ? 2 : sizeof(float); }       // of an element of m or v
 };
 
 // Fills specs, for a pass over (B,T), and returns where the activations end if they begin at `offset`.
@@ -2295,20 +2297,33 @@ __device__ __forceinline__ Floats load_weights(const Param* params, const master
     return p;
 }
 
-// Rounds to the parameter's type: to nearest where there is a master copy, else stochastically, because small
-// steps would be lost. Element i draws as number `position`.
+// Elements [i, i + kWidth) of what must not lose small steps; fp32 stays as it is. Element i draws as number
+// `position`.
+template <class X>
+__device__ __forceinline__ Pack<X> round_stochastic(const Floats& x, const RoundKey& key, size_t position) {
+    Pack<X> rounded = to_pack<X>(x);
+    if (sizeof(X) == 2) {
+        const Draws draws = round_draws(key, position);
+        for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], x.at[k], draws.at[k]); }
+    }
+    return rounded;
+}
+template <class StateX>
+__device__ __forceinline__ void store_state(StateX* state, size_t i, size_t n, const Floats& x, RoundKey key,
+                                            uint32_t tensor, size_t position) {
+    key.tensor = tensor;
+    store(state, i, n, round_stochastic<StateX>(x, key, position));
+}
+
+// Rounds to the parameter's type: to nearest where there is a master copy, else stochastically.
 template <class Param>
 __device__ __forceinline__ void store_weights(Param* params, masterX* master, size_t i, size_t n,
                                               const Floats& p, const RoundKey& key, size_t position) {
-    Pack<Param> weights = to_pack<Param>(p);
-    if (master) {
-        Pack<masterX> kept;
-        for (int k = 0; k < kWidth; k++) { round_master(p.at[k], &weights.data[k], &kept.data[k]); }
-        store(master, i, n, kept);
-    } else if (sizeof(Param) == 2) {
-        const Draws draws = round_draws(key, position);
-        for (int k = 0; k < kWidth; k++) { store_stochastic(&weights.data[k], p.at[k], draws.at[k]); }
-    }
+    if (!master) { return store(params, i, n, round_stochastic<Param>(p, key, position)); }
+    Pack<Param> weights;
+    Pack<masterX> kept;
+    for (int k = 0; k < kWidth; k++) { round_master(p.at[k], &weights.data[k], &kept.data[k]); }
+    store(master, i, n, kept);
     store(params, i, n, weights);
 }
 
@@ -2327,8 +2342,8 @@ static dim3 update_blocks(const char* op, size_t n, size_t first, int rows) {
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
 // A launch for each kind of bucket, of all layers at once; p is the master copy, or the parameter itself
 // (fp32), or the 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
-// Param: floatX or float.
-template <class Param, bool kGradsBf16, bool kMaster>
+// Param: floatX or float. StateX, of m and v: float or bf16.
+template <class Param, bool kGradsBf16, bool kMaster, class StateX>
 __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
     if (a.state->skip) { return; }
 
@@ -2347,7 +2362,7 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
     Param* params = (Param*)((char*)a.params + row * a.rows.params);
     const void* grads = (const char*)a.grads.data + row * a.rows.grads;
     masterX* master = kMaster ? a.master + row * a.n : nullptr;
-    float *ms = a.m + row * a.n, *vs = a.v + row * a.n;
+    StateX *ms = (StateX*)a.m.data + row * a.n, *vs = (StateX*)a.v.data + row * a.n;
     const size_t first = row * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
@@ -2366,26 +2381,26 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
             p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
         }
 
-        store(ms, i, a.n, to_pack<float>(m));
-        store(vs, i, a.n, to_pack<float>(v));
-        store_weights(params, master, i, a.n, p, a.key, a.first + first + i);
+        const size_t position = a.first + first + i;
+        store_state(ms, i, a.n, m, a.key, kRoundM, position);
+        store_state(vs, i, a.n, v, a.key, kRoundV, position);
+        store_weights(params, master, i, a.n, p, a.key, position);
     }
+}
+template <bool kGradsBf16, class StateX> static auto adamw_kernel_of(const AdamW& a) {
+    return a.params_fp32 ? adamw_kernel<float, kGradsBf16, false, StateX>
+           : a.master    ? adamw_kernel<floatX, kGradsBf16, kLowPrecision, StateX>
+                         : adamw_kernel<floatX, kGradsBf16, false, StateX>;
 }
 
 static void adamw_update(const AdamW& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("adamw_update", a.n, a.first, a.rows.count);
-    auto run = [&](auto bf16, auto master) {
-        auto kernel = a.params_fp32 ? adamw_kernel<float, bf16.value, false>
-                                    : adamw_kernel<floatX, bf16.value, master.value>;
-        kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
-    };
-    auto run_master = [&](auto bf16) {
-        if (kLowPrecision && a.master) { run(bf16, std::bool_constant<kLowPrecision>()); }
-        else { run(bf16, std::false_type()); }
-    };
-    if (a.grads.is_bf16) { run_master(std::true_type()); }
-    else { run_master(std::false_type()); }
+    typedef __nv_bfloat16 bf16;
+    auto kernel = a.grads.is_bf16
+                      ? (a.m.is_bf16 ? adamw_kernel_of<true, bf16>(a) : adamw_kernel_of<true, float>(a))
+                      : (a.m.is_bf16 ? adamw_kernel_of<false, bf16>(a) : adamw_kernel_of<false, float>(a));
+    kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
 }
 
 // Muon, as ops.h has it: momentum, then Newton-Schulz steps by cuBLASLt, then the update of the weights.
@@ -2397,23 +2412,24 @@ static void adamw_update(const AdamW& a, Stream stream) {
 //     poly = b gram + c gram gram
 // A step of a matrix of (m,n), m <= n, takes 4 m m n + 2 m^3 FLOPs: 60 C^3 for a layer, so 1.63 TFLOPs for
 // 124M's five steps. The forward and backward of 65,536 tokens take some 53.
+template <class StateX>
 __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomentum a) {
     if (a.state->skip) { return; }
     const float part = (float)(1.0 - a.momentum), ahead = (float)a.momentum, scale = a.state->grad_scale;
     const int row = blockIdx.y;
     const void* grads = (const char*)a.grads.data + row * a.rows.grads;
-    float* ms = a.m + row * a.n;
-    const size_t first = a.grads.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
+    StateX* ms = (StateX*)a.m.data + row * a.n;
+    const size_t first = row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     for (; i < a.n; i += step) {
-        const Floats g = load_stored(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
+        const Floats g = load_stored(grads, a.grads.is_bf16, i, a.n, a.grads.key, a.grads.first + first);
         Floats m = load_floats(ms, i, a.n), update;
         for (int k = 0; k < kWidth; k++) {
             const float grad = g.at[k] * scale;
             m.at[k] = fmaf(part, grad - m.at[k], m.at[k]);
             update.at[k] = fmaf(ahead, m.at[k] - grad, grad);
         }
-        store(ms, i, a.n, to_pack<float>(m));
+        store_state(ms, i, a.n, m, a.key, kRoundM, a.first + first + i);
         store(a.update + row * a.update_row, i, a.n, to_pack<muonX>(update));
     }
 }
@@ -2421,7 +2437,8 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
 static void muon_momentum(const MuonMomentum& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("muon_momentum", a.n, a.grads.first, a.rows.count);
-    muon_momentum_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
+    auto kernel = a.m.is_bf16 ? muon_momentum_kernel<__nv_bfloat16> : muon_momentum_kernel<float>;
+    kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
 }
 
 // x = inp / |inp| takes two kernels. In each, a block has a chunk of matrix number blockIdx.y, n elements.
@@ -4406,7 +4423,7 @@ struct Inputs {
 
 struct Optimizer {              // state. From ZeRO stage 1 on, a rank has that of its shards only
     masterX* master;            // null at -w 0 and in FP32 builds; fp32 parameters leave their part empty
-    float *m, *v;               // v lies behind m, in one array
+    char *m, *v;                // v lies behind m, in one array; fp32, or bf16 with state_bf16
     char *muon_updates, *muon_products;         // null without Muon; see MuonShare
     ChunkRange* ranges;         // (buckets)
 };
@@ -4557,7 +4574,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("master weights", &model->opt.master,
           bytes_floatX == 2 && o.master ? layout.state_elems * bytes_masterX : 0, Memory::Zeroed);
     visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
-          (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
+          (layout.state_elems + layout.v_elems) * o.state_bytes(), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor),
           Memory::Zeroed);
@@ -4636,9 +4653,10 @@ static const MemoryFlag kMemoryFlags[] = {
     {"-zs 1", true, [](Options* o) { o->split.zero = std::max(o->split.zero, (int)(o->split.world > 1)); }},
     {"-r 1", true, [](Options* o) { o->recompute = std::max(o->recompute, 1); }},
     {"-r 2", true, [](Options* o) { o->recompute = 2; }},
+    {"--state-dtype bf16", false, [](Options* o) { o->state_bf16 = true; }},
     {"--grad-dtype bf16", false, [](Options* o) {
-        o->grads_bf16 = true;
-        if (o->split.zero < 2) { o->lanes = 1; }
+        o->grads_bf16 = kDeviceIsCuda || bytes_floatX == 2;
+        if (o->grads_bf16 && o->split.zero < 2) { o->lanes = 1; }
     }},
     {"-w 0", false, [](Options* o) { o->master = 0; }}};
 
@@ -4649,9 +4667,9 @@ static std::vector<MemoryFlag> memory_flags(const Config& c, const Options& opti
     for (const MemoryFlag& flag : kMemoryFlags) {
         Options with = options;
         flag.apply(&with);
-        const bool allowed = flag.keeps_bits || (!resumed && (kDeviceIsCuda || bytes_floatX == 2));
         const size_t bytes = memory_total(gpt2_memory_plan(c, with, B, T));
-        if (allowed && bytes < memory_total(gpt2_memory_plan(c, options, B, T))) { flags.push_back(flag); }
+        if (resumed && !flag.keeps_bits) { continue; }
+        if (bytes < memory_total(gpt2_memory_plan(c, options, B, T))) { flags.push_back(flag); }
     }
     return flags;
 }
@@ -4711,7 +4729,7 @@ static void optimizer_init(GPT2* model) {
     state.update.loss_scale = kFp16 ? model->options.loss_scale : 1.0f;
     gpt2_write_state(model, state);
     if (!model->options.trains) { return; }
-    model->opt.v = model->opt.m + model->layout.state_elems;
+    model->opt.v = model->opt.m + model->layout.state_elems * model->options.state_bytes();
     const std::vector<ChunkRange> ranges = chunk_ranges(model->layout);
     copy_to_device(model->opt.ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
     stream_sync(model->stream);
@@ -4789,11 +4807,12 @@ static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
         return Held{array, type, arena ? (char*)arena + at : nullptr};
     };
     masterX* master = b.elem_bytes == 2 ? model->opt.master : nullptr;
+    const char* state = model->options.state_bf16 ? "bf16" : "f32";
     return {from - address.offset, to - address.offset,
             {sizeof(masterX) == 2 ? held("low", "u16", master, b.state)
                                   : held("master", "f32", master, b.state),
-             held("m", "f32", model->opt.m, b.state),
-             held("v", "f32", b.muon ? nullptr : model->opt.v, b.v)}};
+             held("m", state, model->opt.m, b.state),
+             held("v", state, b.muon ? nullptr : model->opt.v, b.v)}};
 }
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
@@ -4858,10 +4877,6 @@ struct MicroStep {
     bool casts_weights = true;  // a step's first: with FP8 the weights have changed
     bool exchanges = false;     // each bucket of gradients goes to the other ranks once it is complete
 };
-
-// Random numbers for rounding: the `tensor` of a RoundKey. An element's number counts through all buckets
-// (Bucket::first).
-constexpr uint32_t kRoundParams = 16, kRoundGrads = 17, kRoundGradSums = 18;
 
 // Rounds a micro-step's gradients.
 static RoundKey gpt2_grad_key(const GPT2* model, uint32_t micro) {
@@ -5865,6 +5880,11 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     return {L, next.params - b.params, grads, next.first - b.first};
 }
 
+// This rank's m or v, from element `at` of the arena on.
+static StateOf<float> gpt2_state(const GPT2* model, char* arena, size_t at) {
+    return {arena + at * model->options.state_bytes(), model->options.state_bf16};
+}
+
 // An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
 template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
     if (model->options.split.world == 1) { return; }
@@ -5895,16 +5915,17 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
     const Split& split = o.split;
     const MuonShare& share = model->muon;
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
+    const RoundKey key = {o.seed, model->step, 0, kRoundParams};
     muonX* updates = (muonX*)model->opt.muon_updates;
     for (int first = 0; first < model->config.L; first += share.together) {
         const int layers = std::min(share.together, model->config.L - first);
         const int bucket = model->layout.layer(first);
         const Bucket& b = model->layout.buckets[bucket];
         rows.count = layers;
-        muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
+        muon_momentum({.update = updates + b.held_at, .m = gpt2_state(model, model->opt.m, b.state),
                        .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
                        .state = &model->state->update, .n = b.held, .update_row = b.padded, .rows = rows,
-                       .momentum = momentum}, model->stream);
+                       .momentum = momentum, .key = key, .first = b.first + b.held_at}, model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {
@@ -5921,8 +5942,7 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
                      .master = model->opt.master ? model->opt.master + b.state : nullptr,
                      .update = updates + b.held_at, .state = &model->state->update, .n = b.held,
                      .update_row = b.padded, .rows = rows, .weight_decay = o.muon_decay, .lr = lr,
-                     .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
-                    model->stream);
+                     .key = key, .first = b.first + b.held_at}, model->stream);
         gpt2_gather_params(model, bucket, layers);
     }
 }
@@ -5966,7 +5986,8 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
         adamw_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
-                      .m = model->opt.m + b.state, .v = model->opt.v + b.v,
+                      .m = gpt2_state(model, model->opt.m, b.state),
+                      .v = gpt2_state(model, model->opt.v, b.v),
                       .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
                       .state = &model->state->update, .n = b.held, .rows = rows,
                       .weight_decay = b.kind == Kind::Matrix ? (float)o.weight_decay : 0.0f,
@@ -6311,6 +6332,7 @@ static Options run_options() {
     Options o = {run};
     o.trains = run_task() == Task::Train;
     o.grads_bf16 = run.grad_dtype == GradDtype::Bf16;
+    o.state_bf16 = run.state_dtype == StateDtype::Bf16;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
     if (o.fp8) { o.recompute = 2; }             // in FP8's layers: in the first step alone
@@ -6471,8 +6493,8 @@ static void print_plan() {
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,
-                     options.muon, options.split.zero > 0, options.fp8, options.fp8_head}, run_max_steps(),
-                    run.price);
+                     options.muon, options.split.zero > 0, options.fp8, options.fp8_head,
+                     options.state_bf16}, run_max_steps(), run.price);
 }
 
 // == 12 training loop ==

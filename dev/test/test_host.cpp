@@ -345,8 +345,10 @@ static void test_memory() {
         const struct { size_t free; int B; const char* advice; } cases[] = {
             {130, 3, ""}, {130, 4, "-b 4 fits with first"}, {130, 6, "-b 6 fits with second"},
             {130, 8, "-b 8 fits with first second"}, {130, 15, "-b 15 fits with second third"},
-            {130, 50, "-b 5 fits with first"}, {95, 8, "-b 8 fits with second third"},
-            {95, 99, "-b 1 fits with first"}, {70, 4, "-b 4 fits with first third"}, {24, 1, ""}};
+            {130, 50, "-b 5 fits with first; -b 22 fits with first second third"},
+            {95, 8, "-b 8 fits with second third"},
+            {95, 99, "-b 1 fits with first; -b 15 fits with first second third"},
+            {70, 4, "-b 4 fits with first third"}, {24, 1, ""}};
         for (const auto& c : cases) {
             const MemoryRoom room = {"a GPU", c.free, 0};
             const int without = memory_largest([&](int B) { return plan_of(B, 0); }, room, c.B);

@@ -39,24 +39,30 @@ template <class Plan> static inline int memory_largest(Plan plan_of, const Memor
     return low;
 }
 
-// Says with which of `flags` B rows fit, or else more rows than `without`, which fit as they are; "": none.
-// The flags, which have a `text` each, come from the least to the most costly: one is taken only where all
-// before it do not do. plan_of(B, with): the plan with the flags whose bits are set.
+// Says with which of `flags` B rows fit. If not even all of them do: with which a row more than `without`
+// fits, and with which the most rows do; "": with none. `without` rows fit as they are. The flags, which have
+// a `text` each, come from the least to the most costly: one is taken only where all before it do not do.
+// plan_of(B, with): the plan with the flags whose bits are set.
 template <class Plan, class Flags>
 static inline std::string memory_advice(Plan plan_of, const Flags& flags, const MemoryRoom& room, int B,
                                         int without) {
-    for (int least : {B, without + 1}) {
-        for (unsigned with = 1; with < 1u << std::size(flags); with++) {
-            const int most = memory_largest([&](int b) { return plan_of(b, with); }, room, B);
-            if (most < least) { continue; }
-            std::string text = format("-b %d fits with", most);
-            for (size_t i = 0; i < std::size(flags); i++) {
-                if (with >> i & 1) { text += std::string(" ") + flags[i].text; }
-            }
-            return text;
+    const unsigned sets = 1u << std::size(flags);
+    auto largest = [&](unsigned with) {
+        return memory_largest([&](int b) { return plan_of(b, with); }, room, B);
+    };
+    auto advice = [&](int rows) {
+        unsigned with = 0;
+        while (largest(with) < rows) { with++; }
+        std::string text = format("-b %d fits with", largest(with));
+        for (size_t i = 0; i < std::size(flags); i++) {
+            if (with >> i & 1) { text += std::string(" ") + flags[i].text; }
         }
-    }
-    return "";
+        return text;
+    };
+    const int most = largest(sets - 1);
+    if (most <= without) { return ""; }
+    const std::string few = advice(most == B ? B : without + 1), many = advice(most);
+    return few == many ? many : few + "; " + many;
 }
 
 // The user's batch. keeps: B cannot become smaller.

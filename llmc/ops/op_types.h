@@ -76,6 +76,16 @@ struct StoredGrads {
     size_t first = 0;
 };
 
+// A tensor of the optimizer's state: S, or bf16 (--state-dtype bf16), which updates round stochastically:
+// element i draws as number `first` + i of the update's arguments.
+template <class S> struct StateOf {
+    void* data;
+    bool is_bf16 = false;
+};
+
+// The `tensor` of a RoundKey. An element's number counts through all buckets (Bucket::first).
+constexpr uint32_t kRoundParams = 16, kRoundGrads = 17, kRoundGradSums = 18, kRoundM = 19, kRoundV = 20;
+
 // Token positions grouped by token id, so that each row of dwte is summed by one owner in a fixed order.
 struct TokenBuckets {
     const int* order;           // (B*T) positions bt, sorted by token id, stable

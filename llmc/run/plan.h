@@ -76,7 +76,7 @@ struct PlanBatch {
     int B, T, world, micro_steps;       // rows and tokens of a GPU's micro-step; GPUs; micro-steps of each
     int recompute;
     bool muon, shards_state;
-    bool fp8 = false, fp8_head = false;
+    bool fp8 = false, fp8_head = false, state_bf16 = false;
 };
 struct StepTime { double micro_s, update_s; };      // of a micro-step; of what each step adds to those
 
@@ -104,10 +104,11 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double exposed = batch.world > 1 ? kExposed : 0;
     const double micro = (gemm + attention + moved) * (1 + exposed) + kLaunch * (31 * L + 10);
 
-    // per parameter 4 bytes for the norm and 28 for AdamW; Newton and Schulz, 5 steps of 60 C^3 a layer
+    // per parameter 4 bytes for the norm and 28 for AdamW, of them 16 for m and v; Newton and Schulz, 5 steps
+    // of 60 C^3 a layer
     const double shares = batch.shards_state ? batch.world : 1;
     const double muon = batch.muon ? 300 * L * C * C * C / (kGemm * flops) / batch.world : 0;
-    return {micro, params * (4 + 28 / shares) / (kUpdate * bytes) + muon};
+    return {micro, params * (4 + (batch.state_bf16 ? 20 : 28) / shares) / (kUpdate * bytes) + muon};
 }
 
 // Prints whether -b fits. largest: the largest that does; 0: none, and then it dies. advice: memory_advice.

@@ -27,6 +27,7 @@ struct Build { const char* precision; bool is_cuda; };
 
 // Options of ENUM flags, in the order of the table's texts.
 enum class GradDtype { Fp32, Bf16 };
+enum class StateDtype { Fp32, Bf16 };
 enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
 enum class OnBadLoss { Stop, Rewind };
@@ -64,6 +65,7 @@ struct RunConfig : ModelSettings {
 
     // computation
     GradDtype grad_dtype;
+    StateDtype state_dtype;
     MatmulDtype matmul_dtype;
     CommOptions comm;
     const char* plan;
@@ -216,6 +218,8 @@ static const FlagTable kFlags = {
     {"",    "grad-dtype",      FLAG_ENUM,   &settings.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
         FLAG_FIXED},
+    {"",    "state-dtype",     FLAG_ENUM,   &settings.state_dtype,    "fp32",    0, 0, "fp32|bf16",
+        "AdamW's m and v and Muon's momentum; bf16: rounded stochastically", FLAG_FIXED},
     {"",    "matmul-dtype",    FLAG_ENUM,   &settings.matmul_dtype,   "bf16",    0, 0, "bf16|fp8|fp8-head",
         "what matrix products multiply in training: the weights' type; FP8 in the layers; or also in the "
         "LM head", FLAG_FIXED},
@@ -274,8 +278,8 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
      "major-every log-every"},
     {"memory and several GPUs", "recompute gpus zero-stage plan price",
-     "master-weights grad-dtype matmul-dtype process-init process-server process-folder processes "
-     "process-rank gpus-per-node"},
+     "master-weights grad-dtype state-dtype matmul-dtype process-init process-server process-folder "
+     "processes process-rank gpus-per-node"},
     {"for measuring and debugging", "",
      "overfit log-gpu tf32 kernels lanes"}};
 
