@@ -593,7 +593,7 @@ static void test_variant(const Config& c, double dropout) {
     o.graphs = false;
     const Vector base = short_run(c, o, 2, 2, 2);       // of a graph's runs the first is not recorded
     o.graphs = true;
-    for (int recompute : {0, 1, 2}) {
+    for (int recompute : {0, 1, 2, 3}) {
         o.recompute = recompute;
         CHECK(same_bits(base, short_run(c, o, 2, 2, 2)), "%s: -r %d has other bits than without a graph",
               what.c_str(), recompute);

@@ -165,15 +165,15 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                   \
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                     \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                \
-    X(qkv,        floatX, Block,  ALWAYS, N * QKVC)         /* (B,T,NH+2*NKV,HS) */                         \
+    X(qkv,        floatX, Block,  SAVED(3), N * QKVC)       /* (B,T,NH+2*NKV,HS) */                         \
     X(qk_rstd,    float,  Block,  ALWAYS, qk_norm * N * (NH + NKV))     /* (B,T,NH+NKV) */                  \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */        \
-    X(atty,       floatX, Block,  ALWAYS, N * QC)           /* (B,T,NH,HS) attention's output */            \
-    X(x_mid,      floatX, Block,  sequential ? ALWAYS : 1, N * C)       /* (B,T,C) after attention */       \
+    X(atty,       floatX, Block,  SAVED(3), N * QC)         /* (B,T,NH,HS) attention's output */            \
+    X(x_mid,      floatX, Block,  sequential ? SAVED(3) : 1, N * C)     /* (B,T,C) after attention */       \
     X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                                 \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
-    X(fch,        floatX, Block,  ALWAYS, N * FCC)          /* (B,T,4C) before GELU; SwiGLU (B,T,2F) */     \
+    X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,4C) before GELU; SwiGLU (B,T,2F) */     \
     X(act,        floatX, Block,  SAVED(1), N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
     X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
@@ -4646,18 +4646,19 @@ static MemoryRoom memory_room(const DeviceInfo& device) {
     return {device.name, device.memory_free, device.memory_total / 100 + nccl};
 }
 
-// The flags that need less memory, from the least to the most costly: first those that keep the bits, which a
-// resumed run may choose, too.
+// The flags that need less memory, from the least to the most costly. A resumed run may choose those that
+// keep the bits.
 struct MemoryFlag { const char* text; bool keeps_bits; void (*apply)(Options* o); };
 static const MemoryFlag kMemoryFlags[] = {
     {"-zs 1", true, [](Options* o) { o->split.zero = std::max(o->split.zero, (int)(o->split.world > 1)); }},
     {"-r 1", true, [](Options* o) { o->recompute = std::max(o->recompute, 1); }},
-    {"-r 2", true, [](Options* o) { o->recompute = 2; }},
+    {"-r 2", true, [](Options* o) { o->recompute = std::max(o->recompute, 2); }},
     {"--state-dtype bf16", false, [](Options* o) { o->state_bf16 = true; }},
     {"--grad-dtype bf16", false, [](Options* o) {
         o->grads_bf16 = kDeviceIsCuda || bytes_floatX == 2;
         if (o->grads_bf16 && o->split.zero < 2) { o->lanes = 1; }
     }},
+    {"-r 3", true, [](Options* o) { o->recompute = 3; }},
     {"-w 0", false, [](Options* o) { o->master = 0; }}};
 
 // Those that make this plan smaller.
@@ -5638,22 +5639,34 @@ static void llama_layer_backward(Backward& e, int l) {
     e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
 
-// The engine that recomputes norms and GELU by the forward's pages, where -r has not kept them. Where FP8 has
-// kept their bytes, the backward needs nothing else.
+// The engine that recomputes by the forward's pages what -r has not kept: norms and GELU, or at -r 3 all of a
+// layer but x_out, its end. Where FP8 has kept the bytes of norms and GELU, the backward needs nothing else.
 struct Recompute : Forward {
+    bool whole = false;                 // this layer has lost all but x_out; set before its page
     explicit Recompute(const Pass& pass) : Forward(pass) {}
     // a second norm's rows are kept where the first's are
     static bool lacks(const Operand& y) { return !y.kept && !y.bytes; }
     void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2, const Norm& w2) override {
-        if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
+        if (whole) { Forward::norm(out, x, w, out2, w2); }
+        else if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
     }
-    void linear_gelu(const Operand& out, floatX* fch, const Operand&, const Linear& w) override {
-        if (lacks(out)) { gelu_forward({out.data, fch, (size_t)N() * w.OC}, stream()); }
+    void linear_gelu(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
+        if (whole) { Forward::linear_gelu(out, fch, inp, w); }
+        else if (lacks(out)) { gelu_forward({out.data, fch, (size_t)N() * w.OC}, stream()); }
     }
-    void linear(floatX*, const Operand&, const Linear&, const floatX*) override {}
-    void linear_add(const Sum&, const Sum&, const Operand&, const Linear&) override {}
-    void rotate(floatX*, const Rotation&) override {}
-    void attention(floatX*, const floatX*, const Attention&) override {}
+    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* residual) override {
+        if (whole) { Forward::linear(out, inp, w, residual); }
+    }
+    void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) override {
+        const bool is_mid = config().block == Block::Sequential && out.data == acts(0).x_mid;
+        if (whole && is_mid) { Forward::linear_add(out, before, inp, w); }
+    }
+    void rotate(floatX* qkv, const Rotation& r) override {
+        if (whole) { Forward::rotate(qkv, r); }
+    }
+    void attention(floatX* out, const floatX* qkv, const Attention& att) override {
+        if (whole) { Forward::attention(out, qkv, att); }
+    }
     void activate(const Operand& out, const floatX* fch) override {
         if (lacks(out)) { Forward::activate(out, fch); }
     }
@@ -5686,6 +5699,7 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     e.norm_backward(head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
     Recompute recompute(e);                     // the same pass
     for (int l = c.L - 1; l >= 0; l--) {
+        recompute.whole = !e.kept(ACT_fch, l);
         model_layer(recompute, l);
         e.begin_layer(l);
         if (c.is_llama()) { llama_layer_backward(e, l); }

@@ -37,7 +37,7 @@ def test_ranks_and_recompute(name, model):
     one = left_by(name, e=model)
     first, last = (float(re.search(r"trl:(\S+)", one[0][i])[1]) for i in (0, -1))
     assert last < first - 0.1, "it does not learn"
-    for r in (1, 2):
+    for r in (1, 2, 3):
         assert left_by(f"{name}_r{r}", e=model, r=r) == one
     for zero in (0, 1, 2) if on_cpu() else ():
         assert left_by(f"{name}_zero{zero}", e=model, gpus=2, zs=zero) == one

@@ -81,6 +81,7 @@ EVALUATES = {"-x": 0, "-j": "long/*.bin", "-m": 10**6}
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("task, flags, largest", [
     ({}, {"-b": 256}, V * C), ({}, {"-b": 256, "-r": 2}, V * C), ({}, {"-b": 256, "-r": 1}, V * C),
+    ({}, {"-b": 256, "-r": 3, "--dropout": 0.1}, V * C),
     ({}, {"-b": 256, "--dropout": 0.1}, V * C),
     ({}, {"-b": 2, "-e": "L3,NH2,C512,T32,V300", "--optimizer": "muon"}, 4 * 512 * 512),
     ({}, {"-b": 2, "-e": "L3,NH2,C512,T32,V300"}, 4 * 512 * 512),
@@ -124,7 +125,7 @@ def limited(flags, mib):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("mib, flags", [(350, {}), (400, {"-r": 2, "-e": "L2,NH2,C16,T64,V5000"})], ids=str)
+@pytest.mark.parametrize("mib, flags", [(350, {}), (400, {"-r": 3, "-e": "L2,NH2,C16,T64,V5000"})], ids=str)
 def test_limit(mib, flags):
     """Under a limit the plan is refused in a sentence, whose hint fits, and one row more does not."""
     flags = {"-x": 1, "-v": 1, "-s": 1, **flags}

@@ -41,7 +41,8 @@ struct ModelSettings {
     int64_t muon_warmup = 0;        // steps in which the momentum rises
     double grad_clip = 1.0;         // largest norm of the gradient; 0: no clipping
     double skip_loss = 0.0, skip_norm = 0.0;    // UpdatePolicy's max_loss_score, max_norm_score; 0: none
-    int recompute = 0;              // 0: save all activations; 1: recompute GELU in backward; 2: norms, too
+    int recompute = 0;              // 0: save all activations; in backward recompute 1: GELU; 2: norms, too;
+                                    // 3: whole layers
     int master = 0;                 // fp32 master copies of 16-bit parameters
     int tf32 = 0;                   // FP32 builds: tensor cores for GEMMs and attention
     Kernels kernels = Kernels::Auto;
@@ -202,8 +203,8 @@ static const FlagTable kFlags = {
         "TF32 tensor cores for the GEMMs and attention of an FP32 build", FLAG_FIXED},
     {"w",   "master-weights",  FLAG_BOOL,   &settings.master,         "1",       0, 1, nullptr,
         "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
-    {"r",   "recompute",       FLAG_INT,    &settings.recompute,      "0",       0, 2, nullptr,
-        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms"},
+    {"r",   "recompute",       FLAG_INT,    &settings.recompute,      "0",       0, 3, nullptr,
+        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms, 3 whole layers"},
     {"",    "block",           FLAG_ENUM,   &settings.block,          "sequential", 0, 0, BLOCK_NAMES,
         "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
         FLAG_FIXED},
