@@ -2271,20 +2271,6 @@ static void update_decision(const UpdateDecision& a, Stream stream) {
 // and 16 bits beside it are both the master (rand.h).
 constexpr int kUpdateThreads = 256;
 
-__device__ __forceinline__ float master_of(__nv_bfloat16 weight, uint16_t low) {
-    return master_join(__bfloat16_as_ushort(weight), low);
-}
-template <class Param, class Kept> __device__ __forceinline__ float master_of(Param, Kept master) {
-    return (float)master;
-}
-__device__ __forceinline__ void round_master(float x, __nv_bfloat16* weight, uint16_t* low) {
-    master_split(x, (uint16_t*)weight, low);
-}
-template <class Param, class Kept>
-__device__ __forceinline__ void round_master(float x, Param* weight, Kept* master) {
-    *weight = (Param)x, *master = (Kept)x;
-}
-
 // Elements [i, i + kWidth) of n. master: null if there are no copies.
 template <class Param>
 __device__ __forceinline__ Floats load_weights(const Param* params, const masterX* master, size_t i,
@@ -2293,7 +2279,11 @@ __device__ __forceinline__ Floats load_weights(const Param* params, const master
     if (!master) { return to_floats(weights); }
     const Pack<masterX> kept = load(master, i, n);
     Floats p;
-    for (int k = 0; k < kWidth; k++) { p.at[k] = master_of(weights.data[k], kept.data[k]); }
+    for (int k = 0; k < kWidth; k++) {
+        uint16_t upper;
+        memcpy(&upper, &weights.data[k], sizeof(upper));
+        p.at[k] = sizeof(masterX) == 2 ? master_join(upper, (uint16_t)kept.data[k]) : (float)kept.data[k];
+    }
     return p;
 }
 
@@ -2320,9 +2310,13 @@ template <class Param>
 __device__ __forceinline__ void store_weights(Param* params, masterX* master, size_t i, size_t n,
                                               const Floats& p, const RoundKey& key, size_t position) {
     if (!master) { return store(params, i, n, round_stochastic<Param>(p, key, position)); }
-    Pack<Param> weights;
+    Pack<Param> weights = to_pack<Param>(p);
     Pack<masterX> kept;
-    for (int k = 0; k < kWidth; k++) { round_master(p.at[k], &weights.data[k], &kept.data[k]); }
+    for (int k = 0; k < kWidth; k++) {
+        uint16_t *upper = (uint16_t*)&weights.data[k], *lower = (uint16_t*)&kept.data[k];
+        if (sizeof(masterX) == 2) { master_split(p.at[k], upper, lower); }
+        else { kept.data[k] = (masterX)p.at[k]; }
+    }
     store(master, i, n, kept);
     store(params, i, n, weights);
 }

@@ -95,10 +95,11 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
 
     // a layer's matrices have 12 C^2 elements, 11 of which FP8 multiplies
     const double matrices = 12 * L - 11 * fp8_layers + 11 * fp8_layers / kFp8;
-    const double again = batch.recompute == 3 ? 1 : 0;      // attention, products but fcproj's
+    // -r 3 computes attention and 8 C^2 of a forward's products again
+    const double again = batch.recompute == 3 ? 1 : 0;
     const double head = (double)c.Vp * C / (batch.fp8_head ? kFp8 : 1);
     const double gemm = 6 * N * ((matrices + again * 8 * L / 3) * C * C + head) / (kGemm * flops);
-    const double attention = (7 + 2 * again) * B * T * T * C * L / (kAttention * flops);  // half of 14
+    const double attention = (7 + 2 * again) * B * T * T * C * L / (kAttention * flops);  // causal
     const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) +
                           (2 + 0.5 * batch.fp8_head) * (double)c.Vp;
     const double moved = 2 * N * values / (kMemory * bytes);
