@@ -24,6 +24,7 @@ constexpr double kX = sizeof(floatX), kS = sizeof(float);
 static double width(const Grad& g) {        // bytes of an element
     return g.data ? (g.is_bf16 ? 2 : kS) * (g.acc == Accumulate::Yes ? 2 : 1) : 0;
 }
+static double width(const StateOf<float>& s) { return s.is_bf16 ? 2 : kS; }
 static double width(const StoredGrads& g) { return g.is_bf16 ? 2 : kS; }
 static double elements(const Rows& rows, size_t n) { return (double)rows.count * (double)n; }
 // inp, weight, out: bytes of an element, with those of tensors that have its shape.
@@ -99,16 +100,22 @@ WORK(LaneSum) {
     return {(double)a.n * (kS * a.num_chain + width(a.pieces) * a.num_pieces + width(a.out)), 0};
 }
 WORK(SquareSums) { return {elements(a.rows, a.n) * width(a.grads), 0}; }
-WORK(AdamW) {                               // m and v both ways, weights one way or both
-    const double weight = a.params_fp32 ? kS : kX, weights = weight + (a.master ? 2 * kS : weight);
-    return {elements(a.rows, a.n) * (width(a.grads) + 4 * kS + weights), 0};
+// An update of weights: both ways, but beside an fp32 master they are only written.
+static double weights_width(const masterX* master) {
+    return !master ? 2 * kX : sizeof(masterX) == 2 ? 2 * kX + 4 : kX + 8;
 }
-WORK(MuonMomentum) { return {elements(a.rows, a.n) * (width(a.grads) + 2 * kS + sizeof(muonX)), 0}; }
+WORK(AdamW) {                               // m and v both ways, weights one way or both
+    const double weights = a.params_fp32 ? 2 * kS : weights_width(a.master);
+    return {elements(a.rows, a.n) * (width(a.grads) + 4 * width(a.m) + weights), 0};
+}
+WORK(MuonMomentum) {
+    return {elements(a.rows, a.n) * (width(a.grads) + 2 * width(a.m) + sizeof(muonX)), 0};
+}
 WORK(MuonOrthogonalise) {
     const double m = std::min(a.rows, a.cols), n = std::max(a.rows, a.cols);
     return {0, a.steps * a.places.count() * (4 * m * m * n + 2 * m * m * m)};
 }
-WORK(MuonUpdate) { return {elements(a.rows, a.n) * (sizeof(muonX) + kX + (a.master ? 2 * kS : kX)), 0}; }
+WORK(MuonUpdate) { return {elements(a.rows, a.n) * (sizeof(muonX) + weights_width(a.master)), 0}; }
 #undef WORK
 
 // ---- what it took ----

@@ -72,6 +72,14 @@ template <class S, class F> static void with_output(const GradOf<S>& grad, F f) 
     f(grad.data);
 }
 
+template <class S, class F> static void with_output(const StateOf<S>& state, F f) {
+    if (!state.data) { return; }
+#ifndef GPT2_CPU
+    if (state.is_bf16) { f((__nv_bfloat16*)state.data); return; }
+#endif
+    f((S*)state.data);
+}
+
 template <class Args> static void break_outputs(const Args& args, Stream stream) {
     if (!break_name) { return; }
     op_outputs(args, [&](const char* op, const char* output, auto where, size_t count) {
@@ -154,12 +162,17 @@ template <class T> static std::vector<T> from_device(GPT2* model, const T* devic
 static Vector host_param(GPT2* model, int i, int l, bool from_master) {
     const ParamSpec& s = model->param_specs[i];
     const char* data = gpt2_param_data(model, i, l);
-    if (from_master && model->opt.master) { data = (const char*)gpt2_whole_master(model, i, l); }
-    else if (s.elem_bytes != sizeof(float)) {
-        const auto raw = from_device(model, (const floatX*)data, s.elems);
-        return Vector(raw.begin(), raw.end());
+    if (s.elem_bytes == sizeof(float)) { return from_device(model, (const float*)data, s.elems); }
+    const auto raw = from_device(model, (const floatX*)data, s.elems);
+    Vector values(raw.begin(), raw.end());
+    if (!from_master || !model->opt.master) { return values; }
+    const auto masters = from_device(model, gpt2_whole_master(model, i, l), s.elems);
+    for (size_t e = 0; e < s.elems; e++) {
+        const masterX master = masters[e];
+        values[e] = sizeof(masterX) == 2 ? master_join((uint16_t)(bits_of(values[e]) >> 16), (uint16_t)master)
+                                         : (float)master;
     }
-    return from_device(model, (const float*)data, s.elems);
+    return values;
 }
 
 static Vector host_params(GPT2* model) {            // every parameter, as the optimizer holds it
@@ -585,7 +598,7 @@ static void test_variant(const Config& c, double dropout) {
     o.graphs = false;
     const Vector base = short_run(c, o, 2, 2, 2);       // of a graph's runs the first is not recorded
     o.graphs = true;
-    for (int recompute : {0, 1, 2}) {
+    for (int recompute : {0, 1, 2, 3}) {
         o.recompute = recompute;
         CHECK(same_bits(base, short_run(c, o, 2, 2, 2)), "%s: -r %d has other bits than without a graph",
               what.c_str(), recompute);
@@ -658,10 +671,14 @@ static void test_slopes(const char* name, const Config& c) {
 // Everything that decides about the next steps, as bytes.
 static std::vector<Vector> host_state(GPT2* model) {
     const size_t n = model->layout.state_elems;
-    std::vector<Vector> all = {
-        from_device(model, (const float*)model->params, model->layout.params_bytes / sizeof(float)),
-        from_device(model, model->opt.m, n), from_device(model, model->opt.v, model->layout.v_elems)};
-    if (model->opt.master) { all.push_back(from_device(model, model->opt.master, n)); }
+    auto words = [&](const void* data, size_t bytes) {
+        return from_device(model, (const float*)data, bytes / sizeof(float));
+    };
+    const size_t width = model->options.state_bytes();
+    std::vector<Vector> all = {words(model->params, model->layout.params_bytes),
+                               words(model->opt.m, n * width),
+                               words(model->opt.v, model->layout.v_elems * width)};
+    if (model->opt.master) { all.push_back(words(model->opt.master, n * sizeof(masterX))); }
     return all;
 }
 
@@ -1115,6 +1132,9 @@ static void test_options(const Config& c) {
     Options o = default_options();
     o.grads_bf16 = true;
     compare("bf16 gradients", o);
+    o = default_options();
+    o.state_bf16 = true;
+    compare("bf16 states", o);
     if (!kLowPrecision) { return; }
     o = default_options();
     o.master = false;
@@ -1239,7 +1259,8 @@ static bool small_shapes = false;                   // --small: for the sanitize
 constexpr size_t kGuardBytes = 4096;
 constexpr unsigned char kGuard = 0xA5, kPoison = 0xFF;      // 0xFF..: NaN in every type
 
-enum class Type { Fp32, Fp16, Bf16, Dithered, Exact };      // Dithered: bf16 gradients; Exact: no numbers
+// Dithered: bf16 gradients; Master: the lower halves of masters; Exact: no numbers.
+enum class Type { Fp32, Fp16, Bf16, Dithered, Master, Exact };
 template <class T> static Type type_of() {
     if (std::is_same<T, float>::value) { return Type::Fp32; }
     return std::is_same<T, floatX>::value && kFp16 ? Type::Fp16 : Type::Bf16;
@@ -1248,7 +1269,7 @@ static double round_to(Type type, double x) {
 #ifdef ENABLE_FP16
     if (type == Type::Fp16) { return (double)__half2float(__float2half_rn((float)x)); }
 #endif
-    return type == Type::Fp32 ? (double)(float)x : as_bf16(x);
+    return type == Type::Fp32 || type == Type::Master ? (double)(float)x : as_bf16(x);
 }
 
 // How a tensor starts, and the floor of the error that an output is allowed (Buffer::expect).
@@ -1283,6 +1304,7 @@ struct Buffer {
     unsigned char* memory;
     RoundKey key = {};                              // of a Dithered one, and its first element's number
     size_t first = 0;
+    const Buffer* upper = nullptr;                  // of a Master: the weights
 
     Buffer(const std::string& title, const char* name, Type type, const Start& start, const void* data,
            size_t bytes)
@@ -1319,6 +1341,11 @@ struct Buffer {
         if (type == Type::Fp16) { return read_as<floatX>(); }
         if (type == Type::Bf16) { return read_as<__nv_bfloat16>(); }
         Doubles values;
+        if (type == Type::Master) {
+            const auto weights = upper->read<uint16_t>(), lows = read<uint16_t>();
+            for (size_t i = 0; i < lows.size(); i++) { values.push_back(master_join(weights[i], lows[i])); }
+            return values;
+        }
         for (uint16_t x : read<uint16_t>()) {
             values.push_back(bf16_decode_dithered(x, round_bits16(key, first + values.size())));
         }
@@ -1335,7 +1362,8 @@ struct Buffer {
                   name.c_str());
             return;
         }
-        const double eps = type == Type::Fp32 ? 0.0 : type == Type::Fp16 ? 1.0 / 2048 : 1.0 / 256;
+        const bool fp32 = type == Type::Fp32 || type == Type::Master;
+        const double eps = fp32 ? 0.0 : type == Type::Fp16 ? 1.0 / 2048 : 1.0 / 256;
         const Doubles got = values();
         double distance = 0.0, rounding = 0.0, size = 0.0, worst = 0.0;
         for (double w : twin) {
@@ -1428,6 +1456,28 @@ struct Case {
         }
         return add(name, type_of<T>(), start, stored.data(), stored.size() * sizeof(T), std::move(values));
     }
+    // Master copies. In BF16 builds they are halves, and `weights`, already there, become the others.
+    Buffer* master(const char* name, const Start& start, Buffer* weights) {
+        if (Buffer* b = find(name)) { return b; }
+        if (sizeof(masterX) != 2) { return tensor<float>(name, start); }
+        Doubles values = start_values(start);
+        std::vector<uint16_t> lows(values.size());
+        for (size_t i = 0; i < lows.size(); i++) {
+            values[i] = (double)(float)values[i];
+            master_split((float)values[i], (uint16_t*)&weights->initial[kGuardBytes] + i, &lows[i]);
+        }
+        weights->reset();
+        Buffer* b = add(name, Type::Master, start, lows.data(), 2 * lows.size(), std::move(values));
+        b->upper = weights;
+        return b;
+    }
+    // m, v: a bf16 one is rounded stochastically, which the twin does not do.
+    Buffer* state(const char* name, const Start& start, bool bf16) {
+        if (!bf16) { return tensor<float>(name, start); }
+        Buffer* b = tensor<__nv_bfloat16>(name, start);
+        b->factor = 2.5;
+        return b;
+    }
     // Gradients as the micro-step before this key's stored them; the values become what their readers see.
     Buffer* grad(const char* name, const Start& start, bool bf16, const RoundKey& key) {
         if (Buffer* b = find(name)) { return b; }
@@ -1478,6 +1528,12 @@ template <class X, class S> struct Side {
     }
     X* x(const char* name, const Start& start) const { return pointer<X>(k->tensor<floatX>(name, start)); }
     S* s(const char* name, const Start& start) const { return pointer<S>(k->tensor<float>(name, start)); }
+    auto* master(const char* name, const Start& start, const char* weights) const {
+        return pointer<typename MasterValue<X, S>::type>(k->master(name, start, &(*k)[weights]));
+    }
+    StateOf<S> state(const char* name, const Start& start, bool bf16) const {
+        return {pointer<S>(k->state(name, start, bf16)), bf16 && !is_twin};
+    }
     auto* muon(const char* name, const Start& start) const {
         return pointer<typename MuonValue<X>::type>(k->tensor<muonX>(name, start));
     }
@@ -2710,9 +2766,9 @@ static std::vector<UpdateState> third_update() {
     return {state};
 }
 
-template <class Param> static void test_adamw(size_t n, bool bf16, bool use_master) {
+template <class Param> static void test_adamw(size_t n, bool bf16, bool use_master, bool state) {
     constexpr bool fp32 = sizeof(Param) == sizeof(float);
-    Case k(format("adamw_update n=%zu bf16=%d master=%d fp32=%d", n, bf16, use_master, fp32));
+    Case k(format("adamw_update n=%zu bf16=%d master=%d fp32=%d state=%d", n, bf16, use_master, fp32, state));
     const Doubles params = k.random(2 * n);
     Doubles v = k.random(2 * n, 0.1);
     for (double& x : v) { x = x * x; }
@@ -2720,8 +2776,8 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
         auto a = args<AdamWOf>(at);
         const auto start = InOut(params, 1e-5);
         a.params = fp32 ? (void*)at.s("params", start) : (void*)at.x("params", start), a.params_fp32 = fp32;
-        a.master = use_master ? at.s("master", InOut(params, 1e-5)) : nullptr;
-        a.m = at.s("m", InOut(2 * n, 0.1, 1e-5)), a.v = at.s("v", InOut(v, 1e-5));
+        a.master = use_master ? at.master("master", InOut(params, 1e-5), "params") : nullptr;
+        a.m = at.state("m", InOut(2 * n, 0.1, 1e-5), state), a.v = at.state("v", InOut(v, 1e-5), state);
         a.grads = at.stored("grads", 2 * n, bf16), a.state = at.exact("state", third_update());
         a.n = n, a.rows = packed_rows(at, 2, n, sizeof(Param), bf16);
         a.weight_decay = 0.1, a.lr = 0.01, a.beta1 = 0.9, a.beta2 = 0.95, a.eps = 1e-8;
@@ -2731,18 +2787,20 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
     });
 }
 
-static void test_muon(size_t n, bool bf16, bool use_master) {
-    Case k(format("muon n=%zu bf16=%d master=%d", n, bf16, use_master));
+static void test_muon(size_t n, bool bf16, bool use_master, bool state) {
+    Case k(format("muon n=%zu bf16=%d master=%d state=%d", n, bf16, use_master, state));
     const size_t update_row = n + 128;
     const Doubles params = k.random(2 * n), zeros(2 * update_row);      // zeros stay between the rows
     auto momentum = [&](auto at) {
-        op<MuonMomentumOf>(at, {at.muon("update", InOut(zeros, 1e-5)), at.s("m", InOut(2 * n, 0.1, 1e-5)),
+        auto* update = at.muon("update", InOut(zeros, 1e-5));
+        op<MuonMomentumOf>(at, {update, at.state("m", InOut(2 * n, 0.1, 1e-5), state),
                               at.stored("grads", 2 * n, bf16), at.exact("state", third_update()), n,
-                              update_row, packed_rows(at, 2, n, 0, bf16), 0.95});
+                              update_row, packed_rows(at, 2, n, 0, bf16), 0.95, kParamKey, 8 * 1001});
     };
     auto step = [&](auto at) {
-        op<MuonUpdateOf>(at, {at.x("params", InOut(params, 1e-5)),
-                            use_master ? at.s("master", InOut(params, 1e-5)) : nullptr,
+        auto* weights = at.x("params", InOut(params, 1e-5));
+        op<MuonUpdateOf>(at, {weights,
+                            use_master ? at.master("master", InOut(params, 1e-5), "params") : nullptr,
                             at.muon("update", InOut(zeros, 1e-5)), at.exact("state", third_update()), n,
                             update_row, packed_rows(at, 2, n, sizeof(floatX), bf16), 0.1, 0.01, kParamKey,
                             8 * 1001});
@@ -2755,6 +2813,41 @@ static void test_muon(size_t n, bool bf16, bool use_master) {
     step(Twin{&k});
     k["params"].factor = use_master || !kLowPrecision ? 2.0 : 2.5;
     k.expect();
+}
+
+// Masters that an update of almost nothing leaves as they are: ties, numbers that round to inf, inf, and NaN.
+static void test_extreme_masters() {
+    if (sizeof(masterX) != 2) { return; }
+    const float largest = FLT_MAX, tie = float_of(0x3F808000);
+    const Doubles masters = {tie, -tie, float_of(0x3F818000), float_of(0x3F807FFF), largest, -largest,
+                             HUGE_VAL, -HUGE_VAL, NAN, -NAN, 0.0, float_of(1), float_of(0x8000), 1, -1, 2};
+    const Doubles rounded = {1.0078125, -1.0078125, 1.015625, 1, HUGE_VAL, -HUGE_VAL,
+                             HUGE_VAL, -HUGE_VAL, NAN, NAN, 0.0, 0.0, float_of(0x10000), 1, -1, 2};
+    const size_t n = masters.size();
+    for (bool muon : {false, true}) {
+        Case k(format("masters at the ends, %s", muon ? "muon_update" : "adamw_update"));
+        repeat(k, [&](auto at) {
+            auto* weights = at.x("params", InOut(masters, 0.0));
+            auto* master = at.master("master", InOut(masters, 0.0), "params");
+            const Doubles zeros(n);
+            auto* state = at.exact("state", third_update());
+            if (muon) {
+                op<MuonUpdateOf>(at, {weights, master, at.muon("update", Of(zeros)), state, n, n, {}, 0.0,
+                                    0.01, kParamKey, 0});
+                return;
+            }
+            op<AdamWOf>(at, {weights, false, master, {at.s("m", Of(zeros))}, {at.s("v", Of(zeros))},
+                           at.stored("grads", n, false), state, n, {}, 0.0, 0.0, 0.9, 0.95, 1e-8, kParamKey,
+                           0});
+        });
+        for (const char* name : {"params", "master"}) {
+            const Doubles got = k[name].values(), &want = *name == 'p' ? rounded : masters;
+            for (size_t i = 0; i < n; i++) {
+                CHECK(got[i] == want[i] || (isnan(got[i]) && isnan(want[i])), "%s: %s of %g is %g, not %g",
+                      k.title.c_str(), name, masters[i], got[i], want[i]);
+            }
+        }
+    }
 }
 
 // Two parts of each of three layers at once, in place, against the twin; each layer alone has the same bits.
@@ -2802,13 +2895,12 @@ static void test_orthogonalise(int rows, int cols, int steps) {
 }
 
 static void test_update(size_t n) {
-    for (bool bf16 : {false, true}) {
-        for (bool master : {false, true}) {
-            if (master && !kLowPrecision) { continue; }
-            test_adamw<floatX>(n, bf16, master);
-            test_muon(n, bf16, master);
-            if (kLowPrecision) { test_adamw<float>(n, bf16, master); }
-        }
+    for (int i = 0; i < 8; i++) {
+        const bool bf16 = i & 1, state = i & 2, master = i & 4;
+        if (master && !kLowPrecision) { continue; }
+        test_adamw<floatX>(n, bf16, master, state);
+        test_muon(n, bf16, master, state);
+        if (kLowPrecision && !master) { test_adamw<float>(n, bf16, master, state); }
     }
 }
 
@@ -3102,6 +3194,7 @@ static void test_kernels() {
         test_outliers();
         test_update(512);
         if (!small_shapes) { test_update(64 * 10007); }
+        test_extreme_masters();
     }
     TEST("kernels: decoding") { test_decoding(); }
     gemm_free();
@@ -3223,10 +3316,10 @@ int main(int argc, char** argv) {
                 if (kDeviceIsAsync) { test_muon_updates(kTensorCore); }
             }
             TEST("a disk that stalls") { test_stalled_disk(kTiny); }
-            TEST("checkpoints: at once and in parts, AdamW and Muon, -w 1 and 0") {
+            TEST("checkpoints: at once and in parts, AdamW and Muon, -w 1 and 0, fp32 and bf16 states") {
                 Options o = default_options();
                 test_checkpoint(kTiny, o, false);
-                o.master = false, o.muon = true;
+                o.master = false, o.muon = o.state_bf16 = true;
                 test_checkpoint(kTiny, o, true);
             }
             TEST("writing") {
@@ -3239,7 +3332,7 @@ int main(int argc, char** argv) {
                 }
             }
 #ifndef GPT2_CPU
-            TEST("no master weights, bf16 gradients") { test_options(kTensorCore); }
+            TEST("no master weights, bf16 gradients, bf16 states") { test_options(kTensorCore); }
             TEST("bf16 gradients of 4 micro-steps: matrices near fp32's, all others equal to them") {
                 test_bf16_gradients(kTensorCore);
             }

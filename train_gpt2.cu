@@ -83,10 +83,12 @@ template <> struct MuonValue<half> { typedef __nv_bfloat16 type; };
 typedef __nv_bfloat16 floatX;
 #define PRECISION_NAME "BF16"
 constexpr bool kFp16 = false;
+template <class S> struct MasterValue<__nv_bfloat16, S> { typedef uint16_t type; };
 #endif
 
 constexpr bool kLowPrecision = sizeof(floatX) == 2;     // parameters may have fp32 master copies
 typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
+typedef MasterValue<floatX, float>::type masterX;       // beside a bf16 weight its master's lower half
 #define X(op, Args) typedef Args##Of<floatX, float> Args;      // the ops' arguments
 GPT2_OPS(X)
 #undef X
@@ -112,7 +114,7 @@ static struct TestHooks {
 
 // Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
 static size_t bytes_floatX = sizeof(floatX);
-constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
+constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX = kFp16 ? 4 : 2;
 
 // The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
 // zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
@@ -163,15 +165,15 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1;
     X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                   \
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                     \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                \
-    X(qkv,        floatX, Block,  ALWAYS, N * QKVC)         /* (B,T,NH+2*NKV,HS) */                         \
+    X(qkv,        floatX, Block,  SAVED(3), N * QKVC)       /* (B,T,NH+2*NKV,HS) */                         \
     X(qk_rstd,    float,  Block,  ALWAYS, qk_norm * N * (NH + NKV))     /* (B,T,NH+NKV) */                  \
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */        \
-    X(atty,       floatX, Block,  ALWAYS, N * QC)           /* (B,T,NH,HS) attention's output */            \
-    X(x_mid,      floatX, Block,  sequential ? ALWAYS : 1, N * C)       /* (B,T,C) after attention */       \
+    X(atty,       floatX, Block,  SAVED(3), N * QC)         /* (B,T,NH,HS) attention's output */            \
+    X(x_mid,      floatX, Block,  sequential ? SAVED(3) : 1, N * C)     /* (B,T,C) after attention */       \
     X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                                 \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
-    X(fch,        floatX, Block,  ALWAYS, N * FCC)          /* (B,T,4C) before GELU; SwiGLU (B,T,2F) */     \
+    X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,4C) before GELU; SwiGLU (B,T,2F) */     \
     X(act,        floatX, Block,  SAVED(1), N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
     X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
@@ -264,6 +266,7 @@ static std::vector<ParamSpec> param_table(const Config& c) {
 struct Options : ModelSettings {
     bool trains = true;         // else forward only: gradients and optimizer have no memory
     bool grads_bf16 = false;    // gradients of tensors with two dimensions in bf16, rounded with dither
+    bool state_bf16 = false;    // m and v in bf16, rounded stochastically
     bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
     bool muon = false;          // for the layers' matrices; AdamW for the others
     int muon_steps = 5;         // of Newton-Schulz
@@ -275,6 +278,7 @@ struct Options : ModelSettings {
     Split split = {};           // this rank's part of the job
     int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
     bool graphs = true;         // on one GPU a micro-step is a CUDA graph
+    size_t state_bytes() const { return state_bf16 ? 2 : sizeof(float); }       // of an element of m or v
 };
 
 // Fills specs, for a pass over (B,T), and returns where the activations end if they begin at `offset`.
@@ -2560,20 +2564,58 @@ static void update_decision(const UpdateDecision& a, Stream stream) {
 }
 
 // == 6.8 adamw, muon ==
-// Both walk over a tensor's weights as they stand: the master copy, or the parameter itself.
+// Both walk over a tensor's weights as they stand: the master copy, or the parameter itself. A bf16 parameter
+// and 16 bits beside it are both the master (rand.h).
 constexpr int kUpdateThreads = 256;
 
-// Rounds to the parameter's type: to nearest where there is a master copy, else stochastically, because small
-// steps would be lost. Element i draws as number `position`.
+// Elements [i, i + kWidth) of n. master: null if there are no copies.
 template <class Param>
-__device__ __forceinline__ Pack<Param> round_weights(const Floats& p, bool has_master, const RoundKey& key,
-                                                     size_t position) {
-    Pack<Param> rounded = to_pack<Param>(p);
-    if (!has_master && sizeof(Param) == 2) {
+__device__ __forceinline__ Floats load_weights(const Param* params, const masterX* master, size_t i,
+                                               size_t n) {
+    const Pack<Param> weights = load(params, i, n);
+    if (!master) { return to_floats(weights); }
+    const Pack<masterX> kept = load(master, i, n);
+    Floats p;
+    for (int k = 0; k < kWidth; k++) {
+        uint16_t upper;
+        memcpy(&upper, &weights.data[k], sizeof(upper));
+        p.at[k] = sizeof(masterX) == 2 ? master_join(upper, (uint16_t)kept.data[k]) : (float)kept.data[k];
+    }
+    return p;
+}
+
+// Elements [i, i + kWidth) of what must not lose small steps; fp32 stays as it is. Element i draws as number
+// `position`.
+template <class X>
+__device__ __forceinline__ Pack<X> round_stochastic(const Floats& x, const RoundKey& key, size_t position) {
+    Pack<X> rounded = to_pack<X>(x);
+    if (sizeof(X) == 2) {
         const Draws draws = round_draws(key, position);
-        for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], p.at[k], draws.at[k]); }
+        for (int k = 0; k < kWidth; k++) { store_stochastic(&rounded.data[k], x.at[k], draws.at[k]); }
     }
     return rounded;
+}
+template <class StateX>
+__device__ __forceinline__ void store_state(StateX* state, size_t i, size_t n, const Floats& x, RoundKey key,
+                                            uint32_t tensor, size_t position) {
+    key.tensor = tensor;
+    store(state, i, n, round_stochastic<StateX>(x, key, position));
+}
+
+// Rounds to the parameter's type: to nearest where there is a master copy, else stochastically.
+template <class Param>
+__device__ __forceinline__ void store_weights(Param* params, masterX* master, size_t i, size_t n,
+                                              const Floats& p, const RoundKey& key, size_t position) {
+    if (!master) { return store(params, i, n, round_stochastic<Param>(p, key, position)); }
+    Pack<Param> weights = to_pack<Param>(p);
+    Pack<masterX> kept;
+    for (int k = 0; k < kWidth; k++) {
+        uint16_t *upper = (uint16_t*)&weights.data[k], *lower = (uint16_t*)&kept.data[k];
+        if (sizeof(masterX) == 2) { master_split(p.at[k], upper, lower); }
+        else { kept.data[k] = (masterX)p.at[k]; }
+    }
+    store(master, i, n, kept);
+    store(params, i, n, weights);
 }
 
 // Blocks for `rows` rows of n elements, one row in each y: two an SM, with which an H200's memory is fastest.
@@ -2591,8 +2633,8 @@ static dim3 update_blocks(const char* op, size_t n, size_t first, int rows) {
 // PyTorch's AdamW rounds (its foreach form), constants taken in double: from equal gradients, equal weights.
 // A launch for each kind of bucket, of all layers at once; p is the master copy, or the parameter itself
 // (fp32), or the 16-bit parameter, rounded stochastically. Gaps between tensors are zeros and stay zeros.
-// Param: floatX or float.
-template <class Param, bool kGradsBf16, bool kMaster>
+// Param: floatX or float. StateX, of m and v: float or bf16.
+template <class Param, bool kGradsBf16, bool kMaster, class StateX>
 __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
     if (a.state->skip) { return; }
 
@@ -2610,14 +2652,15 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
     const int row = blockIdx.y;
     Param* params = (Param*)((char*)a.params + row * a.rows.params);
     const void* grads = (const char*)a.grads.data + row * a.rows.grads;
-    float *master = kMaster ? a.master + row * a.n : nullptr, *ms = a.m + row * a.n, *vs = a.v + row * a.n;
+    masterX* master = kMaster ? a.master + row * a.n : nullptr;
+    StateX *ms = (StateX*)a.m.data + row * a.n, *vs = (StateX*)a.v.data + row * a.n;
     const size_t first = row * a.rows.first;
     const size_t step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     for (; i < a.n; i += step) {
         const Floats g = load_stored(grads, kGradsBf16, i, a.n, a.grads.key, a.grads.first + first);
         Floats m = load_floats(ms, i, a.n), v = load_floats(vs, i, a.n);
-        Floats p = kMaster ? load_floats(master, i, a.n) : load_floats(params, i, a.n);
+        Floats p = load_weights(params, master, i, a.n);
 
         // The formula above, each operation rounded where PyTorch rounds.
 #pragma unroll
@@ -2629,25 +2672,26 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
             p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
         }
 
-        store(ms, i, a.n, to_pack<float>(m));
-        store(vs, i, a.n, to_pack<float>(v));
-        if (kMaster) { store(master, i, a.n, to_pack<float>(p)); }
-        store(params, i, a.n, round_weights<Param>(p, kMaster, a.key, a.first + first + i));
+        const size_t position = a.first + first + i;
+        store_state(ms, i, a.n, m, a.key, kRoundM, position);
+        store_state(vs, i, a.n, v, a.key, kRoundV, position);
+        store_weights(params, master, i, a.n, p, a.key, position);
     }
+}
+template <bool kGradsBf16, class StateX> static auto adamw_kernel_of(const AdamW& a) {
+    return a.params_fp32 ? adamw_kernel<float, kGradsBf16, false, StateX>
+           : a.master    ? adamw_kernel<floatX, kGradsBf16, kLowPrecision, StateX>
+                         : adamw_kernel<floatX, kGradsBf16, false, StateX>;
 }
 
 static void adamw_update(const AdamW& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("adamw_update", a.n, a.first, a.rows.count);
-    auto run = [&](auto param) {
-        using Param = decltype(param);
-        auto kernel = a.grads.is_bf16
-                          ? (a.master ? adamw_kernel<Param, true, true> : adamw_kernel<Param, true, false>)
-                          : (a.master ? adamw_kernel<Param, false, true> : adamw_kernel<Param, false, false>);
-        kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
-    };
-    if (a.params_fp32) { run(0.0f); }
-    else { run(floatX()); }
+    typedef __nv_bfloat16 bf16;
+    auto kernel = a.grads.is_bf16
+                      ? (a.m.is_bf16 ? adamw_kernel_of<true, bf16>(a) : adamw_kernel_of<true, float>(a))
+                      : (a.m.is_bf16 ? adamw_kernel_of<false, bf16>(a) : adamw_kernel_of<false, float>(a));
+    kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
 }
 
 // Muon, as ops.h has it: momentum, then Newton-Schulz steps by cuBLASLt, then the update of the weights.
@@ -2659,23 +2703,24 @@ static void adamw_update(const AdamW& a, Stream stream) {
 //     poly = b gram + c gram gram
 // A step of a matrix of (m,n), m <= n, takes 4 m m n + 2 m^3 FLOPs: 60 C^3 for a layer, so 1.63 TFLOPs for
 // 124M's five steps. The forward and backward of 65,536 tokens take some 53.
+template <class StateX>
 __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomentum a) {
     if (a.state->skip) { return; }
     const float part = (float)(1.0 - a.momentum), ahead = (float)a.momentum, scale = a.state->grad_scale;
     const int row = blockIdx.y;
     const void* grads = (const char*)a.grads.data + row * a.rows.grads;
-    float* ms = a.m + row * a.n;
-    const size_t first = a.grads.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
+    StateX* ms = (StateX*)a.m.data + row * a.n;
+    const size_t first = row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     for (; i < a.n; i += step) {
-        const Floats g = load_stored(grads, a.grads.is_bf16, i, a.n, a.grads.key, first);
+        const Floats g = load_stored(grads, a.grads.is_bf16, i, a.n, a.grads.key, a.grads.first + first);
         Floats m = load_floats(ms, i, a.n), update;
         for (int k = 0; k < kWidth; k++) {
             const float grad = g.at[k] * scale;
             m.at[k] = fmaf(part, grad - m.at[k], m.at[k]);
             update.at[k] = fmaf(ahead, m.at[k] - grad, grad);
         }
-        store(ms, i, a.n, to_pack<float>(m));
+        store_state(ms, i, a.n, m, a.key, kRoundM, a.first + first + i);
         store(a.update + row * a.update_row, i, a.n, to_pack<muonX>(update));
     }
 }
@@ -2683,7 +2728,8 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_momentum_kernel(MuonMomen
 static void muon_momentum(const MuonMomentum& a, Stream stream) {
     OpScope scope(a, stream);
     const dim3 blocks = update_blocks("muon_momentum", a.n, a.grads.first, a.rows.count);
-    muon_momentum_kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
+    auto kernel = a.m.is_bf16 ? muon_momentum_kernel<__nv_bfloat16> : muon_momentum_kernel<float>;
+    kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
 }
 
 // x = inp / |inp| takes two kernels. In each, a block has a chunk of matrix number blockIdx.y, n elements.
@@ -2770,17 +2816,15 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate 
     if (a.state->skip) { return; }
     const float keep = (float)(1.0 - a.lr * a.weight_decay), minus_rate = (float)-a.lr;
     const int row = blockIdx.y;
-    const bool has_master = a.master != nullptr;
     floatX* params = (floatX*)((char*)a.params + row * a.rows.params);
-    float* master = has_master ? a.master + row * a.n : nullptr;
+    masterX* master = a.master ? a.master + row * a.n : nullptr;
     const size_t first = a.first + row * a.rows.first, step = (size_t)gridDim.x * blockDim.x * kWidth;
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     for (; i < a.n; i += step) {
         const Floats update = load_floats(a.update + row * a.update_row, i, a.n);
-        Floats p = has_master ? load_floats(master, i, a.n) : load_floats(params, i, a.n);
+        Floats p = load_weights(params, master, i, a.n);
         for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
-        if (has_master) { store(master, i, a.n, to_pack<float>(p)); }
-        store(params, i, a.n, round_weights<floatX>(p, has_master, a.key, first + i));
+        store_weights(params, master, i, a.n, p, a.key, first + i);
     }
 }
 
@@ -4704,9 +4748,9 @@ struct Inputs {
     size_t bytes;
 };
 
-struct Optimizer {              // state, fp32. From ZeRO stage 1 on, a rank has that of its shards only
-    float* master;              // null where parameters are fp32 themselves, and at -w 0
-    float *m, *v;               // v lies behind m, in one array
+struct Optimizer {              // state. From ZeRO stage 1 on, a rank has that of its shards only
+    masterX* master;            // null at -w 0 and in FP32 builds; fp32 parameters leave their part empty
+    char *m, *v;                // v lies behind m, in one array; fp32, or bf16 with state_bf16
     char *muon_updates, *muon_products;         // null without Muon; see MuonShare
     ChunkRange* ranges;         // (buckets)
 };
@@ -4855,9 +4899,9 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
           shared);
 
     visit("master weights", &model->opt.master,
-          bytes_floatX == 2 && o.master ? layout.state_elems * sizeof(float) : 0, Memory::Zeroed);
+          bytes_floatX == 2 && o.master ? layout.state_elems * bytes_masterX : 0, Memory::Zeroed);
     visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
-          (layout.state_elems + layout.v_elems) * sizeof(float), Memory::Zeroed);
+          (layout.state_elems + layout.v_elems) * o.state_bytes(), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor),
           Memory::Zeroed);
@@ -4929,10 +4973,48 @@ static MemoryRoom memory_room(const DeviceInfo& device) {
     return {device.name, device.memory_free, device.memory_total / 100 + nccl};
 }
 
+// The flags that need less memory, from the least to the most costly. A resumed run may choose those that
+// keep the bits.
+struct MemoryFlag { const char* text; bool keeps_bits; void (*apply)(Options* o); };
+static const MemoryFlag kMemoryFlags[] = {
+    {"-zs 1", true, [](Options* o) { o->split.zero = std::max(o->split.zero, (int)(o->split.world > 1)); }},
+    {"-r 1", true, [](Options* o) { o->recompute = std::max(o->recompute, 1); }},
+    {"-r 2", true, [](Options* o) { o->recompute = std::max(o->recompute, 2); }},
+    {"--state-dtype bf16", false, [](Options* o) { o->state_bf16 = true; }},
+    {"--grad-dtype bf16", false, [](Options* o) {
+        o->grads_bf16 = kDeviceIsCuda || bytes_floatX == 2;
+        if (o->grads_bf16 && o->split.zero < 2) { o->lanes = 1; }
+    }},
+    {"-r 3", true, [](Options* o) { o->recompute = 3; }},
+    {"-w 0", false, [](Options* o) { o->master = 0; }}};
+
+// Those that make this plan smaller.
+static std::vector<MemoryFlag> memory_flags(const Config& c, const Options& options, int B, int T,
+                                            bool resumed) {
+    std::vector<MemoryFlag> flags;
+    for (const MemoryFlag& flag : kMemoryFlags) {
+        Options with = options;
+        flag.apply(&with);
+        const size_t bytes = memory_total(gpt2_memory_plan(c, with, B, T));
+        if (resumed && !flag.keeps_bits) { continue; }
+        if (bytes < memory_total(gpt2_memory_plan(c, options, B, T))) { flags.push_back(flag); }
+    }
+    return flags;
+}
+static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, Options o, int B, int T,
+                                                const std::vector<MemoryFlag>& flags, unsigned with) {
+    for (const MemoryFlag& flag : flags) {
+        if (with & 1) { flag.apply(&o); }
+        with /= 2;
+    }
+    return gpt2_memory_plan(c, o, B, T);
+}
+
 static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
-                              const DeviceInfo& device, bool keeps_batch = false) {
-    memory_check([&](int b) { return gpt2_memory_plan(c, options, b, T); }, memory_room(device),
-                 {B, T, keeps_batch, options.trains && options.recompute < 2});
+                              const DeviceInfo& device, bool resumed = false) {
+    const std::vector<MemoryFlag> flags = memory_flags(c, options, B, T, resumed);
+    memory_check([&](int b, unsigned with) { return gpt2_memory_plan(c, options, b, T, flags, with); }, flags,
+                 memory_room(device), {B, T, resumed});
 }
 
 // ---- allocation ----
@@ -4975,7 +5057,7 @@ static void optimizer_init(GPT2* model) {
     state.update.loss_scale = kFp16 ? model->options.loss_scale : 1.0f;
     gpt2_write_state(model, state);
     if (!model->options.trains) { return; }
-    model->opt.v = model->opt.m + model->layout.state_elems;
+    model->opt.v = model->opt.m + model->layout.state_elems * model->options.state_bytes();
     const std::vector<ChunkRange> ranges = chunk_ranges(model->layout);
     copy_to_device(model->opt.ranges, ranges.data(), ranges.size() * sizeof(ChunkRange), model->stream);
     stream_sync(model->stream);
@@ -5040,7 +5122,7 @@ static char* gpt2_param_data(const GPT2* model, int i, int l) {
 }
 
 // Elements [begin, end) of layer l's copy of a tensor: this rank has their master weights, m and v.
-struct Held { const char* array; float* memory; };      // memory: of element `begin`; null: not in this model
+struct Held { const char *array, *type; void* memory; };    // of element `begin`; null: not in this model
 struct HeldPart { size_t begin, end; Held in[3]; };
 static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
     const ParamAddress address = param_address(model->param_specs, model->layout, i, l);
@@ -5048,27 +5130,38 @@ static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
     const size_t from = std::max(address.offset, b.held_at);
     const size_t to = std::min(address.offset + model->param_specs[i].elems, b.held_at + b.held);
     if (from >= to) { return {}; }
-    auto at = [&](float* arena, size_t bucket) {
-        return arena ? arena + bucket + from - b.held_at : nullptr;
+    auto held = [&](const char* array, const char* type, void* arena, size_t bucket) {
+        const size_t at = (bucket + from - b.held_at) * state_type_bytes(type);
+        return Held{array, type, arena ? (char*)arena + at : nullptr};
     };
+    masterX* master = b.elem_bytes == 2 ? model->opt.master : nullptr;
+    const char* state = model->options.state_bf16 ? "bf16" : "f32";
     return {from - address.offset, to - address.offset,
-            {{"master", at(model->opt.master, b.state)}, {"m", at(model->opt.m, b.state)},
-             {"v", b.muon ? nullptr : at(model->opt.v, b.v)}}};
+            {sizeof(masterX) == 2 ? held("low", "u16", master, b.state)
+                                  : held("master", "f32", master, b.state),
+             held("m", state, model->opt.m, b.state),
+             held("v", state, b.muon ? nullptr : model->opt.v, b.v)}};
 }
 
 static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
     std::vector<floatX> rounded;
-    const void* data = values;
+    std::vector<uint16_t> lows;
+    const void *data = values, *masters = values;
     if (s.elem_bytes != sizeof(float)) {
         rounded.assign(values, values + s.elems);
         data = rounded.data();
     }
+    if (sizeof(masterX) == 2 && model->opt.master && s.elem_bytes == 2) {
+        lows.resize(s.elems);
+        for (size_t e = 0; e < s.elems; e++) { master_split(values[e], (uint16_t*)&rounded[e], &lows[e]); }
+        masters = lows.data();
+    }
     copy_to_device(gpt2_param_data(model, i, l), data, s.elems * s.elem_bytes, model->stream);
     const HeldPart part = gpt2_held_part(model, i, l);
     if (part.in[0].memory) {
-        copy_to_device(part.in[0].memory, values + part.begin, (part.end - part.begin) * sizeof(float),
-                       model->stream);
+        copy_to_device(part.in[0].memory, (const masterX*)masters + part.begin,
+                       (part.end - part.begin) * sizeof(masterX), model->stream);
     }
     stream_sync(model->stream);
 }
@@ -5112,10 +5205,6 @@ struct MicroStep {
     bool casts_weights = true;  // a step's first: with FP8 the weights have changed
     bool exchanges = false;     // each bucket of gradients goes to the other ranks once it is complete
 };
-
-// Random numbers for rounding: the `tensor` of a RoundKey. An element's number counts through all buckets
-// (Bucket::first).
-constexpr uint32_t kRoundParams = 16, kRoundGrads = 17, kRoundGradSums = 18;
 
 // Rounds a micro-step's gradients.
 static RoundKey gpt2_grad_key(const GPT2* model, uint32_t micro) {
@@ -5888,22 +5977,35 @@ static void llama_layer_backward(Backward& e, int l) {
     e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
 
-// The engine that recomputes norms and activations by the forward's pages, where -r has not kept them. Where
-// FP8 has kept their bytes, the backward needs nothing else.
+// The engine that recomputes by the forward's pages what -r has not kept: norms and activations, or at -r 3
+// all of a layer but x_out, its end. Where FP8 has kept the bytes of norms and activations, the backward
+// needs nothing else.
 struct Recompute : Forward {
+    bool whole = false;                 // this layer has lost all but x_out; set before its page
     explicit Recompute(const Pass& pass) : Forward(pass) {}
     // a second norm's rows are kept where the first's are
     static bool lacks(const Operand& y) { return !y.kept && !y.bytes; }
     void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2, const Norm& w2) override {
-        if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
+        if (whole) { Forward::norm(out, x, w, out2, w2); }
+        else if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
     }
-    void linear_activate(const Operand& out, floatX* fch, const Operand&, const Linear&) override {
-        if (lacks(out)) { activate(out, fch); }
+    void linear_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
+        if (whole) { Forward::linear_activate(out, fch, inp, w); }
+        else if (lacks(out)) { activate(out, fch); }
     }
-    void linear(floatX*, const Operand&, const Linear&, const floatX*) override {}
-    void linear_add(const Sum&, const Sum&, const Operand&, const Linear&) override {}
-    void rotate(floatX*, const Rotation&) override {}
-    void attention(floatX*, const floatX*, const Attention&) override {}
+    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* residual) override {
+        if (whole) { Forward::linear(out, inp, w, residual); }
+    }
+    void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) override {
+        const bool is_mid = config().block == Block::Sequential && out.data == acts(0).x_mid;
+        if (whole && is_mid) { Forward::linear_add(out, before, inp, w); }
+    }
+    void rotate(floatX* qkv, const Rotation& r) override {
+        if (whole) { Forward::rotate(qkv, r); }
+    }
+    void attention(floatX* out, const floatX* qkv, const Attention& att) override {
+        if (whole) { Forward::attention(out, qkv, att); }
+    }
 };
 
 // ---- backward ----
@@ -5933,6 +6035,7 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     e.norm_backward(head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
     Recompute recompute(e);                     // the same pass
     for (int l = c.L - 1; l >= 0; l--) {
+        recompute.whole = !e.kept(ACT_fch, l);
         model_layer(recompute, l);
         e.begin_layer(l);
         if (c.is_llama()) { llama_layer_backward(e, l); }
@@ -6127,6 +6230,11 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     return {L, next.params - b.params, grads, next.first - b.first};
 }
 
+// This rank's m or v, from element `at` of the arena on.
+static StateOf<float> gpt2_state(const GPT2* model, char* arena, size_t at) {
+    return {arena + at * model->options.state_bytes(), model->options.state_bf16};
+}
+
 // An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
 template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
     if (model->options.split.world == 1) { return; }
@@ -6157,16 +6265,17 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
     const Split& split = o.split;
     const MuonShare& share = model->muon;
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
+    const RoundKey key = {o.seed, model->step, 0, kRoundParams};
     muonX* updates = (muonX*)model->opt.muon_updates;
     for (int first = 0; first < model->config.L; first += share.together) {
         const int layers = std::min(share.together, model->config.L - first);
         const int bucket = model->layout.layer(first);
         const Bucket& b = model->layout.buckets[bucket];
         rows.count = layers;
-        muon_momentum({.update = updates + b.held_at, .m = model->opt.m + b.state,
+        muon_momentum({.update = updates + b.held_at, .m = gpt2_state(model, model->opt.m, b.state),
                        .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
                        .state = &model->state->update, .n = b.held, .update_row = b.padded, .rows = rows,
-                       .momentum = momentum}, model->stream);
+                       .momentum = momentum, .key = key, .first = b.first + b.held_at}, model->stream);
         if (split.zero >= 1) {
             gpt2_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {
@@ -6183,8 +6292,7 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
                      .master = model->opt.master ? model->opt.master + b.state : nullptr,
                      .update = updates + b.held_at, .state = &model->state->update, .n = b.held,
                      .update_row = b.padded, .rows = rows, .weight_decay = o.muon_decay, .lr = lr,
-                     .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
-                    model->stream);
+                     .key = key, .first = b.first + b.held_at}, model->stream);
         gpt2_gather_params(model, bucket, layers);
     }
 }
@@ -6228,7 +6336,8 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
         adamw_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
-                      .m = model->opt.m + b.state, .v = model->opt.v + b.v,
+                      .m = gpt2_state(model, model->opt.m, b.state),
+                      .v = gpt2_state(model, model->opt.v, b.v),
                       .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
                       .state = &model->state->update, .n = b.held, .rows = rows,
                       .weight_decay = b.kind == Kind::Matrix ? (float)o.weight_decay : 0.0f,
@@ -6441,15 +6550,15 @@ static void checkpoint_load(GPT2* model, const char* path) {
 }
 
 // ---- saving ----
-// All master weights of a tensor, on the device, valid until the next call. From ZeRO stage 1 on it gathers
-// the shards, so all ranks must call it at the same time.
-static const float* gpt2_whole_master(GPT2* model, int i, int l) {
+// All master weights of a tensor (bf16: their lower halves), on the device, valid until the next call. From
+// ZeRO stage 1 on it gathers the shards, so all ranks must call it at the same time.
+static const masterX* gpt2_whole_master(GPT2* model, int i, int l) {
     const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[at.bucket];
     if (model->options.split.zero == 0) { return model->opt.master + b.state + at.offset; }
-    float* all = (float*)model->exchange.inboxes;
-    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(float), model->stream);
-    device_all_gather(all, b.shard * sizeof(float), model->stream);
+    masterX* all = (masterX*)model->exchange.inboxes;
+    copy_on_device(all + b.mine, model->opt.master + b.state, b.shard * sizeof(masterX), model->stream);
+    device_all_gather(all, b.shard * sizeof(masterX), model->stream);
     return all + at.offset;
 }
 
@@ -6458,10 +6567,10 @@ static const float* gpt2_whole_master(GPT2* model, int i, int l) {
 // fp32 models, from the master weights.
 static std::vector<SavedPiece> state_pieces(GPT2* model) {
     const bool sharded = model->options.split.zero >= 1, first = model->options.split.rank == 0;
-    const bool from_master = !kModelIsBf16 && model->opt.master;
     std::vector<SavedPiece> pieces;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
+        const bool from_master = kFp16 && model->opt.master && s.elem_bytes == 2;
         const char* type = s.elem_bytes == sizeof(float) ? "f32" : kFp16 ? "f16" : "bf16";
         for (int l = 0; l < s.copies; l++) {
             auto row = [&](const char* array, const char* type, size_t begin, size_t end) {
@@ -6474,9 +6583,9 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
             const HeldPart part = gpt2_held_part(model, i, l);
             for (const Held& held : part.in) {
                 if (!held.memory) { continue; }
-                const bool is_master = held.memory == part.in[0].memory;
-                pieces.push_back({.row = row(held.array, "f32", part.begin, part.end), .device = held.memory,
-                                  .in_state = sharded || first,
+                const bool is_master = &held == &part.in[0];
+                pieces.push_back({.row = row(held.array, held.type, part.begin, part.end),
+                                  .device = held.memory, .in_state = sharded || first,
                                   .in_model = first && is_master && from_master && !sharded});
             }
             if (from_master && sharded) {
@@ -6530,7 +6639,7 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     for (const SavedPiece& piece : state_pieces(model)) {
         if (!piece.device) { continue; }
         DiskWait disk(c->step);
-        const std::string error = checkpoint_read(*c, index, piece.row, &data);
+        const std::string error = checkpoint_read_halves(*c, index, piece.row, &data);
         if (!error.empty()) { return error; }
         copy_to_device(piece.device, data.data(), data.size(), model->stream);
         stream_sync(model->stream);
@@ -6577,6 +6686,7 @@ static Options run_options() {
     Options o = {run};
     o.trains = run_task() == Task::Train;
     o.grads_bf16 = run.grad_dtype == GradDtype::Bf16;
+    o.state_bf16 = run.state_dtype == StateDtype::Bf16;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
     if (o.fp8) { o.recompute = 2; }             // in FP8's layers: in the first step alone
@@ -6715,7 +6825,7 @@ static void print_plan() {
         device = device_init();
         gpu = gpu_kind(device.name);
     } else {
-        device.name = gpu->part;
+        device.name = gpu_name(*gpu);
         device.memory_total = (size_t)(gpu->gib * (1 << 30));
         device.memory_free = device.memory_total - ((size_t)3 << 29);   // 1.5 GiB: driver, libraries, NCCL
     }
@@ -6727,14 +6837,19 @@ static void print_plan() {
     printf("plan: %s on %d x %s, %s\n", run.model, comm.world, device.name.c_str(), build.precision);
     report_model(config, specs, options.muon, false);
     memory_print(gpt2_memory_plan(config, options, run.B, run.T), run.verbose > 0);
-    const int largest = memory_largest([&](int B) { return gpt2_memory_plan(config, least, B, run.T); },
-                                       memory_room(device), std::min(65536, INT_MAX / run.T));
-    plan_print_batch(largest, options.lanes * comm.world);
+    const MemoryRoom room = memory_room(device);
+    const int largest = memory_largest([&](int B) { return gpt2_memory_plan(config, least, B, run.T); }, room,
+                                       std::min(65536, INT_MAX / run.T));
+    const std::vector<MemoryFlag> flags = memory_flags(config, least, run.B, run.T, false);
+    const std::string advice = memory_advice([&](int B, unsigned with) {
+        return gpt2_memory_plan(config, least, B, run.T, flags, with);
+    }, flags, room, run.B, largest);
+    plan_print_batch(largest, advice, options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,
-                     options.muon, options.split.zero > 0, options.fp8, options.fp8_head}, run_max_steps(),
-                    run.price);
+                     options.muon, options.split.zero > 0, options.fp8, options.fp8_head,
+                     options.state_bf16}, run_max_steps(), run.price);
 }
 
 // == 12 training loop ==

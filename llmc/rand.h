@@ -11,6 +11,7 @@ Generator: Philox 4x32 with 10 rounds (Salmon, Moraes, Dror, Shaw, "Parallel ran
     uint16_t b = bf16_round_stochastic(x, round_bits16(key, element));   // unbiased: E[b] = x
     uint16_t d = bf16_encode_dithered(x, round_bits16(key, element));    // unbiased with half the variance,
     float y = bf16_decode_dithered(d, round_bits16(key, element));       // if the reader knows the key
+    master_split(x, &weight, &low);                                      // an fp32 master as bf16 and 16 bits
     uint64_t row = rand_permuted(seed, epoch, n, i);                     // i-th of 0 .. n-1 in a random order
 */
 #pragma once
@@ -164,6 +165,21 @@ LLMC_HD static inline uint16_t bf16_round_nearest(float x) {
 }
 
 LLMC_HD static inline float bf16_to_float(uint16_t b) { return float_of((uint32_t)b << 16); }
+
+// ---- exact masters of bf16 weights ----
+// A bf16 weight is its fp32 master, rounded to nearest, ties away from zero. The master's lower 16 bits are
+// kept beside it, and both halves give the master back, to the bit: the weight is the master's upper half, or
+// one more if the lower half is 0x8000 or more. Inf stays inf. The largest finite masters round to weights of
+// inf, as in any rounding to nearest, and come back finite. A NaN becomes that of the bits 0x7FC00000:
+// rounding others up could make numbers of them.
+LLMC_HD static inline void master_split(float master, uint16_t* weight, uint16_t* low) {
+    const uint32_t u = master == master ? bits_of(master) : 0x7FC00000u;
+    *weight = (uint16_t)((u + 0x8000u) >> 16);
+    *low = (uint16_t)u;
+}
+LLMC_HD static inline float master_join(uint16_t weight, uint16_t low) {
+    return float_of((((uint32_t)weight - (low >> 15)) << 16) | low);
+}
 
 // Subtractive dither (Roberts 1962 for images; Schuchman 1964 says which noise works), for readers that know
 // the random draw u. The encoder adds u before it cuts off the low 16 bits, and the decoder subtracts u. This

@@ -1,15 +1,17 @@
 /*
-Tests of what a run survives by: checksum.h, state_file.h, model_file.h, checkpoints.h, worker.h. Damage is
-tried exhaustively on small files: each byte, each length, each field. test_resume.py resumes runs from such
-files, reads the format with a program of its own, and calls build/checkpoint.
+Tests of what a run survives by: checksum.h, state_file.h, model_file.h, checkpoints.h, worker.h; and how
+resume.h reads earlier states. Damage is tried exhaustively on small files: each byte, each length, each
+field. test_resume.py resumes runs from such files, reads the format with a program of its own, and calls
+build/checkpoint.
 */
 #include <stddef.h>                     // gives: offsetof
 
 #include <atomic>                       // gives: std::atomic
 #include <new>                          // gives: std::bad_alloc
 
-#include "llmc/files/checkpoints.h"     // gives: what is tested, here and in the next three lines
+#include "llmc/files/checkpoints.h"     // gives: what is tested, here and in the next four lines
 #include "llmc/checksum.h"
+#include "llmc/files/resume.h"
 #include "llmc/files/state_file.h"
 #include "llmc/worker.h"
 #include "child.h"                      // gives: folder, run_child, check_dies, CHECK_TEXT, CHECK_HOLDS
@@ -692,11 +694,52 @@ static void test_worker() {
     }
 }
 
+// Each half of a master, 3 of 4 elements, from today's state and from one with fp32 masters.
+static void test_masters() {
+    const float masters[] = {1.0f, float_of(0x3F808000), float_of(0xBF80FFFF), float_of(0x00012345)};
+    uint16_t halves[2][4], even[4];
+    for (int i = 0; i < 4; i++) {
+        master_split(masters[i], &halves[0][i], &halves[1][i]);
+        even[i] = bf16_round_nearest(masters[i]);
+    }
+    auto text = [](const void* data, size_t bytes) { return std::string((const char*)data, bytes); };
+    const SmallPiece weights = {state_row("param.w", "bf16", 2, 2, 0, 4), text(halves[0], 8)};
+    const SmallPiece before = {weights.row, text(even, 8)};
+    const SmallPiece low = {state_row("low.w", "u16", 2, 2, 0, 4), text(halves[1], 8)};
+    const SmallPiece first = {state_row("master.w", "f32", 2, 2, 0, 2), text(masters, 8)};
+    const SmallPiece second = {state_row("master.w", "f32", 2, 2, 2, 2), text(masters + 2, 8)};
+    const SmallPiece other = {state_row("m", "f32", 1, 1, 0, 1), text(masters, 4)};
+    CHECK(even[1] != halves[0][1], "a tie is rounded as before");
+    TEST("resume: bf16 weights and their masters' lower halves") {
+        for (const auto& pieces : {std::vector<SmallPiece>{weights, low, other},
+                                   std::vector<SmallPiece>{before, second, first, other},
+                                   std::vector<SmallPiece>{before, first, other}}) {
+            write_state(in_folder("halves.bin"), kOddFacts, pieces);
+            Checkpoint c;
+            c.files.resize(1);
+            CHECK_TEXT(state_open(&c.files[0], in_folder("halves.bin")), "");
+            const PieceIndex index = checkpoint_index(c);
+            const bool whole = pieces[1].row.begin != 0 || pieces[1].row.count == 4;
+            std::vector<char> data;
+            for (int half : {0, 1}) {
+                StateRow row = half ? low.row : weights.row;
+                row.begin = 1, row.count = 3;
+                CHECK_TEXT(checkpoint_read_halves(c, index, row, &data),
+                           whole ? "" : "the files do not have all of master.w");
+                CHECK(!whole || text(data.data(), data.size()) == text(halves[half] + 1, 6), "half %d", half);
+            }
+            CHECK_TEXT(checkpoint_read_halves(c, index, other.row, &data), "");
+            CHECK(text(data.data(), data.size()) == other.data, "a name without a dot");
+        }
+    }
+}
+
 int main() {
     folder_begin("checkpoints");
     file_layer.fsync = [](int) { return 0; };       // nobody cuts the power; that it is called is counted
     test_checksum();
     test_state_file();
+    test_masters();
     test_model_file();
     test_whole_checkpoints();
     test_folders();

@@ -1012,9 +1012,9 @@ template <class Real> static void test_adamw(bool with_master, double decay, dou
             const double m_hat = m / (1 - pow(beta1, state.t)), v_hat = v / (1 - pow(beta2, state.t));
             p -= lr * (m_hat / (sqrt(v_hat) + eps) + decay * p);
         }
-        adamw_update_cpu<Real>({(Real*)params, false, with_master ? (Real*)master : nullptr, m, v,
-                                {.data = (Real*)grads}, &state, n, rows, decay, lr, beta1, beta2, eps,
-                                RoundKey{}, 0}, 0);
+        adamw_update_cpu<Real>({(Real*)params, false, with_master ? (Real*)master : nullptr, {(Real*)m},
+                                {(Real*)v}, {.data = (Real*)grads}, &state, n, rows, decay, lr, beta1, beta2,
+                                eps, RoundKey{}, 0}, 0);
     }
     bool beside = true;
     for (size_t i = 0; i < params.n; i++) {
@@ -1026,6 +1026,53 @@ template <class Real> static void test_adamw(bool with_master, double decay, dou
     CHECK_SAME(p, p_expected, tolerance);
     CHECK(!with_master || master == p, "%s: the master copy", shape.c_str());
     CHECK(beside, "%s: written between rows", shape.c_str());
+}
+
+// bf16 states are what an fp32 update of them gives, rounded stochastically: each tensor and element by its
+// own draw. The weights come from before rounding.
+static void test_bf16_state() {
+    const std::string shape = "bf16 states";
+    const size_t n = 24, first = 1000;
+    const Rows rows = {2, n * sizeof(float), n * sizeof(float), 40};
+    const RoundKey key = {1337, 7, 0, kRoundParams};
+    UpdateState state = update_state(1.0f);
+    state.t = 3;
+    Floats grads = random_tensor<float>(2 * n), wide_m(2 * n), wide_v(2 * n);
+    std::vector<uint16_t> m(2 * n), v(2 * n);
+    for (size_t i = 0; i < 2 * n; i++) {
+        m[i] = bf16_round_nearest(0.01f * (float)i - 0.2f), wide_m[i] = bf16_to_float(m[i]);
+        v[i] = bf16_round_nearest(1e-4f * (float)i), wide_v[i] = bf16_to_float(v[i]);
+    }
+    typedef std::vector<uint16_t> Halves;
+    auto expect = [&](const Halves& got, const Floats& wide, uint32_t tensor, const char* what) {
+        int wrong = 0, nearest = 0;
+        for (size_t i = 0; i < 2 * n; i++) {
+            const RoundKey own = {key.seed, key.step, key.micro, tensor};
+            const uint32_t draw = round_bits16(own, first + i / n * rows.first + i % n);
+            wrong += got[i] != bf16_round_stochastic(wide[i], draw);
+            nearest += got[i] == bf16_round_nearest(wide[i]);
+        }
+        CHECK(wrong == 0 && nearest < 2 * (int)n, "%s: %d of %s are wrong", shape.c_str(), wrong, what);
+    };
+    auto update = [&](Floats& params, StateOf<float> m, StateOf<float> v) {
+        adamw_update_cpu<float>({(float*)params, false, nullptr, m, v, {.data = (float*)grads}, &state, n,
+                                 rows, 0.1, 1e-2, 0.9, 0.95, 1e-8, key, first}, 0);
+    };
+    auto momentum = [&](Floats& updates, StateOf<float> m) {
+        muon_momentum_cpu<float>({updates, m, {.data = (float*)grads}, &state, n, n, rows, 0.95, key, first},
+                                 0);
+    };
+    Floats params = random_tensor<float>(2 * n), same = params;
+    update(params, {(float*)wide_m}, {(float*)wide_v});
+    update(same, {m.data(), true}, {v.data(), true});
+    expect(m, wide_m, kRoundM, "m");
+    expect(v, wide_v, kRoundV, "v");
+    CHECK(params == same, "%s: other weights", shape.c_str());
+    for (size_t i = 0; i < 2 * n; i++) { wide_m[i] = bf16_to_float(m[i]); }
+    momentum(params, {(float*)wide_m});
+    momentum(same, {m.data(), true});
+    expect(m, wide_m, kRoundM, "Muon's momentum");
+    CHECK(params == same, "%s: other updates", shape.c_str());
 }
 
 // ---- Muon ----
@@ -1185,6 +1232,7 @@ int main() {
             test_adamw<double>(k % 2, k / 2 ? 0.1 : 0.0, 1e-12);
             test_adamw<float>(k % 2, k / 2 ? 0.1 : 0.0, 5e-7);
         }
+        test_bf16_state();
         test_muon_update();
         for (auto [rows, cols] : {std::pair(8, 8), std::pair(7, 20), std::pair(24, 6), std::pair(1, 1)}) {
             test_orthogonalise(rows, cols);

@@ -255,6 +255,8 @@ static void test_check() {
 
 // ---- host_memory.h, memory_plan.h ----
 
+static const struct { const char* text; } kSavings[] = {{"first"}, {"second"}, {"third"}};
+
 static void test_memory() {
     TEST("memory: limits of control groups, versions 1 and 2") {
         const std::string root = in_folder("groups"), self = root + "/self";
@@ -332,9 +334,26 @@ static void test_memory() {
     }
     TEST("memory: a plan that does not fit says what would") {
         check_dies("a resumed run", [] {
-            memory_check([](int B) { return std::vector<MemoryItem>{{"parameters", 1000 + (size_t)B}}; },
-                         {"a GPU", 1057, 50}, {8, 64, true, false});        // 1058 with the reserve
+            memory_check([](int B, unsigned) { return std::vector<MemoryItem>{{"all", 1000 + (size_t)B}}; },
+                         kSavings, {"a GPU", 1057, 50}, {8, 64, true});     // 1058 with the reserve
         }, {"keeps its -b"});
+        // rows take 10 each, or 5 with the second flag; parameters 100, and flags take away 20, 0 and 60
+        auto plan_of = [](int B, unsigned with) {
+            const size_t rows = with & 2 ? 5 : 10;
+            return std::vector<MemoryItem>{{"all", 100 + B * rows - (with & 1) * 20 - (with >> 2) * 60}};
+        };
+        const struct { size_t free; int B; const char* advice; } cases[] = {
+            {130, 3, ""}, {130, 4, "-b 4 fits with first"}, {130, 6, "-b 6 fits with second"},
+            {130, 8, "-b 8 fits with first second"}, {130, 15, "-b 15 fits with second third"},
+            {130, 50, "-b 5 fits with first; -b 22 fits with first second third"},
+            {95, 8, "-b 8 fits with second third"},
+            {95, 99, "-b 1 fits with first; -b 15 fits with first second third"},
+            {70, 4, "-b 4 fits with first third"}, {24, 1, ""}};
+        for (const auto& c : cases) {
+            const MemoryRoom room = {"a GPU", c.free, 0};
+            const int without = memory_largest([&](int B) { return plan_of(B, 0); }, room, c.B);
+            if (without < c.B) { CHECK_TEXT(memory_advice(plan_of, kSavings, room, c.B, without), c.advice); }
+        }
         const std::vector<MemoryItem> plan = {{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}};
         const std::string all = "memory: 5.000 MiB in all\n";
         check_lives("a plan", [&] { memory_print(plan, false); }, all);
@@ -995,6 +1014,32 @@ static void test_rand() {
             CHECK(bf16_to_float(bf16_round_stochastic(-INFINITY, draw)) == -INFINITY, "-inf is lost");
         }
     }
+    TEST("masters: a bf16 weight and 16 bits") {
+        auto weight_of = [](uint32_t bits) {
+            uint16_t weight, low;
+            master_split(float_of(bits), &weight, &low);
+            return (uint32_t)weight << 16;
+        };
+        int wrong = 0, far = 0;
+        for (uint64_t u = 0; u <= UINT32_MAX; u += 4099) {      // a prime: all lower halves
+            uint16_t weight, low;
+            const float x = float_of((uint32_t)u);
+            master_split(x, &weight, &low);
+            const float joined = master_join(weight, low);
+            wrong += isnan(x) ? bits_of(joined) != 0x7FC00000u || !isnan(bf16_to_float(weight))
+                              : bits_of(joined) != u;
+            far += u % 65536 != 0x8000 && !isnan(x) && weight != bf16_round_nearest(x);
+        }
+        CHECK(wrong == 0, "%d masters do not come back", wrong);
+        CHECK(far == 0, "%d weights are not the nearest", far);
+        CHECK(weight_of(0x3F808000) == 0x3F810000 && weight_of(0x3F818000) == 0x3F820000 &&
+                  weight_of(0xBF808000) == 0xBF810000, "a tie does not go away from zero");
+        CHECK(weight_of(0x7F7F7FFF) == 0x7F7F0000 && weight_of(0x7F7F8000) == 0x7F800000 &&
+                  weight_of(0xFF7FFFFF) == 0xFF800000 && weight_of(0x7F800000) == 0x7F800000, "not as inf");
+        for (uint32_t nan : {0x7F800001u, 0x7FFFFFFFu, 0xFF80FFFFu, 0xFFFFFFFFu}) {
+            CHECK(weight_of(nan) == 0x7FC00000u, "NaN %08x makes a weight of %08x", nan, weight_of(nan));
+        }
+    }
     TEST("rounding: other lanes, tensors, steps, micro-steps and seeds have other draws") {
         const RoundKey base = {1337, 5, 2, 4};
         int other_words = 0;
@@ -1228,8 +1273,26 @@ static void test_report() {
         const struct { double seconds; const char* text; } rows[] = {
             {0, "0:00:00"}, {59.4, "0:00:59"}, {59.5, "0:01:00"}, {3599.9, "1:00:00"}, {360000, "100:00:00"}};
         for (const auto& row : rows) { CHECK_TEXT(duration_text(row.seconds), row.text); }
-        CHECK(gpu_kind("NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)")->tflops == 989 &&
-              gpu_kind("NVIDIA H100 PCIe")->tflops == 756 && !gpu_kind("CPU (2 threads)"), "peaks of GPUs");
+        const char* const kNames[][6] = {
+            {"RTX 3090", "NVIDIA GeForce RTX 3090 (sm_86, 82 SMs)", "rtx3090", "3090"},
+            {"RTX 4090", "NVIDIA GeForce RTX 4090", "RTX4090", "4090", "GeForce 4090", "rtx-4090"},
+            {"RTX 5090", "NVIDIA GeForce RTX 5090", "rtx_5090"}, {"A10", "NVIDIA A10", "a10 24GB"},
+            {"L4", "NVIDIA L4", "l4"}, {"L40S", "NVIDIA L40S", "l40s", "L40S-48GB"},
+            {"A100 40GB", "NVIDIA A100-SXM4-40GB", "A100-PCIE-40GB", "a100 40gb", "a10040gb"},
+            {"A100", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "a100-80", "a100 80gb"},
+            {"H100", "NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)", "h100", "H100 SXM5", "H100-SXM"},
+            {"H100 PCIe", "NVIDIA H100 PCIe", "h100-pcie"}, {"H100 NVL", "NVIDIA H100 NVL"},
+            {"H200", "NVIDIA H200", "H200 141GB"}, {"H200 NVL", "NVIDIA H200 NVL"},
+            {"B200", "NVIDIA B200", "b200"},
+            {nullptr, "CPU (2 threads)", "GH200", "A10G", "L40", "RTX 4090 D"},
+            {nullptr, "RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "A1000", "NVIDIA", ""}};
+        for (const auto& names : kNames) {
+            for (int i = 1; i < 6 && names[i]; i++) {
+                const GpuKind* kind = gpu_kind(names[i]);
+                CHECK_TEXT(kind ? gpu_name(*kind) : "", names[0] ? names[0] : "");
+            }
+        }
+        for (const GpuKind& kind : kGpuKinds) { CHECK(gpu_kind(gpu_name(kind)) == &kind, "%s", kind.chip); }
         const int64_t every[][2] = {{20, 1}, {21, 2}, {101, 10}, {18865, 1000}};
         Report r = {};
         r.log_every = 0;

@@ -109,15 +109,19 @@ BITS = {
     "-e FILE": ({"-e": "trained.bin", "-v": 4, **batch(8)}, FEW),
     "options": ({"-r": 2, "-t": 7, "-z": 8 * 7, "--grad-clip": 0.01, "-u": 3}, FEW),
     "another block": ({"--block": "parallel-tied", "--norm": "rmsnorm", "--dropout": 0.2, **batch(8)}, FEW),
-    "-r 0, 1 and 2": (batch(8), [{"--gpus": 1, "-r": 0}, {"--gpus": 2, "-r": 1}, {**ranks(2, 1), "-r": 2}]),
+    "-r 0 to 3": (batch(8), [{"--gpus": 1, "-r": 0}, {"--gpus": 2, "-r": 1}, {**ranks(2, 1), "-r": 2},
+                             {**ranks(2, 2), "-r": 3}]),
     # three layers: two ranks share them out by two and one, and the fourth of four has none
     "Muon": (MUON, worlds((1, 4), 0) + worlds((2,), 1) + worlds((4,), 2)),
+    "bf16 states": ({"--state-dtype": "bf16", "-w": 0, **batch(8)}, FEW),
+    "bf16 states, Muon": ({**MUON, "--state-dtype": "bf16"}, FEW),
     "FP8": ({"--matmul-dtype": "fp8-head", "-b": 2, "-z": 16 * SMALL_T, "--lanes": 4},
             worlds((1, 2, 4), 0, lanes=4) + worlds((2,), 1, lanes=4)),
     "FP8, M=G": ({"--matmul-dtype": "fp8", "--optimizer": "muon", "--dropout": 0.1, **batch(8)},
                  worlds((1, 4), 2) + [{**ranks(2, 1), "-r": 2}]),
 }
-ON_GPUS_TOO = ("M=8", "M=16", "M=16=G", "M=24=G", "M=24, 6 lanes", "-e FILE", "Muon", "FP8")
+ON_GPUS_TOO = ("M=8", "M=16", "M=16=G", "M=24=G", "M=24, 6 lanes", "-e FILE", "Muon", "bf16 states, Muon",
+               "FP8")
 # --slow: all sizes at all stages
 MORE_BITS = {
     "M=8, all": ({**LOUD, **batch(8)}, worlds((1, 2, 4, 8), 0, 1, 2)),

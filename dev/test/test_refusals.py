@@ -19,12 +19,12 @@ NO_TEXT = "L2,NH2,C32,T32,V300"         # no tokenizer has 300 tokens
 VALUES = """
 -b 0 65537 1e1 10000000000000000000 | -t -1 | -z 1000000000000000 | -l -1 | -q 2 | -k cosin
 -x -1 +2 epochs | -u -1 | -c -0.1 | -v -1 | -m 0 | -s -1 | -g 0 | -n -1 | -nk -1 | -nm -1 | -lg -1
---log-every -1 | -r 3 | -f 2 | -a yes | -w 2 | -y 2 | -h 2 | -sl -1 | -sg -1 | --seed -1
+--log-every -1 | -r 4 | -f 2 | -a yes | -w 2 | -y 2 | -h 2 | -sl -1 | -sg -1 | --seed -1
 --grad-clip -1 | --beta1 1 | --beta2 1 | --eps 0 | --optimizer sgd | --muon-lr -1 | --muon-momentum 1
 --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
 --top-k -1 | --top-p 1.5 | --verbose 2 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
---matmul-dtype fp16 | -pi udp | -pn 4097
+--state-dtype fp8 | --matmul-dtype fp16 | -pi udp | -pn 4097
 -pg -1 | --cooldown 1.1 | --muon-warmup -1
 """
 

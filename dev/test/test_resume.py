@@ -207,7 +207,8 @@ def test_fault(start, fault, moment):
 
 # What changes the arithmetic, the data's order or the times of saving. A run with dropout has its own masks.
 LOW = [{"--grad-dtype": "bf16", "--lanes": None, **more} for more in ({"-n": 2}, {"-w": 0})]
-VARIANTS = [{"-n": 1, "-r": 1, "-a": 1}, {"-n": 0, "-b": 4, "--lanes": None, "--shuffle": 0},
+VARIANTS = [{"-n": 1, "-r": 1, "-a": 1, "--state-dtype": "bf16"},
+            {"-n": 0, "-b": 4, "--lanes": None, "--shuffle": 0},
             {"-n": 5, "-nk": 0, "-s": 5, "-g": 4, "-r": 2, "-w": 0},
             {"-z": 2 * T_ROWS, "-b": 2, "-x": 60, "-n": 20, "-u": 10, "-k": "wsd", "--cooldown": 0.6,
              "--lanes": None},
@@ -237,7 +238,8 @@ def test_variant(flags):
 ELASTIC = {"2 at zs 2, 4 at 1, 2 at 0": ({"-e": f"L2,NH2,C32,T{T_ROWS},V2000"},
                                          [ranks(2, 2), ranks(4, 1), ranks(2, 0)]),
            "2 at zs 1, 1, 2 at zs 2": ({}, [ranks(2, 1), ranks(1), ranks(2, 2)]),
-           "Muon, 1, 2 at zs 2, 4 at 1": ({"--optimizer": "muon"}, [ranks(1), ranks(2, 2), ranks(4, 1)]),
+           "Muon, bf16 states, 1, 2 at zs 2, 4 at 1": ({"--optimizer": "muon", "--state-dtype": "bf16"},
+                                                       [ranks(1), ranks(2, 2), ranks(4, 1)]),
            "default lanes, 1, 4 at zs 1, 2": ({"--lanes": None}, [ranks(1), ranks(4, 1), ranks(2)]),
            "3 at zs 1, 6, 6 at zs 1": ({"-z": 12 * T_ROWS, "--lanes": 12, "--gpus": 3},
                                        [ranks(3, 1), ranks(6), ranks(6, 1)])}
@@ -308,7 +310,7 @@ FIXED = flags_of("""
 --model L1,NH2,C32,T16,V256 --micro-batch 2 --sequence-length 8 --total-batch 512 --learning-rate 0.02
 --lr-schedule linear --warmup 3 --final-fraction 0.5 --weight-decay 0 --beta1 0.8 --beta2 0.9 --eps 1e-06
 --grad-clip 2 --seed 3 --shuffle 0 --overfit 1 --tf32 1 --master-weights 0 --kernels portable
---grad-dtype bf16 --lanes 4 --optimizer muon --muon-lr 0.03 --muon-momentum 0.9
+--grad-dtype bf16 --state-dtype bf16 --lanes 4 --optimizer muon --muon-lr 0.03 --muon-momentum 0.9
 --muon-decay 0.1 --block parallel --norm rmsnorm --dropout 0.1
 --matmul-dtype fp8-head --cooldown 0.6 --muon-warmup 9 --embedding-rate 3 --head-rate 0.5""")
 

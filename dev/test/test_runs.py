@@ -72,7 +72,7 @@ CHANGES = [
     ("-v 1", {"later validations"}, set()), ("-m 1", {"first validation", "later validations"}, set()),
     *[(flag, {"samples"}, set()) for flag in ("-s 1", "-g 3", "--prompt ab", "--num-samples 2",
                                               "--temperature 0.1", "--top-k 2", "--top-p 0.5")],
-    ("-r 1", {"memory"}, set()), ("-r 2", {"memory"}, set()),
+    ("-r 1", {"memory"}, set()), ("-r 2", {"memory"}, set()), ("-r 3", {"memory"}, set()),
     ("--block parallel", ALL_NUMBERS | {"memory"}, SHOWN),
     ("--block parallel-tied", ALL_NUMBERS | {"memory"}, SHOWN),
     ("--norm rmsnorm", ALL_NUMBERS, SHOWN | {"memory"}),
@@ -81,6 +81,7 @@ CHANGES = [
     ("-f 1", set(), {CUDA + kind for kind in ALL_NUMBERS}),
     ("-w 0", {LOW + "memory", LOW + "weights"}, {LOW + kind for kind in LEARNED | SHOWN}),
     ("--grad-dtype bf16", {CUDA + "memory"}, {CUDA + kind for kind in LEARNED | SHOWN | FIRST}),
+    ("--state-dtype bf16", LEARNED | {"memory"}, SHOWN),
     # the first step multiplies as without FP8
     ("--matmul-dtype fp8", LEARNED | {"memory"}, SHOWN),
     ("--matmul-dtype fp8-head", LEARNED | {"memory"}, SHOWN),

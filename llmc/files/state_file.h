@@ -30,8 +30,9 @@ struct StateHeader {
     uint64_t zeros[3];
 };
 struct StateRow {
-    char name[64];                      // "m.qkvw.3": Adam's m of tensor qkvw, layer 3
-    char type[16];                      // f32, bf16, f16
+    char name[64];                      // "m.qkvw.3": Adam's m of tensor qkvw, layer 3; also param, v, master
+                                        // (a weight in fp32), low (its lower half: rand.h, master_split)
+    char type[16];                      // f32, bf16, f16, u16
     uint64_t rows, cols;                // of the whole tensor
     uint64_t begin, count;              // the piece holds elements [begin, begin + count)
     uint64_t offset, checksum;          // bytes from the start of the file; of the data
@@ -43,7 +44,8 @@ constexpr uint64_t kStateMaxRows = 1 << 24;
 
 // Bytes of an element; 0: no such type.
 static inline size_t state_type_bytes(const char* type) {
-    return strcmp(type, "f32") == 0 ? 4 : strcmp(type, "bf16") == 0 || strcmp(type, "f16") == 0 ? 2 : 0;
+    for (const char* two : {"bf16", "f16", "u16"}) { if (strcmp(type, two) == 0) { return 2; } }
+    return strcmp(type, "f32") == 0 ? 4 : 0;
 }
 
 static inline StateRow state_row(const std::string& name, const char* type, uint64_t rows, uint64_t cols,

@@ -953,6 +953,26 @@ template <class Real> void update_decision_cpu(const UpdateDecisionOf<Real, Real
     decide_update(a.state, a.policy, a.max_norm, sum, (float)loss);
 }
 
+// A row of the optimizer's state as Reals: in place, or of bf16 a copy, which store() rounds stochastically.
+template <class Real> struct MomentRow {
+    uint16_t* bf16;
+    size_t n;
+    std::vector<Real> copy;
+    Real* data;
+    MomentRow(const StateOf<Real>& s, int row, size_t n)
+        : bf16(s.is_bf16 ? (uint16_t*)s.data + row * n : nullptr), n(n) {
+        for (size_t i = 0; i < n && bf16; i++) { copy.push_back((Real)bf16_to_float(bf16[i])); }
+        data = bf16 ? copy.data() : (Real*)s.data + row * n;
+    }
+    void store(RoundKey key, uint32_t tensor, size_t first) const {
+        key.tensor = tensor;
+        #pragma omp parallel for
+        for (size_t i = 0; i < copy.size(); i++) {
+            bf16[i] = bf16_round_stochastic((float)copy[i], round_bits16(key, first + i));
+        }
+    }
+};
+
 // Skipped update: nothing changes. Else, with g = grads[i]*grad_scale:
 // m = m + (1-beta1)*(g - m);   v = beta2*v + (1-beta2)*g^2;
 // p = p*(1 - lr*weight_decay) - lr/(1-beta1^t) * m/(sqrt(v)/sqrt(1-beta2^t) + eps), in the master copy if
@@ -968,7 +988,8 @@ template <class Real> void adamw_update_cpu(const AdamWOf<Real, Real>& a) {
     for (int row = 0; row < a.rows.count; row++) {
         const Real* grads = (const Real*)((const char*)a.grads.data + row * a.rows.grads);
         Real* params = (Real*)((char*)a.params + row * a.rows.params);
-        Real *ms = a.m + row * a.n, *vs = a.v + row * a.n;
+        const MomentRow<Real> m_row(a.m, row, a.n), v_row(a.v, row, a.n);
+        Real *ms = m_row.data, *vs = v_row.data;
         Real* weights = a.master ? a.master + row * a.n : params;
         #pragma omp parallel for simd
         for (size_t i = 0; i < a.n; i++) {
@@ -978,6 +999,8 @@ template <class Real> void adamw_update_cpu(const AdamWOf<Real, Real>& a) {
             weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
             params[i] = weights[i];
         }
+        m_row.store(a.key, kRoundM, a.first + row * a.rows.first);
+        v_row.store(a.key, kRoundV, a.first + row * a.rows.first);
     }
 }
 
@@ -991,13 +1014,15 @@ template <class Real> void muon_momentum_cpu(const MuonMomentumOf<Real, Real>& a
     const Real part = (Real)(1.0 - a.momentum), ahead = (Real)a.momentum, grad_scale = a.state->grad_scale;
     for (int row = 0; row < a.rows.count; row++) {
         const Real* grads = (const Real*)((const char*)a.grads.data + row * a.rows.grads);
-        Real *ms = a.m + row * a.n, *update = a.update + row * a.update_row;
+        const MomentRow<Real> m_row(a.m, row, a.n);
+        Real *ms = m_row.data, *update = a.update + row * a.update_row;
         #pragma omp parallel for simd
         for (size_t i = 0; i < a.n; i++) {
             const Real g = grads[i] * grad_scale;
             const Real m = ms[i] = ms[i] + part * (g - ms[i]);
             update[i] = g + ahead * (m - g);
         }
+        m_row.store(a.key, kRoundM, a.first + row * a.rows.first);
     }
 }
 

@@ -81,6 +81,16 @@ struct StoredGrads {
     size_t first = 0;
 };
 
+// A tensor of the optimizer's state: S, or bf16 (--state-dtype bf16), which updates round stochastically:
+// element i draws as number `first` + i of the update's arguments.
+template <class S> struct StateOf {
+    void* data;
+    bool is_bf16 = false;
+};
+
+// The `tensor` of a RoundKey. An element's number counts through all buckets (Bucket::first).
+constexpr uint32_t kRoundParams = 16, kRoundGrads = 17, kRoundGradSums = 18, kRoundM = 19, kRoundV = 20;
+
 // Token positions grouped by token id, so that each row of dwte is summed by one owner in a fixed order.
 struct TokenBuckets {
     const int* order;           // (B*T) positions bt, sorted by token id, stable
@@ -232,6 +242,10 @@ constexpr size_t kChunk = 8192;
 // The type in which Muon multiplies matrices (ops.h): the weights' type, but bf16 for fp16 weights, because
 // gradients underflow in fp16. The CUDA build specialises it for them.
 template <class X> struct MuonValue { typedef X type; };
+
+// The type of what is kept beside a weight of type X, so that small steps are not lost: its fp32 master copy
+// (S). Beside bf16 weights the CUDA build keeps the master's lower 16 bits (rand.h, master_split).
+template <class X, class S> struct MasterValue { typedef S type; };
 
 // Where the sums of a bucket's chunks stand among the sums that all ranks send. A bucket is a sequence of
 // tensors, cut into equal shards, one a rank. Its live chunks come first; the rest is padding.

@@ -396,15 +396,16 @@ template <class X, class S> struct UpdateDecisionOf {     // loss, norm, and the
 };
 template <class X, class S> struct AdamWOf {              // a skipped update changes nothing
     void* params;                       // (rows,n) X, or S
-    bool params_fp32;                   // params point to S
-    S *master, *m, *v;                  // (rows,n); master: null when the parameters are all there is
+    bool params_fp32;                   // params point to S, and have no master copies
+    typename MasterValue<X, S>::type* master;   // (rows,n); null when the parameters are all there is
+    StateOf<S> m, v;                    // (rows,n) both bf16, or none
     StoredGrads grads;                  // (rows,n)
     const UpdateState* state;           // t already counts this update
     size_t n;                           // a multiple of 8
     Rows rows;
     double weight_decay, lr, beta1, beta2, eps;
-    RoundKey key;                       // for rounding 16-bit parameters without master copies: element i
-    size_t first;                       // draws as number first + i
+    RoundKey key;                       // for rounding 16-bit parameters without master copies, and bf16
+    size_t first;                       // states: element i draws as number first + i
     template <class F> void outputs(F gives) const {
         gives("params", (X*)params, n); gives("master", master, rows.count, n); gives("m", m, rows.count, n);
         gives("v", v, rows.count, n);
@@ -426,12 +427,14 @@ constexpr double kMuonA = 3.4445, kMuonB = -4.7750, kMuonC = 2.0315;
 
 template <class X, class S> struct MuonMomentumOf {       // a skipped update changes nothing
     typename MuonValue<X>::type* update;        // (rows,n), update_row elements from row to row
-    S* m;                               // (rows,n)
+    StateOf<S> m;                       // (rows,n)
     StoredGrads grads;                  // (rows,n)
     const UpdateState* state;
     size_t n, update_row;               // n: a multiple of 8
     Rows rows;
     double momentum;
+    RoundKey key;                       // as AdamW's
+    size_t first;
     template <class F> void outputs(F gives) const {
         gives("update", update, n); gives("m", m, rows.count, n);
     }
@@ -459,7 +462,7 @@ template <class X, class S> struct MuonOrthogonaliseOf {
 };
 template <class X, class S> struct MuonUpdateOf {         // a skipped update changes nothing
     void* params;                       // (rows,n) X
-    S* master;                          // (rows,n); null when the parameters are all there is
+    typename MasterValue<X, S>::type* master;   // (rows,n); null when the parameters are all there is
     const typename MuonValue<X>::type* update;  // (rows,n), update_row elements from row to row
     const UpdateState* state;
     size_t n, update_row;               // n: a multiple of 8

@@ -13,28 +13,58 @@
 #include "run_config.h"         // gives: run, rank_micro_steps
 
 // From NVIDIA's data sheets: dense BF16 and FP16 FLOP/s with sums in fp32, bytes/s, and memory as the driver
-// reports it.
-struct GpuKind { const char* part; double tflops, gb_per_s, gib; };
+// reports it. form: of a chip that has several, other than the usual one.
+struct GpuKind { const char *chip, *form; double tflops, gb_per_s, gib; };
 static const GpuKind kGpuKinds[] = {
-    {"A100-SXM4-40GB", 312, 1555, 40}, {"A100-PCIE-40GB", 312, 1555, 40}, {"A100", 312, 2039, 80},
-    {"H100 PCIe", 756, 2000, 80}, {"H100 NVL", 835, 3900, 94}, {"H100", 989, 3350, 80},
-    {"H200 NVL", 835, 4800, 140}, {"H200", 989, 4800, 140}, {"4090", 165, 1008, 24}};
+    {"RTX 3090", "", 71, 936, 24}, {"RTX 4090", "", 165, 1008, 24}, {"RTX 5090", "", 209, 1792, 31.8},
+    {"A10", "", 125, 600, 22.5}, {"L4", "", 121, 300, 22.5}, {"L40S", "", 362, 864, 45},
+    {"A100", "40GB", 312, 1555, 40}, {"A100", "", 312, 2039, 80},
+    {"H100", "PCIe", 756, 2000, 80}, {"H100", "NVL", 835, 3900, 94}, {"H100", "", 989, 3350, 80},
+    {"H200", "NVL", 835, 4800, 140}, {"H200", "", 989, 4800, 140}, {"B200", "", 2250, 8000, 179}};
 
-// The first row whose words are part of a driver's name ("NVIDIA H200") or a user's ("h200"); nullptr: none.
-static inline const GpuKind* gpu_kind(const std::string& name) {
-    for (const GpuKind& kind : kGpuKinds) {
-        const char* found = strcasestr(name.c_str(), kind.part);
-        if (!found) { continue; }
-        const bool begins = found == name.c_str() || !isalnum((unsigned char)found[-1]);
-        if (begins && !isalnum((unsigned char)found[strlen(kind.part)])) { return &kind; }
-    }
-    return nullptr;
+static inline std::string gpu_name(const GpuKind& kind) {
+    return kind.chip + std::string(*kind.form ? " " : "") + kind.form;
 }
-
 static inline std::string gpu_names() {
     std::string names;
-    for (const GpuKind& kind : kGpuKinds) { names += (names.empty() ? "" : ", ") + std::string(kind.part); }
+    for (const GpuKind& kind : kGpuKinds) { names += (names.empty() ? "" : ", ") + gpu_name(kind); }
     return names;
+}
+
+// Takes one of `words` away from the text's start, as often as there is one.
+static inline void words_eaten(std::string* text, const std::vector<const char*>& words) {
+    for (size_t i = 0; i < words.size();) {
+        const bool found = text->compare(0, strlen(words[i]), words[i]) == 0;
+        if (found) { text->erase(0, strlen(words[i])); }
+        i = found ? 0 : i + 1;
+    }
+}
+
+// Letters and digits in lower case, without what names begin with: "NVIDIA GeForce RTX 4090" gives "4090".
+static inline std::string gpu_word(const std::string& name) {
+    std::string word;
+    for (char c : name) { if (isalnum((unsigned char)c)) { word += (char)tolower(c); } }
+    words_eaten(&word, {"nvidia", "geforce", "rtx", "tesla"});
+    return word;
+}
+
+// The row of a driver's name ("NVIDIA A100-SXM4-40GB (sm_80, 108 SMs)") or a user's ("a100 40gb", "RTX4090");
+// nullptr: none. Behind a chip's name may stand its memory and socket, but no letter that makes it another
+// chip: A10G, 4090 D.
+static inline const GpuKind* gpu_kind(const std::string& name) {
+    const std::string word = gpu_word(name.substr(0, name.find(" (")));
+    for (const GpuKind& kind : kGpuKinds) {
+        const std::string chip = gpu_word(kind.chip), form = gpu_word(kind.form);
+        if (word.compare(0, chip.size(), chip) != 0) { continue; }
+        std::string rest = word.substr(chip.size());
+        const size_t at = rest.find(form);
+        if (at == std::string::npos) { continue; }
+        rest.erase(at, form.size());
+        words_eaten(&rest, {"sxm4", "sxm5", "sxm6", "sxm", "pcie", "hbm2e", "hbm2", "hbm3e", "hbm3", "24gb",
+                            "32gb", "40gb", "48gb", "80gb", "94gb", "141gb", "180gb", "192gb", "80"});
+        if (rest.empty()) { return &kind; }
+    }
+    return nullptr;
 }
 
 // Of a token, forward and backward, as llm.c counts: attention is causal, so half of 12*L*C*T.
@@ -46,7 +76,7 @@ struct PlanBatch {
     int B, T, world, micro_steps;       // rows and tokens of a GPU's micro-step; GPUs; micro-steps of each
     int recompute;
     bool muon, shards_state;
-    bool fp8 = false, fp8_head = false;
+    bool fp8 = false, fp8_head = false, state_bf16 = false;
 };
 struct StepTime { double micro_s, update_s; };      // of a micro-step; of what each step adds to those
 
@@ -65,28 +95,34 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
 
     // a layer's matrices have 12 C^2 elements, 11 of which FP8 multiplies
     const double matrices = 12 * L - 11 * fp8_layers + 11 * fp8_layers / kFp8;
-    const double gemm = 6 * N * (matrices * C * C + (double)c.Vp * C / (batch.fp8_head ? kFp8 : 1)) /
-                        (kGemm * flops);
-    const double attention = 7 * B * T * T * C * L / (kAttention * flops);      // causal: half of 14
+    // -r 3 computes attention and 8 C^2 of a forward's products again
+    const double again = batch.recompute == 3 ? 1 : 0;
+    const double head = (double)c.Vp * C / (batch.fp8_head ? kFp8 : 1);
+    const double gemm = 6 * N * ((matrices + again * 8 * L / 3) * C * C + head) / (kGemm * flops);
+    const double attention = (7 + 2 * again) * B * T * T * C * L / (kAttention * flops);  // causal
     const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) +
                           (2 + 0.5 * batch.fp8_head) * (double)c.Vp;
     const double moved = 2 * N * values / (kMemory * bytes);
     const double exposed = batch.world > 1 ? kExposed : 0;
     const double micro = (gemm + attention + moved) * (1 + exposed) + kLaunch * (31 * L + 10);
 
-    // per parameter 4 bytes for the norm and 30 for AdamW; Newton and Schulz, 5 steps of 60 C^3 a layer
+    // per parameter 4 bytes for the norm and 28 for AdamW, of them 16 for m and v; Newton and Schulz, 5 steps
+    // of 60 C^3 a layer
     const double shares = batch.shards_state ? batch.world : 1;
     const double muon = batch.muon ? 300 * L * C * C * C / (kGemm * flops) / batch.world : 0;
-    return {micro, params * (4 + 30 / shares) / (kUpdate * bytes) + muon};
+    return {micro, params * (4 + (batch.state_bf16 ? 20 : 28) / shares) / (kUpdate * bytes) + muon};
 }
 
-// Prints whether -b fits. largest: the largest that does; 0: none, and then it dies.
-static inline void plan_print_batch(int largest, int lanes) {
+// Prints whether -b fits. largest: the largest that does; 0: none, and then it dies. advice: memory_advice.
+static inline void plan_print_batch(int largest, const std::string& advice, int lanes) {
     if (largest == 0) {
-        die("not even -b 1 fits\nhint: choose a smaller model or -t, or another GPU; -r 2 needs less memory");
+        die("not even -b 1 fits\nhint: %s",
+            advice.empty() ? "choose a smaller model or -t, or another GPU" : advice.c_str());
     }
-    printf("-b %d %s; the largest that fits is -b %d\na step: %lld tokens, micro-steps: %d, lanes: %d\n",
-           run.B, run.B > largest ? "does not fit" : "fits", largest, (long long)run.total_batch,
+    const bool fits = run.B <= largest;
+    printf("-b %d %s; the largest that fits is -b %d\n", run.B, fits ? "fits" : "does not fit", largest);
+    if (!fits && !advice.empty()) { printf("%s\n", advice.c_str()); }
+    printf("a step: %lld tokens, micro-steps: %d, lanes: %d\n", (long long)run.total_batch,
            rank_micro_steps(), lanes);
 }
 

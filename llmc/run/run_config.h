@@ -27,6 +27,7 @@ struct Build { const char* precision; bool is_cuda; };
 
 // Options of ENUM flags, in the order of the table's texts.
 enum class GradDtype { Fp32, Bf16 };
+enum class StateDtype { Fp32, Bf16 };
 enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
 enum class OnBadLoss { Stop, Rewind };
@@ -40,7 +41,8 @@ struct ModelSettings {
     int64_t muon_warmup = 0;        // steps in which the momentum rises
     double grad_clip = 1.0;         // largest norm of the gradient; 0: no clipping
     double skip_loss = 0.0, skip_norm = 0.0;    // UpdatePolicy's max_loss_score, max_norm_score; 0: none
-    int recompute = 0;              // 0: save all activations; 1: recompute GELU in backward; 2: norms, too
+    int recompute = 0;              // 0: save all activations; in backward recompute 1: GELU; 2: norms, too;
+                                    // 3: whole layers
     int master = 0;                 // fp32 master copies of 16-bit parameters
     int tf32 = 0;                   // FP32 builds: tensor cores for GEMMs and attention
     Kernels kernels = Kernels::Auto;
@@ -64,6 +66,7 @@ struct RunConfig : ModelSettings {
 
     // computation
     GradDtype grad_dtype;
+    StateDtype state_dtype;
     MatmulDtype matmul_dtype;
     CommOptions comm;
     const char* plan;
@@ -200,8 +203,8 @@ static const FlagTable kFlags = {
         "TF32 tensor cores for the GEMMs and attention of an FP32 build", FLAG_FIXED},
     {"w",   "master-weights",  FLAG_BOOL,   &settings.master,         "1",       0, 1, nullptr,
         "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
-    {"r",   "recompute",       FLAG_INT,    &settings.recompute,      "0",       0, 2, nullptr,
-        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms"},
+    {"r",   "recompute",       FLAG_INT,    &settings.recompute,      "0",       0, 3, nullptr,
+        "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms, 3 whole layers"},
     {"",    "block",           FLAG_ENUM,   &settings.block,          "sequential", 0, 0, BLOCK_NAMES,
         "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
         FLAG_FIXED},
@@ -216,6 +219,8 @@ static const FlagTable kFlags = {
     {"",    "grad-dtype",      FLAG_ENUM,   &settings.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
         FLAG_FIXED},
+    {"",    "state-dtype",     FLAG_ENUM,   &settings.state_dtype,    "fp32",    0, 0, "fp32|bf16",
+        "AdamW's m and v and Muon's momentum; bf16: rounded stochastically", FLAG_FIXED},
     {"",    "matmul-dtype",    FLAG_ENUM,   &settings.matmul_dtype,   "bf16",    0, 0, "bf16|fp8|fp8-head",
         "what matrix products multiply in training: the weights' type; FP8 in the layers; or also in the "
         "LM head", FLAG_FIXED},
@@ -246,8 +251,9 @@ static const FlagTable kFlags = {
         "1: at the start also the settings by default and what takes the memory; -1: on stdout steps, "
         "validation losses, samples and saved checkpoints alone", FLAG_NOW},
     {"",    "plan",            FLAG_STRING, &settings.plan,           "",        0, 0, nullptr,
-        "train nothing: print the memory, the largest -b and the time that the run would take on this kind "
-        "of GPU (A100, H100, H200, 4090; auto: the one here)", FLAG_NOW},
+        "train nothing: print the memory and the time that the run would take on this kind of GPU (4090, L4, "
+        "A100, H200, ...; auto: the one here), the largest -b, and the flags with which a larger one fits",
+        FLAG_NOW},
     {"",    "price",           FLAG_FLOAT,  &settings.price,          "0",       0, 1e6, nullptr,
         "--plan: dollars for an hour of one GPU", FLAG_NOW},
 };
@@ -273,8 +279,8 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
      "major-every log-every"},
     {"memory and several GPUs", "recompute gpus zero-stage plan price",
-     "master-weights grad-dtype matmul-dtype process-init process-server process-folder processes "
-     "process-rank gpus-per-node"},
+     "master-weights grad-dtype state-dtype matmul-dtype process-init process-server process-folder "
+     "processes process-rank gpus-per-node"},
     {"for measuring and debugging", "",
      "overfit log-gpu tf32 kernels lanes"}};
 
