@@ -975,9 +975,9 @@ static void norm_backward(const NormBackward& a, Stream stream) {
 //     input grad   dinp (N,C) = dout weight (+ residual)             D = W dout            = (C,N,OC)
 //     weight grad  dweight (OC,C) (+)= dout^T inp, fp32              D = inp dout^T        = (C,OC,N)
 // bias and residual (as the C matrix, beta = 1) ride in the epilogue. The MLP's activation and its derivative
-// ride in that of a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not pay (BGRADB +25
-// to 60 %): column sums come from LayerNorm's backward, GELU's and bias_backward. Descriptors and the
-// algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
+// ride in that of a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not
+// pay (BGRADB +25 to 60 %): column sums come from LayerNorm's backward, GELU's and bias_backward. Descriptors
+// and the algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
 //     grad_accumulate   grad (+)= values
 // A weight gradient that is kept in bf16 is first computed in fp32, in scratch; grad_accumulate then adds it
 // and rounds once.
