@@ -49,6 +49,7 @@ NCCL_FLAGS = $(eval NCCL_FLAGS := $(call wanted,NCCL,$(NCCL_ANY)))$(NCCL_FLAGS)
 
 # FOUND_GPUS: the compute capabilities of this machine's GPUs, asked for once, and only if something needs
 # them. GPU_CAPS: those on which the CUDA programs run, 8.0 and later, without the dot.
+need_cxx = $(if $(shell command -v $(firstword $(CXX))),,$(error no $(CXX): scripts/setup.sh installs g++))
 need_nvcc = $(if $(NVCC),,$(error no nvcc: install the CUDA toolkit, give NVCC=path, or make train_gpt2cpu))
 TOO_OLD := 3 5 6 7
 NVCC_CODES = $(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code 2>/dev/null)) 90a
@@ -105,6 +106,7 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 .PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint plot check-docs fuzz lint
 .PHONY: test test-quick test-gpu test-all test-mutants built-cpu built-gpu built-all built-test look look-all
 .PHONY: sanitize bench bench-ops profile clean FORCE
+.PHONY: train_gpt2 train_gpt2fp32cu test_gpt2 test_gpt2fp32cu profile_gpt2
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -123,8 +125,12 @@ build/cuda.flags: NOW = $(NVCC) $(CUDA_FLAGS) $(GENCODE) $(PRECISION) $(CUDA_LIB
 build/%.flags: FORCE
 	@mkdir -p build; echo '$(NOW)' | cmp -s - $@ || echo '$(NOW)' > $@
 
+# What --version prints. No flag: a commit alone rebuilds nothing.
+GIT_SAYS = $(if $(wildcard .git),$(shell git describe --always --dirty --exclude '*' 2>/dev/null))
+COMMIT = $(addprefix -DGIT_COMMIT=,$(GIT_SAYS))
+
 train_gpt2cpu test_gpt2cpu: %cpu: %.cu build/cpu.flags ## the trainer and its tests, without CUDA
-	$(CXX) $(CPU_FLAGS) $(MODEL_FLAGS) $(DEPS) -x c++ $< -o $@ $(CPU_LIBS)
+	$(need_cxx)$(CXX) $(CPU_FLAGS) $(COMMIT) $(MODEL_FLAGS) $(DEPS) -x c++ $< -o $@ $(CPU_LIBS)
 
 # For dev/test/test_lazy.py: streams do their work late, and what should have waited for it gets wrong bits.
 # cpu_device.h comes first, because it wraps the host's collectives, which other headers call, too.
@@ -134,7 +140,11 @@ build/train_gpt2lazy: train_gpt2.cu build/cpu.flags
 
 HEADERS := $(wildcard llmc/*.h llmc/*/*.h dev/test/*.h)
 train_gpt2cu test_gpt2cu profile_gpt2cu: %cu: %.cu train_gpt2.cu $(HEADERS) build/cuda.flags ## CUDA programs
-	$(NVCC) $(CUDA_FLAGS) $(GENCODE) -DENABLE_$(PRECISION) $< -o $@ $(CUDA_LIBS)
+	$(NVCC) $(CUDA_FLAGS) $(COMMIT) $(GENCODE) -DENABLE_$(PRECISION) $< -o $@ $(CUDA_LIBS)
+
+# llm.c's names of its programs
+train_gpt2 train_gpt2fp32cu test_gpt2 test_gpt2fp32cu profile_gpt2:
+	$(error no target $@: make train_gpt2cu (PRECISION=FP32 for fp32), or without a GPU make train_gpt2cpu)
 
 # For `make test`: build/check/PROGRAM.PRECISION has its kernels for this machine's GPUs, which takes two
 # thirds of the time; for two kinds of GPU where there is none, and where nvcc only looks at it.
@@ -179,7 +189,7 @@ build/asan/%: dev/test/%.cpp
 	@mkdir -p build/asan
 	$(CXX) $(ASAN_FLAGS) $(DEPS) $< -o $@
 build/%: dev/data/%.cpp build/cpu.flags
-	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
+	$(need_cxx)$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
 build/%: dev/tools/%.cpp build/cpu.flags
 	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
 build/%: dev/test/%.cpp build/cpu.flags

@@ -404,6 +404,19 @@ def test_make_test_installs_first(goal, monkeypatch):
         assert code != 0 and out.endswith("\n0 passed, 1 failed, 0 skipped\n") and not runs
 
 
+def test_make_says_what_is_missing():
+    """No compiler; llm.c's names of programs."""
+    copy("Makefile")
+    write("train_gpt2.cu", "")
+    for words, *said in ((["train_gpt2cpu", "CXX=none"], "no none: scripts/setup.sh"),
+                         (["build/tokenize", "CXX=none"], "no none: scripts/setup.sh"),
+                         (["train_gpt2"], "no target train_gpt2: make train_gpt2cu", "make train_gpt2cpu"),
+                         (["train_gpt2fp32cu"], "no target train_gpt2fp32cu: make", "PRECISION=FP32")):
+        write("dev/data/tokenize.cpp", "")
+        code, _, err = call(["make", *words])
+        assert code == 2 and not [text for text in said if text not in err] and err.count("\n") == 1, err
+
+
 # ---- Makefile: what it finds on a machine ----
 
 def found_machine(mpi="", nccl=""):

@@ -216,6 +216,10 @@ static inline std::string tokenizer_read_file(const char* path, const char* hint
     return file_text(path);
 }
 
+static const char kVocabularyHint[] =
+    "dev/data/gpt2_bpe/vocab.bpe is looked for in the current folder, in the program's and in the two"
+    " above it; start the program in the repository";
+
 // The repository's vocabulary, seen from the current folder or from the program's.
 static inline std::string tokenizer_default_path() {
     const std::string path = "dev/data/gpt2_bpe/vocab.bpe";
@@ -237,7 +241,7 @@ static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
     bool ours = !path || !path[0];
     std::string file = ours ? tokenizer_default_path() : path;
     path = file.c_str();
-    std::string data = tokenizer_read_file(path, "it is in the repository: dev/data/gpt2_bpe/vocab.bpe");
+    std::string data = tokenizer_read_file(path, kVocabularyHint);
     *tok = Tokenizer();
     tok->id = ours ? TOKENIZER_GPT2 : TOKENIZER_UNKNOWN;
 
