@@ -40,6 +40,7 @@ from fetch import File, Problem, is_url, of_each    # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
 
 TOOL = os.path.join(ROOT, "build", "tokenize")
+NVCC_PATH = os.environ.get("PATH", "") + ":/usr/local/cuda/bin"         # as the Makefile looks for it
 SHARD_TOKENS = 100_000_000
 
 
@@ -567,7 +568,8 @@ def run(args):
     (copy_shards if dataset.kind == "shards" else make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
     val = f" -j '{stem}_val_*.bin'" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
-    print(f"./train_gpt2cu -i '{stem}_train_*.bin'{val} ...")
+    has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
+    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} -i '{stem}_train_*.bin'{val} ...")
 
 
 def main():

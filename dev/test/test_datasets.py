@@ -267,6 +267,8 @@ def test_files():
     _, out, err = call(*again)
     assert "3 of 20 files left out, 'folder' for one" in err and "note: 'z.txt' is empty\n" in err
     assert len(err.splitlines()) == 2 and "'out/out_train_*.bin'" in out
+    assert ("./train_gpt2cu " in out) == bool(get.shutil.which("nvcc", path=get.NVCC_PATH) or
+                                              os.path.exists(f"{ROOT}/train_gpt2cu"))
     check_set("out", [documents], 500, 200000)
     facts = json.loads(read("out/dataset.json"))
     assert facts["tokens"] == len(byte_tokens(documents)) and facts["shards"] == {"val": 1, "train": 4}

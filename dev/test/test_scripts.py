@@ -372,6 +372,7 @@ def test_setup(words, make, env, calls, never, said, venv):
     assert called().count("apt-get update") == ("apt-get" in called())
     assert said in err and ("libnccl" in said or "libnccl" not in err)
     assert ("hint: " in err) == ("OFFLINE" in env)
+    assert ("\nnext: " in "\n" + out) == (code == 0 and words != "tests"), "a setup ends with what comes next"
     assert os.path.exists(".venv") == (venv or "OFFLINE" not in env and "pip" in called() or code == 1)
 
 
@@ -400,6 +401,9 @@ def test_make_test_installs_first(goal, monkeypatch):
     if whole:
         assert code == 0 and "No such file" not in out + err and "not found" not in out + err
         assert installs and runs and installs[0] < runs[0] and MPI in called()
+        said = [line.split(" ")[0].strip(":;") for line in out.splitlines()]
+        assert said.index("installing") < said.index("building") < said.index("testing")
+        assert "building train_gpt2cpu" in out or goal == "test-gpu"
     else:
         assert code != 0 and out.endswith("\n0 passed, 1 failed, 0 skipped\n") and not runs
 
