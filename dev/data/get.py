@@ -24,6 +24,7 @@ import fnmatch
 import glob
 import itertools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -35,7 +36,8 @@ ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
-from documents import Reader, exists, kind_of, looks_like_texts, need_pyarrow, size_of      # noqa: E402
+from documents import (Reader, exists, first_line, kind_of, looks_like_texts, need_pyarrow,   # noqa: E402
+                       size_of)
 from fetch import File, Problem, is_url, of_each    # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
 
@@ -567,9 +569,17 @@ def run(args):
         return
     (copy_shards if dataset.kind == "shards" else make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
-    val = f" -j '{stem}_val_*.bin'" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
+    val = f" -j {shell_quoted(stem + '_val_*.bin')}" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
     has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
-    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} -i '{stem}_train_*.bin'{val} ...")
+    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} -i {shell_quoted(stem + '_train_*.bin')}{val} ...")
+
+
+def shell_quoted(text):
+    """A name that is not UTF-8 by its bytes."""
+    name = os.fsencode(text)
+    if name == text.encode(errors="replace"):
+        return shlex.quote(text)
+    return "$'" + "".join(chr(c) if 32 <= c < 127 and c not in b"\\'" else f"\\x{c:02x}" for c in name) + "'"
 
 
 def main():
@@ -597,6 +607,13 @@ def main():
         sys.stdout.flush()
         print(f"error: '{error.filename}': {error.strerror}" if error.filename else f"error: {error}",
               file=sys.stderr)
+        return 1
+    except Exception as error:                  # a mistake in these programs, or what nobody foresaw
+        if sys.flags.dev_mode:
+            raise
+        sys.stdout.flush()
+        print(f"error: get.py {args.name} failed: {first_line(error)}\n"
+              f"hint: python3 -X dev dev/data/get.py ... shows where", file=sys.stderr)
         return 1
     return 0
 

@@ -470,6 +470,35 @@ def test_second_thoughts():
     makes("a.jsonl", "theirs", [b"good"], 0, "--text-field", "body", "--restart")
 
 
+def test_not_foreseen():
+    """What nobody has thought of ends in one sentence, too, with the name of the file that was read then."""
+    def failing(function, error):
+        def fails(*_):
+            raise error
+        return lambda: setattr(sys.modules[function[0]], function[1], fails)
+    write("in/a.jsonl", jsonl(["one"]))
+    for function, error, said in (
+            (("documents", "parse"), MemoryError(), "cannot read 'in/a.jsonl': there is no memory"),
+            (("documents", "parse"), KeyError("x\ny"), "cannot read 'in/a.jsonl': KeyError: 'x"),
+            (("get", "make_source"), TypeError("a\nb"), "get.py files failed: TypeError: a\n")):
+        refused(*files("in", "out"), said=(said,), prepare=failing(function, error))
+    write("in/deep.jsonl", '{"text": "a", "x": ' + "[" * 200000 + "]" * 200000 + "}\n")
+    refused(*files("in", "out"), said=("'in/deep.jsonl' line 1 is no JSON",))
+
+
+def test_names_that_are_not_utf8():
+    """The command that is printed at the end works in a shell."""
+    for name in (b"in-\xff\\'", "in *".encode()):
+        folder = os.fsdecode(name)
+        os.makedirs(folder)
+        write(folder + "/a.txt", "text\n" * 100)
+        out = works(*files(folder, "out" + folder))
+        command = out.splitlines()[-1].removesuffix(" ...").partition(" ")[2]
+        shown = subprocess.run(["bash", "-c", "printf '%s\n' " + command], stdout=subprocess.PIPE, check=True)
+        stem = os.path.join(b"out" + name, b"out" + name)
+        assert shown.stdout.split(b"\n")[1] == stem + b"_train_*.bin"
+
+
 def test_parquet():
     write("in/bad.parquet", "PAR1 no parquet")
     try:
@@ -495,6 +524,8 @@ def test_parquet():
     parquet.write_table(pyarrow.table({"text": latin}), "in/latin.parquet")
     refused(*files("in/latin.parquet", "o7"), said=("row 2: 'text' is not UTF-8: its byte 1 is 0xe4",))
     makes("in/latin.parquet", "o7", [b"fine", b"K\xef\xbf\xbdfer"], 0, "--errors", "replace")
+    write("in/name.parquet", read("in/l.parquet").replace(b"text", b"te\xe4t"))
+    refused(*files("in/name.parquet", "o7b"), said=("in/name.parquet' ", "not UTF-8"))
     frames = [pyarrow.compress(jsonl([text]).encode(), "zstd", asbytes=True) for text in ("one", "two")]
     pzstd = b"\x50\x2a\x4d\x18\4\0\0\0size"
     write("z/a.jsonl.zst", b"".join(frames))
@@ -762,6 +793,8 @@ def archive(files):
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, data in files.items():
             info = tarfile.TarInfo(name)
+            if data in (tarfile.DIRTYPE, tarfile.SYMTYPE):          # instead of a file; a link to nothing
+                info.type, info.linkname, data = data, "nothing", b""
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     return packed.getvalue()
@@ -874,8 +907,14 @@ def test_pypi():
     ("hellaswag", '{"ctx": "x", "label": 1, "endings": ["a", "b"]}\n' * 10041, "10041 questions, and hella"),
     ("mmlu", MMLU[:1500], "data.tar"), ("mmlu", archive({"data/x": b""}), "0 questions"),
     ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,E\n"}), "a_test.csv row 1"),
-    ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,A\n" * 14079}), "mmlu has 14042: it is an older")],
-    ids=["no JSON", "no endings", "label", "below 0", "one less", "cut", "no questions", "no letter", "old"])
+    ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,A\n" * 14079}), "mmlu has 14042: it is an older"),
+    ("hellaswag", "[" * 200000 + "\n", "hellaswag_val.jsonl' line 1 is no JSON"),
+    ("hellaswag", '{"ctx": 5, "label": 0, "endings": ["a"]}\n', "line 1 is no question"),
+    ("mmlu", archive({"data/test/a_test.csv": b"q," + b"a" * 200000 + b",b,c,d,A\n"}), "field larger than"),
+    ("mmlu", archive({"data/test/a_test.csv": tarfile.DIRTYPE}), "a_test.csv is no file"),
+    ("mmlu", archive({"data/test/a_test.csv": tarfile.SYMTYPE}), "data.tar' is damaged")],
+    ids=["no JSON", "no endings", "label", "below 0", "one less", "cut", "no questions", "no letter", "old",
+         "deep", "number", "long field", "folder", "link"])
 def test_bad_questions(name, data, said):
     write("bad/" + ("data.tar" if name == "mmlu" else "hellaswag_val.jsonl"), data)
     refused(name, "--from", "bad", "--out", "out", said=[said])
