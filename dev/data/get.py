@@ -39,6 +39,7 @@ import fetch                                        # noqa: E402
 from documents import (Reader, exists, first_line, kind_of, looks_like_texts, need_pyarrow,   # noqa: E402
                        size_of)
 from fetch import File, Problem, is_url, of_each    # noqa: E402
+from token_files import write_token_shard           # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
 
 TOOL = os.path.join(ROOT, "build", "tokenize")
@@ -49,7 +50,7 @@ SHARD_TOKENS = 100_000_000
 @dataclass
 class Dataset:
     name: str
-    kind: str           # text: tokenized here; shards: published as such; choices, debian, files, plays
+    kind: str           # text: tokenized here; shards: published as such; others: see run()
     source: str         # a repository of the hub, or a URL
     what: str
     licence: str
@@ -96,6 +97,8 @@ DATASETS = [
             "each package's, free", "300 MB of packages, 75M tokens", "", "", "debian_docs", 500_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, also .gz .xz .bz2 .zst",
             "yours", "", "", "", "", "auto"),
+    Dataset("tokens", "tokens", "--from", "nanoGPT's train.bin and val.bin, build-nanogpt's .npy", "theirs",
+            ""),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
             "see its page", "", "", "", "", "auto"),
     Dataset("hellaswag", "choices", HELLASWAG, "10,042 questions: which ending follows?", "MIT",
@@ -516,7 +519,8 @@ def arguments():
 OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": "text"}
 OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
 OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
-UNUSED = {"debian": OF_ROWS, "shards": OF_SHARDS, "choices": OF_SETS, "plays": OF_SETS}     # and defaults
+UNUSED = {"debian": OF_ROWS, "shards": OF_SHARDS, "tokens": OF_SETS, "choices": OF_SETS,
+          "plays": OF_SETS}                         # and defaults
 
 
 def check_arguments(dataset, args):
@@ -535,9 +539,9 @@ def check_arguments(dataset, args):
     if given := ["--" + name.replace("_", "-") for name, default in UNUSED.get(dataset.kind, {}).items()
                  if getattr(args, name) != default]:
         raise Problem(f"{', '.join(given)}: {dataset.name} has no use for this", "leave it out")
-    if dataset.kind == "files" and (not args.origin or is_url(args.origin)):
-        raise Problem("files are yours: --from says where they are",
-                      "get.py files --from my/texts --out data/mine")
+    if dataset.kind in ("files", "tokens") and (not args.origin or is_url(args.origin)):
+        raise Problem(f"{dataset.name} are yours: --from says where they are",
+                      f"get.py {dataset.name} --from my/{dataset.name} --out data/mine")
     if dataset.name == "hub":
         if not args.repo or not args.pattern:
             raise Problem("hub takes --repo OWNER/NAME and --pattern 'data/*.parquet'",
@@ -545,7 +549,7 @@ def check_arguments(dataset, args):
         dataset.source, dataset.train = args.repo, args.pattern
     elif args.repo or args.pattern:
         raise Problem(f"--repo and --pattern belong to hub, not to {dataset.name}")
-    if dataset.kind in ("files", "text") and not dataset.stem:
+    if dataset.kind in ("files", "text", "tokens") and not dataset.stem:
         if not args.out:
             raise Problem(f"{dataset.name} needs a place: --out FOLDER", "the shards are named after it")
         dataset.stem = os.path.basename(os.path.abspath(args.out))
@@ -558,6 +562,28 @@ def check_arguments(dataset, args):
         raise Problem(f"--val-tokens: {dataset.name} has a validation set of its own")
 
 
+# ---- tokens that other programs have written ----
+
+def make_token_shards(dataset, args):
+    """A shard of each file; for validation those with val in their name."""
+    found = [path for name, path in found_files(args.origin, "*") if name.endswith((".bin", ".npy"))]
+    if not found:
+        raise Problem(f"'{args.origin}' holds no .bin or .npy file")
+    os.makedirs(args.out, exist_ok=True)
+    there = made_before(args.out, dataset.stem)
+    if there and not args.restart:
+        raise Problem(f"'{args.out}' holds {os.path.basename(there[0])}", "another --out, or --restart")
+    for path in there:
+        os.unlink(path)
+    made = {"val": 0, "train": 0}
+    for source in found:
+        split = "val" if "val" in os.path.basename(source) else "train"
+        path = os.path.join(args.out, f"{dataset.stem}_{split}_{made[split] + (split == 'train'):06d}.bin")
+        tokens, is_gpt2 = write_token_shard(source, path)
+        made[split] += 1
+        print(f"{path}: {tokens} tokens of {source}" + ", whose tokenizer is not known" * (not is_gpt2))
+
+
 def run(args):
     dataset = next((d for d in DATASETS if d.name == args.name), None)
     if not dataset:
@@ -567,7 +593,7 @@ def run(args):
         need_tool()
         (make_plays if dataset.kind == "plays" else make_choices)(dataset, args)
         return
-    (copy_shards if dataset.kind == "shards" else make_shards)(dataset, args)
+    {"shards": copy_shards, "tokens": make_token_shards}.get(dataset.kind, make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
     val = f" -j {shell_quoted(stem + '_val_*.bin')}" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
     has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)

@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
@@ -540,6 +541,43 @@ def test_parquet():
     check_set("o4", [documents], 999, 9999)
 
 
+# ---- tokens of other programs ----
+
+def npy(tokens, kind="<u2", shape=None):
+    head = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape or (len(tokens),)}, }}"
+    head = head.ljust(117) + "\n"
+    begin = b"\x93NUMPY\x01\0" + struct.pack("<H", len(head))
+    return begin + head.encode() + array.array("H", tokens).tobytes()
+
+
+def test_tokens():
+    """nanoGPT's and build-nanogpt's files: the same tokens behind a header."""
+    raw, letters = [50256, 7, 1, 50256, 3], [64, 0, 5]
+    write("nano/train.bin", array.array("H", raw).tobytes())
+    write("nano/val.bin", array.array("H", letters).tobytes())
+    write("nano/edufineweb_train_000001.npy", npy(raw[::-1]))
+    write("nano/meta.pkl", "x")
+    words = ["tokens", "--from", "nano", "--out", "out"]
+    out = works(*words)
+    assert out.count("whose tokenizer is not known") == 1 and " -j out/out_val_" in out.replace("'", "")
+    assert shards("out", "train", 1) == [raw[::-1], raw] and shards("out", "val", 0) == [letters]
+    refused(*words, said=("'out' holds out_train_000001.bin", "--restart"))
+    assert works(*words, "--restart") == out
+    before = contents("out")
+    for name, data, said in (
+            ("a.npy", npy(raw, "<i4"), "<i4 of shape (5,)"),
+            ("a.npy", npy(raw, shape=(1, 5)), "of shape (1, 5)"),
+            ("a.npy", npy(raw)[:-2], "or not 5 of them"), ("a.npy", b"\x93NUMPY\x01\0\xff\xffx", "a.npy"),
+            ("a.bin", b"abc", "3 bytes of tokens"), ("a.bin", b"", "0 bytes of tokens"),
+            ("a.bin", read("out/out_val_000000.bin"), "is a token shard already"), ("a.txt", b"", "no .bin")):
+        write("bad/" + name, data)
+        refused("tokens", "--from", "bad", "--out", "none", said=(said, "bad"))
+        os.unlink("bad/" + name)
+    refused("tokens", "--out", "none", said=("--from says where they are",))
+    refused(*words, "--bytes", said=("--bytes: tokens has no use for this",))
+    assert contents("out") == before and not glob.glob("none/*.bin")
+
+
 # ---- the hub ----
 
 def test_hub():
@@ -984,7 +1022,7 @@ def test_table():
     _, out, _ = run_program([sys.executable, GET])
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
-        assert d.kind in ("text", "shards", "debian", "files", "choices", "plays")
+        assert d.kind in ("text", "shards", "debian", "files", "tokens", "choices", "plays")
         assert d.kind != "choices" or d.questions and d.stem
     names = [d.name for d in get.DATASETS]
     assert len(set(names)) == len(names)
