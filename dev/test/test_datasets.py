@@ -1024,6 +1024,7 @@ def test_table():
         assert d.name in out and d.licence and d.what and d.source
         assert d.kind in ("text", "shards", "debian", "files", "tokens", "choices", "plays")
         assert d.kind != "choices" or d.questions and d.stem
+    assert not [line for line in out.splitlines() if len(line) > 80 and "from https://" not in line]
     names = [d.name for d in get.DATASETS]
     assert len(set(names)) == len(names)
     reader, pipe = os.pipe()
