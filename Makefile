@@ -49,6 +49,7 @@ NCCL_FLAGS = $(eval NCCL_FLAGS := $(call wanted,NCCL,$(NCCL_ANY)))$(NCCL_FLAGS)
 
 # FOUND_GPUS: the compute capabilities of this machine's GPUs, asked for once, and only if something needs
 # them. GPU_CAPS: those on which the CUDA programs run, 8.0 and later, without the dot.
+no_CXX = $(error no $(CXX): scripts/setup.sh installs g++)
 need_nvcc = $(if $(NVCC),,$(error no nvcc: install the CUDA toolkit, give NVCC=path, or make train_gpt2cpu))
 TOO_OLD := 3 5 6 7
 NVCC_CODES = $(patsubst sm_%,%,$(shell $(NVCC) --list-gpu-code 2>/dev/null)) 90a
@@ -105,6 +106,7 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 .PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint plot check-docs fuzz lint
 .PHONY: test test-quick test-gpu test-all test-mutants built-cpu built-gpu built-all built-test look look-all
 .PHONY: sanitize bench bench-ops profile clean FORCE
+.PHONY: train_gpt2 train_gpt2fp32cu test_gpt2 test_gpt2fp32cu profile_gpt2
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -112,6 +114,11 @@ help: ## this list
 	    awk -F'#' '{printf(length($$1) > 15 ? "%s\n%16s%s\n" : "%-15s %s%s\n", $$1, "", $$2)}'
 	@echo "settings: PRECISION=BF16|FP32|FP16 ARCH=auto|80|86|89|90a|... DEBUG=0|1"
 	@echo "          NCCL=auto|0|1 MPI=auto|0|1 CXX= NVCC="
+
+# The compilers of recipes. SAY=1, as `make test` has it, names what is being built.
+building = $(if $(SAY),$(info building $@))
+cxx = $(building)$(if $(shell command -v $(firstword $(CXX))),,$(no_CXX))$(CXX)
+nvcc = $(building)$(NVCC)
 
 quickstart: ## makes a corpus, trains a small GPT-2, samples: runs/quickstart
 	scripts/quickstart.sh
@@ -123,25 +130,33 @@ build/cuda.flags: NOW = $(NVCC) $(CUDA_FLAGS) $(GENCODE) $(PRECISION) $(CUDA_LIB
 build/%.flags: FORCE
 	@mkdir -p build; echo '$(NOW)' | cmp -s - $@ || echo '$(NOW)' > $@
 
+# What --version prints. No flag: a commit alone rebuilds nothing.
+GIT_SAYS = $(if $(wildcard .git),$(shell git describe --always --dirty --exclude '*' 2>/dev/null))
+COMMIT = $(addprefix -DGIT_COMMIT=,$(GIT_SAYS))
+
 train_gpt2cpu test_gpt2cpu: %cpu: %.cu build/cpu.flags ## the trainer and its tests, without CUDA
-	$(CXX) $(CPU_FLAGS) $(MODEL_FLAGS) $(DEPS) -x c++ $< -o $@ $(CPU_LIBS)
+	$(cxx) $(CPU_FLAGS) $(COMMIT) $(MODEL_FLAGS) $(DEPS) -x c++ $< -o $@ $(CPU_LIBS)
 
 # For dev/test/test_lazy.py: streams do their work late, and what should have waited for it gets wrong bits.
 # cpu_device.h comes first, because it wraps the host's collectives, which other headers call, too.
 build/train_gpt2lazy: train_gpt2.cu build/cpu.flags
-	$(CXX) $(CPU_FLAGS) $(MODEL_FLAGS) -DLAZY_STREAMS -include llmc/ops/cpu_device.h $(DEPS) -x c++ $< -o $@ \
+	$(cxx) $(CPU_FLAGS) $(MODEL_FLAGS) -DLAZY_STREAMS -include llmc/ops/cpu_device.h $(DEPS) -x c++ $< -o $@ \
 	    $(CPU_LIBS)
 
 HEADERS := $(wildcard llmc/*.h llmc/*/*.h dev/test/*.h)
 train_gpt2cu test_gpt2cu profile_gpt2cu: %cu: %.cu train_gpt2.cu $(HEADERS) build/cuda.flags ## CUDA programs
-	$(NVCC) $(CUDA_FLAGS) $(GENCODE) -DENABLE_$(PRECISION) $< -o $@ $(CUDA_LIBS)
+	$(nvcc) $(CUDA_FLAGS) $(COMMIT) $(GENCODE) -DENABLE_$(PRECISION) $< -o $@ $(CUDA_LIBS)
+
+# llm.c's names of its programs
+train_gpt2 train_gpt2fp32cu test_gpt2 test_gpt2fp32cu profile_gpt2:
+	$(error no target $@: make train_gpt2cu (PRECISION=FP32 for fp32), or without a GPU make train_gpt2cpu)
 
 # For `make test`: build/check/PROGRAM.PRECISION has its kernels for this machine's GPUs, which takes two
 # thirds of the time; for two kinds of GPU where there is none, and where nvcc only looks at it.
 .SECONDEXPANSION:
 $(CHECKED)/check/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 	@mkdir -p $(@D)
-	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) $(CHECK_GPUS) $< -o $@ $(CUDA_LIBS)
+	$(nvcc) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) $(CHECK_GPUS) $< -o $@ $(CUDA_LIBS)
 TWO_KINDS = $(call codes,90a) -gencode arch=compute_80,code=\"sm_80,compute_80\"
 CHECK_GPUS = $(if $(and $(filter 0,$(LOOK)),$(is_known)),$(call codes,$(GPU_CAPS)),$(TWO_KINDS))
 # compiled only, and its kernels are the trainer's
@@ -150,47 +165,47 @@ $(CHECKED)/check/profile_gpt2.BF16: private CHECK_GPUS = $(call codes,90a)
 # Only compute_80 PTX, which the driver compiles for the GPU it meets: the portable kernels on a new GPU.
 build/ptx/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 	@mkdir -p build/ptx
-	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) \
+	$(nvcc) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) \
 	    -gencode arch=compute_80,code=compute_80 $< -o $@ $(CUDA_LIBS)
 
 # The trainer of a machine that has nothing of what is looked for: `make test` sees that it can be made. Its
 # bits do not depend on the machine: dev/test/test_golden.py knows them.
 build/plain/train_gpt2cpu: train_gpt2.cu $(HEADERS)
 	@mkdir -p build/plain
-	$(CXX) -std=c++17 -O2 -ffp-contract=off $(WARNINGS) -Wno-unknown-pragmas -pthread -DGPT2_CPU -x c++ $< \
+	$(cxx) -std=c++17 -O2 -ffp-contract=off $(WARNINGS) -Wno-unknown-pragmas -pthread -DGPT2_CPU -x c++ $< \
 	    -o $@ -ldl
 $(CHECKED)/plain/%: private NCCL_FLAGS :=
 $(CHECKED)/plain/%: private MPI_FLAGS :=
 $(CHECKED)/plain/%: $$(basename $$*).cu train_gpt2.cu $(HEADERS)
 	@mkdir -p $(@D)
-	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) \
+	$(nvcc) $(CUDA_FLAGS) -DENABLE_$(subst .,,$(suffix $*)) \
 	    -gencode arch=compute_80,code=compute_80 $< -o $@ $(CUDA_LIBS)
 
 # A ladder of dev/cuda: the steps of one op, checked and timed against each other.
 $(CHECKED)/cuda/%: dev/cuda/%.cu train_gpt2.cu $(HEADERS)
 	@mkdir -p $(@D)
-	$(need_nvcc)$(NVCC) $(CUDA_FLAGS) -I. -DENABLE_BF16 -gencode arch=compute_90a,code=sm_90a $< -o $@ \
+	$(nvcc) $(CUDA_FLAGS) -I. -DENABLE_BF16 -gencode arch=compute_90a,code=sm_90a $< -o $@ \
 	    $(CUDA_LIBS)
 
 build/asan/%cpu: %.cu
 	@mkdir -p build/asan
-	$(CXX) $(ASAN_FLAGS) -DGPT2_CPU $(DEPS) -x c++ $< -o $@
+	$(cxx) $(ASAN_FLAGS) -DGPT2_CPU $(DEPS) -x c++ $< -o $@
 build/asan/%: dev/test/%.cpp
 	@mkdir -p build/asan
-	$(CXX) $(ASAN_FLAGS) $(DEPS) $< -o $@
+	$(cxx) $(ASAN_FLAGS) $(DEPS) $< -o $@
 build/%: dev/data/%.cpp build/cpu.flags
-	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
+	$(cxx) $(CPU_FLAGS) $(DEPS) $< -o $@
 build/%: dev/tools/%.cpp build/cpu.flags
-	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
+	$(cxx) $(CPU_FLAGS) $(DEPS) $< -o $@
 build/%: dev/test/%.cpp build/cpu.flags
-	$(CXX) $(CPU_FLAGS) $(DEPS) $< -o $@
+	$(cxx) $(CPU_FLAGS) $(DEPS) $< -o $@
 build/tsan/%: dev/test/%.cpp
 	@mkdir -p build/tsan
-	$(CXX) $(TSAN_FLAGS) $(DEPS) $< -o $@
+	$(cxx) $(TSAN_FLAGS) $(DEPS) $< -o $@
 # libFuzzer comes with clang alone. All targets in one program: most of it is train_gpt2.cu.
 build/fuzz: dev/fuzz/fuzz.cpp
 	@mkdir -p build
-	clang++ $(FUZZ_FLAGS) -DGPT2_CPU $(DEPS) $< -o $@
+	$(building)clang++ $(FUZZ_FLAGS) -DGPT2_CPU $(DEPS) $< -o $@
 -include $(wildcard build/*.d)
 
 tokenize stories bigram checkpoint: %: build/% ## tools: shards, a story corpus, a baseline, what is in a run
@@ -211,14 +226,16 @@ CORES = $$(cat /sys/fs/cgroup/cpu.max 2>/dev/null | \
     awk -v n=$$(nproc) '$$1 + 0 && n * $$2 > $$1 {n = int(($$1 + $$2 - 1) / $$2)} END {print n}')
 define build_and_test
 @scripts/setup.sh tests
-@$(MAKE) -s -j$(CORES) $(1) || { echo "0 passed, 1 failed, 0 skipped"; exit 1; }
+@echo "building what has changed; the first time this takes minutes"
+@$(MAKE) -s -j$(CORES) SAY=1 $(1) || { echo "0 passed, 1 failed, 0 skipped"; exit 1; }
+@echo "testing: a dot is a test that passes, an s one that is skipped; the end says why"
 @MAKEFLAGS= $(PYTEST) -q --no-header -n auto $(2)
 endef
 test: ## what a push has to pass: six minutes on two cores
 	$(call build_and_test,built-test,dev/test)
 test-quick: ## beside the editor: the CPU model, unit tests of what changed
 	@$(PYTEST) --version >/dev/null 2>&1 || scripts/setup.sh tests
-	@$(MAKE) -s -j$(CORES) test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
+	@$(MAKE) -s -j$(CORES) SAY=1 test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
 	    $(CHANGED_TESTS:%=build/asan/test_%)
 	@$(PYTEST) -q --no-header -n 2 --slow -m "not gpu" dev/test/test_golden.py \
 	    $(foreach t,test_gpt2-model $(CHANGED_TESTS:%=asan-%),'dev/test/test_programs.py::test_program[$(t)]')

@@ -55,6 +55,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/step_reports.h"   // gives: Reports, reports_begin, reports_end, report_step
 #include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_finite
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
+#include "llmc/run/version.h"        // gives: version_asked, version_print
 #include "llmc/run/samples.h"        // gives: write_samples, chat, TextDraw
 #include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
 #include "llmc/files/checkpoints.h"  // gives: checkpoint_before, Retention
@@ -6676,6 +6677,7 @@ struct Training {
 // this `run` does not change.
 static Config settle(const Facts* resumed = nullptr, const Build& build = kBuild) {
     const bool is_file = model_is_file(run.model);
+    if (is_file && !resumed) { model_file_check(run.model); }
     Config c = resumed ? facts_config(*resumed)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
     config_check(&c, !resumed && !is_file, build);
@@ -6803,7 +6805,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     if (run.own_launch) {
         say("launch: --gpus %d, as the run was started; --gpus N says otherwise\n", run.comm.gpus);
     }
-    catch_signals();
+    catch_signals(t->saves);
     data_print(t->data);
 }
 
@@ -7103,10 +7105,10 @@ static void write_alone(Training* t) {
 }
 
 int main(int argc, char** argv) {
+    if (version_asked(argc, argv)) { version_print(PRECISION_NAME); return 0; }
     device_prepare(argv);
     const std::vector<const char*> words = words_in_full(argc, argv);
-    gelu_flag_check(words);
-    flags_parse(kFlags, (int)words.size(), words.data(), kFlagGroups);
+    flags_parse(kFlags, (int)words.size(), words.data(), kFlagGroups, kOtherNames);
     muon_rate_default();
     if (run.plan[0] != '\0') {
         print_plan();

@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 run=runs/quickstart
 
-scripts/setup.sh
+scripts/setup.sh quickstart
 nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
 caps=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true)
 if [ -n "$nvcc" ] && [ -n "$(awk '$1 + 0 >= 8' <<<"$caps")" ]; then

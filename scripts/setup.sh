@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what building, testing and plotting need and this machine lacks; quickstart.sh and .ci/run call it.
 #
-#   scripts/setup.sh            what building and training use
+#   scripts/setup.sh            what building and training use (quickstart: the same, and no last line)
 #   scripts/setup.sh tests      and what only tests use: pytest, MPI (12 MB), clang's libFuzzer (55 MB)
 #   scripts/setup.sh data       and what dev/data/get.py fetches and reads parquet and zstd with (60 MB)
 #   scripts/setup.sh tensorboard    and TensorBoard, for dev/data/tensorboard_log.py (60 MB)
@@ -106,3 +106,8 @@ if [ $need_extra = 1 ]; then
         exit 1
     fi
 fi
+case ${1:-} in
+    "") echo "next: make quickstart, which trains a small model in minutes" ;;
+    data) echo "next: python3 dev/data/get.py, which lists the data sets" ;;
+    tensorboard) echo "next: python3 dev/data/tensorboard_log.py runs/NAME" ;;
+esac

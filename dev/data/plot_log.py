@@ -35,6 +35,7 @@ PANELS = {"loss": ("loss (nats per token)", "{:.3f}"), "eval": ("questions, norm
 METRICS = {"tokens_per_s": "speed", "gpu_mhz": "clock", "gpu_watts": "power", "gpu_celsius": "temperature",
            "gpu_gib": "memory"}
 NOISY = ("train", "norm", "speed")  # a smooth curve is drawn over these
+FEW = 6         # fewer validations than this are points without a line: between them nothing is known
 # Okabe's and Ito's: colour-blind people can tell them apart
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
@@ -208,7 +209,8 @@ def draw_panel(axes, panel, runs, levels):
             color, label = (COLORS[1], "validation") if name == "val" else (color, "training, smoothed")
         elif name == "val" and "train" in run.curves:
             label = None
-        axes.plot(at, values, color=color, linestyle="--" if name == "val" else "-", label=label,
+        line = "" if name == "val" and len(at) < FEW else "--" if name == "val" else "-"
+        axes.plot(at, values, color=color, linestyle=line, label=label,
                   marker="o" if name in ("val", "eval") and len(at) < 100 else None)
         ends[name if alone else run] = values[-1], color
     for level, label in levels:

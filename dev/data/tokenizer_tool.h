@@ -1,7 +1,6 @@
 /*
-What tokenize.cpp needs beyond llmc/data/tokenizer.h: bytes that are no text, pieces of any length in linear
-time, a cache of words, places where a long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin.
-Host only.
+What tokenize.cpp needs beyond llmc/data/tokenizer.h: bytes that are no text, a cache of words, places where a
+long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin. Host only.
 
     if (text_fault(s, 0, n, false) < n) { ... }                         // UTF-8 without bytes 0?
     TokenizerCache cache;                                               // one for each thread
@@ -90,81 +89,6 @@ static inline size_t text_unfinished(const uint8_t* s, size_t n) {
     return n;
 }
 
-// ---- merging long pieces in windows ----
-// A merge looks at two neighbours only, so a long piece can be merged in overlapping windows. Call a row of
-// tokens stable if merging its bytes gives exactly this row.
-//  1. Any part of a stable row is stable. No merge crossed its two ends, so its bytes alone would have made
-//     the merges inside it, in the same order.
-//  2. A row is stable if every two neighbours in it are. Otherwise merging its bytes has a first merge across
-//     the boundary of two tokens. Until then each of the two had only merges of its own. So these two
-//     neighbours alone would have come to this merge, too, and were not stable.
-// Let two stable rows overlap and share one token (equal bytes at one position). Then the first row up to
-// that token and the second row from there form one stable row.
-
-// Longer pieces are merged in windows.
-static const size_t kShortPiece = 64;
-
-// Bytes that a window shares with the window before, and bytes that it adds: most windows are short pieces
-// then. If they share no token (a token may have 128 bytes), both numbers grow, and shrink again later.
-static const size_t kOverlap = 16, kAdvance = 40;
-
-struct TokenizerRow {               // a stable row of tokens, from the first byte of a piece
-    std::vector<uint32_t>* ids;
-    size_t first, end;              // the row is ids[first..]; the byte where it ends
-    size_t overlap;                 // bytes that the next window shares with the row
-};
-
-// Steps back over the last tokens, at least `bytes` bytes if the row has them. Returns the index of the token
-// where it stops, and the byte where that token begins in *at.
-static inline size_t tokenizer_step_back(const Tokenizer* tok, const TokenizerRow& row, size_t bytes,
-                                         size_t* at) {
-    size_t i = row.ids->size();
-    *at = row.end;
-    while (i > row.first && row.end - *at < bytes) { *at -= tok->bytes[(*row.ids)[--i]].size(); }
-    return i;
-}
-
-// Token i of row a and token j of row b begin at one byte. Moves i and j on to the first shared token, or
-// returns false.
-static inline bool tokenizer_common(const Tokenizer* tok, const std::vector<uint32_t>& a, size_t* i,
-                                    const std::vector<uint32_t>& b, size_t* j) {
-    size_t at_a = 0, at_b = 0;
-    while (*i < a.size() && *j < b.size()) {
-        if (at_a == at_b && a[*i] == b[*j]) { return true; }
-        bool move_a = at_a <= at_b, move_b = at_b <= at_a;
-        if (move_a) { at_a += tok->bytes[a[(*i)++]].size(); }
-        if (move_b) { at_b += tok->bytes[b[(*j)++]].size(); }
-    }
-    return false;
-}
-
-// Merges one more window of the piece's n bytes. part: scratch for its tokens.
-static inline void tokenizer_extend(const Tokenizer* tok, const uint8_t* piece, size_t n, TokenizerRow* row,
-                                    std::vector<uint32_t>& part) {
-    size_t end = std::min(n, row->end + row->overlap * kAdvance / kOverlap);
-    for (;; row->overlap *= 2) {
-        size_t from, i = tokenizer_step_back(tok, *row, row->overlap, &from), j = 0;
-        part.clear();
-        tokenizer_merge(tok, piece + from, end - from, part);
-        bool whole = i == row->first;           // the window begins with the row and replaces it
-        if (!whole && !tokenizer_common(tok, *row->ids, &i, part, &j)) { continue; }
-        row->ids->resize(i);
-        row->ids->insert(row->ids->end(), part.begin() + (ptrdiff_t)j, part.end());
-        row->end = end;
-        row->overlap = std::max(kOverlap, row->overlap - row->overlap / 16);
-        return;
-    }
-}
-
-// Appends the ids of a piece of n bytes.
-static inline void tokenizer_encode_piece(const Tokenizer* tok, const uint8_t* piece, size_t n,
-                                          std::vector<uint32_t>& out) {
-    if (n <= kShortPiece) { tokenizer_merge(tok, piece, n, out); return; }
-    TokenizerRow row = {&out, out.size(), 0, kOverlap};
-    std::vector<uint32_t> part;
-    while (row.end < n) { tokenizer_extend(tok, piece, n, &row, part); }
-}
-
 // ---- a cache ----
 
 // The ids of recent short pieces: text repeats its words, so most pieces need no merging.
@@ -193,7 +117,7 @@ static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size
     for (size_t i = 0, n; i < len; i += n) {
         n = tokenizer_piece(tok, s + i, len - i);
         if (!cache || n > TokenizerCache::kKey) {
-            tokenizer_encode_piece(tok, s + i, n, out);
+            tokenizer_merge(tok, s + i, n, out);
             continue;
         }
         uint64_t key[2];
@@ -203,7 +127,7 @@ static inline void tokenizer_encode(const Tokenizer* tok, const char* text, size
             continue;
         }
         size_t start = out.size();
-        tokenizer_encode_piece(tok, s + i, n, out);
+        tokenizer_merge(tok, s + i, n, out);
         size_t count = out.size() - start;
         if (count > TokenizerCache::kIds) { continue; }
         memcpy(e->key, key, sizeof(key));
@@ -225,6 +149,29 @@ static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, siz
     return width != back || before != CHAR_SPACE;       // width != back: malformed UTF-8, class other
 }
 
+// A row of tokens is stable if merging its bytes gives exactly this row.
+//  1. Any part of a stable row is stable. No merge crossed its two ends, so its bytes alone would have made
+//     the merges inside it, in the same order.
+//  2. A row is stable if every two neighbours in it are. Otherwise merging its bytes has a first merge across
+//     the boundary of two tokens. Until then each of the two had only merges of its own. So these two
+//     neighbours alone would have come to this merge, too, and were not stable.
+// Let two stable rows overlap and share one token (equal bytes at one position). Then the first row up to
+// that token and the second row from there form one stable row.
+
+// Token i of row a and token j of row b begin at one byte. Moves i and j on to the first shared token, or
+// returns false.
+static inline bool tokenizer_common(const Tokenizer* tok, const std::vector<uint32_t>& a, size_t* i,
+                                    const std::vector<uint32_t>& b, size_t* j) {
+    size_t at_a = 0, at_b = 0;
+    while (*i < a.size() && *j < b.size()) {
+        if (at_a == at_b && a[*i] == b[*j]) { return true; }
+        bool move_a = at_a <= at_b, move_b = at_b <= at_a;
+        if (move_a) { at_a += tok->bytes[a[(*i)++]].size(); }
+        if (move_b) { at_b += tok->bytes[b[(*j)++]].size(); }
+    }
+    return false;
+}
+
 // `piece` holds the first n bytes of a piece whose end is not known. Returns a position where the text can be
 // cut and encoded in parts, whatever follows, or 0 if none was found.
 // No token is longer than `longest`, so in the whole piece some token ends at a byte e of the last `longest`
@@ -232,11 +179,11 @@ static inline bool tokenizer_can_cut(const Tokenizer* tok, const char* text, siz
 // all n bytes, the tokens before it do not depend on what follows.
 static inline size_t tokenizer_cut_inside(const Tokenizer* tok, const uint8_t* piece, size_t n) {
     std::vector<uint32_t> ids, part;
-    tokenizer_encode_piece(tok, piece, n, ids);
-    TokenizerRow row = {&ids, 0, n, 0};
+    tokenizer_merge(tok, piece, n, ids);
     size_t longest = std::max(tok->longest, (size_t)4);     // white space leaves its last character
     for (size_t back = 2 * longest; back < n / 2; back *= 2) {
-        size_t cut, first = tokenizer_step_back(tok, row, back, &cut);
+        size_t cut = n, first = ids.size();     // the token that begins at least `back` bytes before n
+        while (first > 0 && n - cut < back) { cut -= tok->bytes[ids[--first]].size(); }
         // the rest must be one piece by itself: it must not begin inside a character, or like 's
         while (first > 0 && tokenizer_piece(tok, piece + cut, n - cut) != n - cut) {
             cut -= tok->bytes[ids[--first]].size();
@@ -244,7 +191,7 @@ static inline size_t tokenizer_cut_inside(const Tokenizer* tok, const uint8_t* p
         bool sure = first > 0;
         for (size_t e = n - longest + 1; e < n && sure; e++) {
             part.clear();
-            tokenizer_encode_piece(tok, piece + cut, e - cut, part);
+            tokenizer_merge(tok, piece + cut, e - cut, part);
             size_t i = first, j = 0;
             sure = tokenizer_common(tok, ids, &i, part, &j);
         }

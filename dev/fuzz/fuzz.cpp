@@ -356,10 +356,12 @@ static void fuzz_tokens(Bytes input) {
     const Tokenizer& tok = is_bpe ? bpe : bytes;
     check_encode(tok, input);
     if (input.empty()) { return; }
-    std::vector<uint32_t> whole, row;                   // in windows, as a long piece is, and at once
-    tokenizer_encode_piece(&tok, (const uint8_t*)input.data(), input.size(), whole);
-    tokenizer_merge(&tok, (const uint8_t*)input.data(), input.size(), row);
-    PROPERTY(whole == row, "in windows a piece has %zu tokens, as a whole %zu", whole.size(), row.size());
+    std::vector<uint32_t> plain, heap, merged;          // the two ways of merging a piece
+    for (unsigned char byte : input) { plain.push_back(tok.byte_id[byte]); }
+    heap = plain;
+    plain.resize(tokenizer_merge_short(&tok, plain.data(), plain.size(), merged));
+    heap.resize(tokenizer_merge_long(&tok, heap.data(), heap.size(), merged));
+    PROPERTY(plain == heap, "a piece has %zu tokens, with a heap %zu", plain.size(), heap.size());
 }
 
 // ---- vocabularies: a text of merges, or gpt2_tokenizer.bin after one byte that chooses ----

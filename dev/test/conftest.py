@@ -231,6 +231,7 @@ class Table:
 
     def __init__(self, config):
         self.config, self.outcomes, self.seconds, self.totals, self.on_gpu = config, {}, {}, {}, set()
+        self.whys = {}                          # why tests are skipped: how many
 
     def pytest_runtest_logreport(self, report):
         path = report.nodeid.partition("::")[0]
@@ -238,6 +239,9 @@ class Table:
         self.totals[suite] = total
         self.on_gpu |= {suite} if several else set()
         self.seconds[suite] = self.seconds.get(suite, 0) + getattr(report, "duration", 0)
+        if report.skipped:
+            why = str(report.longrepr[2]).removeprefix("Skipped: ")
+            self.whys[why] = self.whys.get(why, 0) + 1
         if not report.passed or report.when == "call":
             self.outcomes.setdefault(suite, {}).setdefault(report.nodeid, report.outcome)
             if report.failed:
@@ -271,6 +275,8 @@ class Table:
             passed, failed, skipped = self.counts(suite)
             if passed or failed or self.config.gpus:
                 write(f"{suite:<26}{passed:>8}{failed:>8}{skipped:>9}{self.seconds.get(suite, 0):>9.1f}")
+        for why, count in sorted(self.whys.items(), key=lambda pair: -pair[1]):
+            write(f"{count:>6} skipped: {why}")
         if self.on_gpu and not self.config.gpus:
             skipped = sum(self.counts(suite)[2] for suite in self.on_gpu)
             write(gpus.report_without_gpu(skipped, sorted(self.on_gpu), self.config.sources))

@@ -35,7 +35,7 @@ from trainer import (LIMIT_S, Program, Result, metrics, model_path, on_cpu, run,
                      without_scaling)
 
 ENDED_S = 120                           # after a death everything has ended: only a hang takes longer
-STOPPING = "stopping after the last complete step; Ctrl-C: at once, unsaved\n"
+STOPPING = "stopping and saving; press Ctrl-C again to stop at once, without saving\n"
 UNREAD = "nobody reads what is printed: stopping after the last complete step\n"
 DAY = datetime.date.today().toordinal()             # samples of long tables change with it
 TERM, KILL, USR1, HUP, INT, PIPE = (signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGHUP,

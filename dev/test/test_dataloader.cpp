@@ -293,7 +293,7 @@ static void test_bad_files() {
     unlink(path.c_str());
     dies("missing file", path, {"no file matches", "make tinyshakespeare"});
     dies("empty glob", in_folder("nothing_*.bin"), {"no file matches", "make tinyshakespeare"});
-    dies("folder", folder, {"not a regular file"});
+    dies("folder", folder, {"is a folder", "hint: a pattern in quotes names its shards", "_val*.bin"});
     dies("a device", "/dev/zero", {"not a regular file"});
     CHECK(mkfifo(path.c_str(), 0600) == 0, "cannot make a pipe");
     dies("a pipe that nobody writes", path, {"not a regular file"});

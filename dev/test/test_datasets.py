@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
@@ -267,6 +268,8 @@ def test_files():
     _, out, err = call(*again)
     assert "3 of 20 files left out, 'folder' for one" in err and "note: 'z.txt' is empty\n" in err
     assert len(err.splitlines()) == 2 and "'out/out_train_*.bin'" in out
+    assert ("./train_gpt2cu " in out) == bool(get.shutil.which("nvcc", path=get.NVCC_PATH) or
+                                              os.path.exists(f"{ROOT}/train_gpt2cu"))
     check_set("out", [documents], 500, 200000)
     facts = json.loads(read("out/dataset.json"))
     assert facts["tokens"] == len(byte_tokens(documents)) and facts["shards"] == {"val": 1, "train": 4}
@@ -468,6 +471,35 @@ def test_second_thoughts():
     makes("a.jsonl", "theirs", [b"good"], 0, "--text-field", "body", "--restart")
 
 
+def test_not_foreseen():
+    """What nobody has thought of ends in one sentence, too, with the name of the file that was read then."""
+    def failing(function, error):
+        def fails(*_):
+            raise error
+        return lambda: setattr(sys.modules[function[0]], function[1], fails)
+    write("in/a.jsonl", jsonl(["one"]))
+    for function, error, said in (
+            (("documents", "parse"), MemoryError(), "cannot read 'in/a.jsonl': there is no memory"),
+            (("documents", "parse"), KeyError("x\ny"), "cannot read 'in/a.jsonl': KeyError: 'x"),
+            (("get", "make_source"), TypeError("a\nb"), "get.py files failed: TypeError: a\n")):
+        refused(*files("in", "out"), said=(said,), prepare=failing(function, error))
+    write("in/deep.jsonl", '{"text": "a", "x": ' + "[" * 200000 + "]" * 200000 + "}\n")
+    refused(*files("in", "out"), said=("'in/deep.jsonl' line 1 is no JSON",))
+
+
+def test_names_that_are_not_utf8():
+    """The command that is printed at the end works in a shell."""
+    for name in (b"in-\xff\\'", "in *".encode()):
+        folder = os.fsdecode(name)
+        os.makedirs(folder)
+        write(folder + "/a.txt", "text\n" * 100)
+        out = works(*files(folder, "out" + folder))
+        command = out.splitlines()[-1].removesuffix(" ...").partition(" ")[2]
+        shown = subprocess.run(["bash", "-c", "printf '%s\n' " + command], stdout=subprocess.PIPE, check=True)
+        stem = os.path.join(b"out" + name, b"out" + name)
+        assert shown.stdout.split(b"\n")[1] == stem + b"_train_*.bin"
+
+
 def test_parquet():
     write("in/bad.parquet", "PAR1 no parquet")
     try:
@@ -493,6 +525,8 @@ def test_parquet():
     parquet.write_table(pyarrow.table({"text": latin}), "in/latin.parquet")
     refused(*files("in/latin.parquet", "o7"), said=("row 2: 'text' is not UTF-8: its byte 1 is 0xe4",))
     makes("in/latin.parquet", "o7", [b"fine", b"K\xef\xbf\xbdfer"], 0, "--errors", "replace")
+    write("in/name.parquet", read("in/l.parquet").replace(b"text", b"te\xe4t"))
+    refused(*files("in/name.parquet", "o7b"), said=("in/name.parquet' ", "not UTF-8"))
     frames = [pyarrow.compress(jsonl([text]).encode(), "zstd", asbytes=True) for text in ("one", "two")]
     pzstd = b"\x50\x2a\x4d\x18\4\0\0\0size"
     write("z/a.jsonl.zst", b"".join(frames))
@@ -505,6 +539,43 @@ def test_parquet():
           **hub(web))
     assert seen() == ["sample/10BT/000.parquet"]
     check_set("o4", [documents], 999, 9999)
+
+
+# ---- tokens of other programs ----
+
+def npy(tokens, kind="<u2", shape=None):
+    head = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape or (len(tokens),)}, }}"
+    head = head.ljust(117) + "\n"
+    begin = b"\x93NUMPY\x01\0" + struct.pack("<H", len(head))
+    return begin + head.encode() + array.array("H", tokens).tobytes()
+
+
+def test_tokens():
+    """nanoGPT's and build-nanogpt's files: the same tokens behind a header."""
+    raw, letters = [50256, 7, 1, 50256, 3], [64, 0, 5]
+    write("nano/train.bin", array.array("H", raw).tobytes())
+    write("nano/val.bin", array.array("H", letters).tobytes())
+    write("nano/edufineweb_train_000001.npy", npy(raw[::-1]))
+    write("nano/meta.pkl", "x")
+    words = ["tokens", "--from", "nano", "--out", "out"]
+    out = works(*words)
+    assert out.count("whose tokenizer is not known") == 1 and " -j out/out_val_" in out.replace("'", "")
+    assert shards("out", "train", 1) == [raw[::-1], raw] and shards("out", "val", 0) == [letters]
+    refused(*words, said=("'out' holds out_train_000001.bin", "--restart"))
+    assert works(*words, "--restart") == out
+    before = contents("out")
+    for name, data, said in (
+            ("a.npy", npy(raw, "<i4"), "<i4 of shape (5,)"),
+            ("a.npy", npy(raw, shape=(1, 5)), "of shape (1, 5)"),
+            ("a.npy", npy(raw)[:-2], "or not 5 of them"), ("a.npy", b"\x93NUMPY\x01\0\xff\xffx", "a.npy"),
+            ("a.bin", b"abc", "3 bytes of tokens"), ("a.bin", b"", "0 bytes of tokens"),
+            ("a.bin", read("out/out_val_000000.bin"), "is a token shard already"), ("a.txt", b"", "no .bin")):
+        write("bad/" + name, data)
+        refused("tokens", "--from", "bad", "--out", "none", said=(said, "bad"))
+        os.unlink("bad/" + name)
+    refused("tokens", "--out", "none", said=("--from says where they are",))
+    refused(*words, "--bytes", said=("--bytes: tokens has no use for this",))
+    assert contents("out") == before and not glob.glob("none/*.bin")
 
 
 # ---- the hub ----
@@ -760,6 +831,8 @@ def archive(files):
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, data in files.items():
             info = tarfile.TarInfo(name)
+            if data in (tarfile.DIRTYPE, tarfile.SYMTYPE):          # instead of a file; a link to nothing
+                info.type, info.linkname, data = data, "nothing", b""
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     return packed.getvalue()
@@ -872,8 +945,14 @@ def test_pypi():
     ("hellaswag", '{"ctx": "x", "label": 1, "endings": ["a", "b"]}\n' * 10041, "10041 questions, and hella"),
     ("mmlu", MMLU[:1500], "data.tar"), ("mmlu", archive({"data/x": b""}), "0 questions"),
     ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,E\n"}), "a_test.csv row 1"),
-    ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,A\n" * 14079}), "mmlu has 14042: it is an older")],
-    ids=["no JSON", "no endings", "label", "below 0", "one less", "cut", "no questions", "no letter", "old"])
+    ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,A\n" * 14079}), "mmlu has 14042: it is an older"),
+    ("hellaswag", "[" * 200000 + "\n", "hellaswag_val.jsonl' line 1 is no JSON"),
+    ("hellaswag", '{"ctx": 5, "label": 0, "endings": ["a"]}\n', "line 1 is no question"),
+    ("mmlu", archive({"data/test/a_test.csv": b"q," + b"a" * 200000 + b",b,c,d,A\n"}), "field larger than"),
+    ("mmlu", archive({"data/test/a_test.csv": tarfile.DIRTYPE}), "a_test.csv is no file"),
+    ("mmlu", archive({"data/test/a_test.csv": tarfile.SYMTYPE}), "data.tar' is damaged")],
+    ids=["no JSON", "no endings", "label", "below 0", "one less", "cut", "no questions", "no letter", "old",
+         "deep", "number", "long field", "folder", "link"])
 def test_bad_questions(name, data, said):
     write("bad/" + ("data.tar" if name == "mmlu" else "hellaswag_val.jsonl"), data)
     refused(name, "--from", "bad", "--out", "out", said=[said])
@@ -943,8 +1022,9 @@ def test_table():
     _, out, _ = run_program([sys.executable, GET])
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
-        assert d.kind in ("text", "shards", "debian", "files", "choices", "plays")
+        assert d.kind in ("text", "shards", "debian", "files", "tokens", "choices", "plays")
         assert d.kind != "choices" or d.questions and d.stem
+    assert not [line for line in out.splitlines() if len(line) > 80 and "from https://" not in line]
     names = [d.name for d in get.DATASETS]
     assert len(set(names)) == len(names)
     reader, pipe = os.pipe()

@@ -168,7 +168,10 @@ def run_suites(*words, gpus_here=0, **env):
     code, out, _ = run_program([sys.executable, "-m", "pytest", ".", *words], **{"PATH": path, **env})
     rows = set(gpus.read_results("dev/test/gpu-results.txt")) & {"on_gpu", "zombie", "it"}
     assert not rows or b"The suites ran" in read("docs/performance.md"), "the page is not written"
-    return code, out.rstrip().split("\n")[-1], sorted(rows)
+    last = out.rstrip().split("\n")[-1]
+    whys = sum(map(int, re.findall(r"^ +(\d+) skipped: \S.+$", out, re.M)))
+    assert last.endswith(f" {whys} skipped"), "a skip without a reason"
+    return code, last, sorted(rows)
 
 
 @pytest.mark.parametrize("words, env, code, last", [

@@ -553,6 +553,8 @@ static void test_flags() {
              "[8] [1024] [1337] [-0.5] [wsd] [0] [a b] [-b] [x] [1] [1]"},
             {{"-d", "0", "--rate", "-1e-3", "--prompt", "- no flag = text"},
              "[4] [0] [1337] [-0.001] [cosine] [1] [] [- no flag = text] [x] [1] [1]"},
+            {{"--micro_batch", "8", "--total_batch=1024", "--prompt", "a_b"},
+             "[8] [1024] [1337] [0.0003] [cosine] [1] [] [a_b] [x] [1] [1]"},
             // both ends of each range
             {{"-b", "1", "--seed", "-9000000000000000", "--part=0.5", "--wide=2147483647"},
              "[1] [512] [-9000000000000000] [0.0003] [cosine] [1] [] [] [x] [0.5] [2147483647]"},
@@ -561,7 +563,7 @@ static void test_flags() {
         for (const auto& c : cases) {
             parse(c.words);
             CHECK_TEXT(texts_of(), c.settings);
-            const bool given = !c.words.empty() && c.words[0] == "-b";
+            const bool given = !c.words.empty() && (c.words[0] == "-b" || c.words[0] == "--micro_batch");
             CHECK(flags_given(flags, "micro-batch") == given, "-b given: %d", !given);
         }
         for (const char* text : {"0.1", "0.00123456789", "0.0006", "1e-08", "0.30000000000000004"}) {
@@ -708,14 +710,32 @@ static void test_run() {
             {{}, ""}, {{"-e", "eval"}, "-e eval"}, {{"eval", "a", "-b", "2"}, "-e a -x 0 -b 2"},
             {{"sample", "a"}, "-e a -x 0 --prompt="},
             {{"sample", "a", "--prompt", "b"}, "-e a -x 0 --prompt b"},
-            {{"chat", "a", "-g", "9"}, "-e a -x 0 -g 9"}};
+            {{"chat", "a", "-g", "9"}, "-e a -x 0 -g 9"}, {{"eval", "--help", "all"}, "--help all"},
+            {{"sample", "a", ""}, "-e a -x 0  --prompt="}};
         for (const auto& c : cases) {
             CHECK_TEXT(in_full(c.words), c.text);
             CHECK(run.chat == (c.words == cases[5].words), "%s: chat %d", c.text, run.chat);
         }
         settings.chat = false;
-        check_dies("no run", [&] { in_full({"eval"}); }, {"eval: of which run?"});
-        check_dies("a flag", [&] { in_full({"chat", "-x", "0"}); }, {"chat: of which run?"});
+        check_dies("no run", [&] { in_full({"eval"}); },
+                   {"eval wants a run's folder or a model", "eval RUN"});
+        check_dies("a flag", [&] { in_full({"chat", "-x", "0"}); }, {"chat wants", "of that name is ./-x"});
+        check_dies("steps", [&] { in_full({"sample", "a", "-x=5"}); },
+                   {"sample takes no -x (--max-steps)", "-g N is how many tokens"});
+        check_dies("a model", [&] { in_full({"eval", "a", "-b", "2", "--model", "d12"}); },
+                   {"eval takes no -e (--model)", "its model is 'a'", "-m N is how many batches"});
+    }
+    TEST("run: names of other trainers") {
+        std::set<std::string> seen;
+        for (const FlagAnswer& answer : kOtherNames) {
+            for (const std::string& name : flags_split(answer.names, ' ')) {
+                CHECK(seen.insert(name).second, "%s has two rows", name.c_str());
+                const bool ours = flags_find(kFlags, "--" + name) || flags_find(kFlags, "-" + name);
+                CHECK(ours == (name == "total-batch"), "--%s is a flag of this program", name.c_str());
+            }
+        }
+        CHECK_TEXT(flags_answer(kOtherNames, "--n_head"), flags_answer(kOtherNames, "--n-layer"));
+        CHECK_TEXT(flags_answer(kOtherNames, "--nonsense"), "");
     }
     TEST("run: descriptors of models") {
         // GPT-2's: Radford et al. 2019, table 2 (d6 by its rule); GPT-3's: Brown et al. 2020, table 2.1

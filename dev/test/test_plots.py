@@ -199,6 +199,14 @@ def test_plot_levels(data, model, known):
                     ["GPT-2 124M on FineWeb 3.425"] + named if known else [])
 
 
+def test_few_validations_are_points():
+    """A line between them would show losses that nobody has measured."""
+    for steps, wanted in ((50, "None"), (100, "--")):
+        made_run("few", steps)
+        [line] = [line for line in draw("few")[0].axes[0].lines if line.get_label() == "validation"]
+        assert (line.get_linestyle(), line.get_marker()) == (wanted, "o")
+
+
 def test_plot_writes(monkeypatch):
     """Without a display, also a run of NaNs; two folders of one name are told apart."""
     pytest.importorskip("matplotlib")

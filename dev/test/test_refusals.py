@@ -41,8 +41,19 @@ def test_value(row):
 REFUSED = f"""
 --foo 1                     => --foo
 -Z 1                        => -Z
--ge 0                       => -ge 0: | by itself | hint: leave -ge out
---gelu-fusion 2             => --gelu-fusion 2: | hint: leave --gelu-fusion out
+-ge 0                       => unknown flag '-ge' | hint: leave it out | by itself
+--gelu-fusion=2 1           => unknown flag '--gelu-fusion' | hint: leave it out
+--batch_size 12             => unknown flag '--batch_size' | hint: -b (--micro-batch)
+--block_size=1024 1         => unknown flag '--block_size' | hint: -t (--sequence-length)
+--n_layer 12                => '--n_layer' | hint: the model's shape is -e
+--init_from gpt2            => '--init_from' | hint: -e (--model) | -y 1 -o RUN
+--epochs 3                  => '--epochs' | hint: -x (--max-steps)
+--device cuda               => '--device' | train_gpt2cu | train_gpt2cpu
+--grad-accum 8              => '--grad-accum' | hint: -z (--total-batch)
+--learning_rate -1          => -l (--learning-rate) wants a number | not '-1'
+--weight_decay=11 1         => -c (--weight-decay) wants | not '11'
+-d 524288 -z 1              => given twice | -z and -d are both the total batch | ZeRO stage is -zs
+-l 1 --lr 2                 => given twice: '-l' and '--lr' | hint: keep one of them
 -b 65537                    => 1 to 65536
 -x 1e5                      => -x | digits only: 100000
 -x ''                       => -x
@@ -74,6 +85,8 @@ REFUSED = f"""
 
 -i no/such.bin           => no/such.bin
 -v 1 -j such.bin         => such.bin
+-i no_models             => 'no_models' is a folder | hint: | 'no_models/*_train*.bin'
+-v 1 -j no_models/       => 'no_models/' is a folder | 'no_models/*_val*.bin'
 -v 1 -j magic.bin        => magic.bin | 20240521
 -v 1 -j tokens_256.bin   => tokens_256.bin | 256
 -v 1 -j train.bin        => train.bin
@@ -89,7 +102,11 @@ REFUSED = f"""
 -e run -o run -x 0       => run
 -e run.json_is_cut -x 0 -o NONE -i NONE -j NONE => run.json_is_cut/run.json | JSON
 -e no_models/            => -e no_models: | no model_*.bin
--e no/model.bin          => no/model.bin
+-e no/model.bin          => no/model.bin | No such file | hint: -e takes a model_*.bin
+-e gpt2_124M_bf16.bin    => gpt2_124M_bf16.bin | No such file | hint: | hf download gpt2 | -e gpt2-hf
+-e gpt2                  => -e gpt2: | hf download gpt2 config.json | -e gpt2-hf | -e d12
+-e Some/Model-1B         => Some/Model-1B | hf download Some/Model-1B config.json | -e Model-1B-hf
+-e run/typo              => 'run/typo' | hint: -e takes
 -e model_00000001.bin    => model_00000001.bin
 -e fifo.bin              => fifo.bin | regular file
 -e plain                 => plain
@@ -180,7 +197,8 @@ def test_descriptor(text):
 
 def test_flag_without_value():
     refused({}, "-h", "--help", extra=["-h"])
-    refused({}, "-ge: there is", "hint: leave -ge out", extra=["-ge"])
+    refused({}, "unknown flag '-ge'", "hint: leave it out", extra=["-ge"])
+    refused({**ALONE, "sample": "run"}, "sample takes no -x", "hint: leave it out", extra=["-x", "5"])
 
 
 # ---- models ----

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import struct
 import subprocess
@@ -119,7 +120,7 @@ def test_every_flag_has_a_row():
     assert len(rows) == len(entries), "a flag is shown twice"
     run_ok({"-o": "settings", "-x": 1})
     names = set(settings_of("settings"))
-    assert sorted(rows) == sorted([*names, "help"]) and len(names) >= 30
+    assert sorted(rows) == sorted([*names, "help", "version"]) and len(names) >= 30
     assert not [name for name in names if "(default " not in " ".join(rows[name].split())]
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
     known |= {"evaluate", "eval-data", "eval-every", "log-gpu", "verbose"}  # tests of their own
@@ -129,6 +130,15 @@ def test_every_flag_has_a_row():
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
     known |= {name for name, row in rows.items() if flags & {*re.split("[ ,]", row.strip()), "--" + name}}
     assert not names - known, "flags that no row is about"
+
+
+@pytest.mark.cpu_only
+def test_version():
+    """Before anything else is looked at."""
+    for words in (["--version"], ["--version", "-b", "0"]):
+        code, out, err = run_program([Program.path, *words])
+        assert (code, err) == (0, "")
+        assert re.fullmatch(r"commit (unknown|[0-9a-f]{7,}(-dirty)?)\nFP32, CPU.*\ncompiler .+\n", out), out
 
 
 @pytest.mark.cpu_only
@@ -428,6 +438,16 @@ def test_folder_name(folder):
     shutil.copytree(folder, "gone")
     write("gone/run.json", read("gone/run.json").replace(b'"own_val.bin"', b'"gone.bin"'))
     refused({**ALONE, "-o": None, "-e": "gone", "-x": 0}, "'gone.bin'")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", ["-dash", "d6"])
+def test_folder_that_reads_otherwise(name):
+    """A run's last lines name it so that they work: as no flag and no descriptor."""
+    out = run_ok({"-o": None, "-x": 1}, extra=["-o", name]).out
+    [command] = re.findall("^`(.*)` evaluates this run$", out, re.M)
+    code, said, err = run_program(shlex.split(command))
+    assert code == 0 and f"evaluating ./{name}/model_00000001.bin" in said, said + err
 
 
 @pytest.mark.cpu_only

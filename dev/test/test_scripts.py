@@ -372,6 +372,7 @@ def test_setup(words, make, env, calls, never, said, venv):
     assert called().count("apt-get update") == ("apt-get" in called())
     assert said in err and ("libnccl" in said or "libnccl" not in err)
     assert ("hint: " in err) == ("OFFLINE" in env)
+    assert ("\nnext: " in "\n" + out) == (code == 0 and words != "tests"), "a setup ends with what comes next"
     assert os.path.exists(".venv") == (venv or "OFFLINE" not in env and "pip" in called() or code == 1)
 
 
@@ -400,8 +401,24 @@ def test_make_test_installs_first(goal, monkeypatch):
     if whole:
         assert code == 0 and "No such file" not in out + err and "not found" not in out + err
         assert installs and runs and installs[0] < runs[0] and MPI in called()
+        said = [line.split(" ")[0].strip(":;") for line in out.splitlines()]
+        assert said.index("installing") < said.index("building") < said.index("testing")
+        assert "building train_gpt2cpu" in out or goal == "test-gpu"
     else:
         assert code != 0 and out.endswith("\n0 passed, 1 failed, 0 skipped\n") and not runs
+
+
+def test_make_says_what_is_missing():
+    """No compiler; llm.c's names of programs."""
+    copy("Makefile")
+    write("train_gpt2.cu", "")
+    for words, *said in ((["train_gpt2cpu", "CXX=none"], "no none: scripts/setup.sh"),
+                         (["build/tokenize", "CXX=none"], "no none: scripts/setup.sh"),
+                         (["train_gpt2"], "no target train_gpt2: make train_gpt2cu", "make train_gpt2cpu"),
+                         (["train_gpt2fp32cu"], "no target train_gpt2fp32cu: make", "PRECISION=FP32")):
+        write("dev/data/tokenize.cpp", "")
+        code, _, err = call(["make", *words])
+        assert code == 2 and not [text for text in said if text not in err] and err.count("\n") == 1, err
 
 
 # ---- Makefile: what it finds on a machine ----

@@ -142,7 +142,7 @@ def test_progress_and_messages():
     [row] = filter(STEP.fullmatch, lines)
     assert BLOCK.search(text) and row.startswith("step 20/50 | loss nan ")
     _, _, lines = on_terminal(LONG, until=b" [")
-    assert "stopping after the last complete step; Ctrl-C: at once, unsaved" in lines
+    assert "stopping; press Ctrl-C again to stop at once" in lines
     assert on_terminal({**LONG, "--gpus": 2}, until=b" [", then=lambda p: p.terminate())[0] == 0
 
 

@@ -223,14 +223,11 @@ static void test_far_dependence() {
     const uint8_t* const s = (const uint8_t*)bytes.data();
     auto row = [&](size_t from, size_t to) {
         Ids ids;
-        tokenizer_encode_piece(&chain, s + from, to - from, ids);
+        tokenizer_merge(&chain, s + from, to - from, ids);
         return ids;
     };
     int cuts = 0;
     for (size_t n = 2 * 128; n < 4 * 128; n++) {
-        Ids whole;
-        tokenizer_merge(&chain, s, n, whole);
-        CHECK(row(0, n) == whole, "%zu bytes merge wrongly in windows", n);
         const size_t cut = tokenizer_cut_inside(&chain, s, n);
         if (cut == 0) { continue; }
         cuts++;
@@ -242,15 +239,15 @@ static void test_far_dependence() {
     CHECK(cuts > 100, "%d of 256 could be cut", cuts);
 }
 
-static void test_windows() {
+static void test_long_pieces() {
     int wrong = 0, cuts = 0, cut_wrong = 0, runs_cut = 0;
     for (uint32_t k = 0; k < 240; k++) {
-        const std::string piece = endless_piece(k, 65 + k * 7919 % 400);
-        Ids got;
-        tokenizer_encode_piece(&bpe, (const uint8_t*)piece.data(), piece.size(), got);
-        wrong += got != merge_plain(piece);
+        const std::string piece = endless_piece(k, kShortPiece - 5 + k * 7919 % 400);
+        Ids got = {7};                          // what is there stays
+        tokenizer_merge(&bpe, (const uint8_t*)piece.data(), piece.size(), got);
+        wrong += got != joined({7}, merge_plain(piece));
     }
-    CHECK(wrong == 0, "%d of 240 pieces merge wrongly in windows", wrong);
+    CHECK(wrong == 0, "%d of 240 pieces merge wrongly", wrong);
     for (uint32_t k = 0; k < 64; k++) {         // each set of characters in both ways, twice
         size_t n = 1400 + k % 3;
         const std::string text = "x" + endless_piece(k, 2 * n);
@@ -289,6 +286,20 @@ static void test_long_runs() {
         CHECK(decode(ids) == text, "%zu bytes of '%s' do not come back", size, unit);
         CHECK(s < 5, "%zu bytes of '%s' took %.1f s", size, unit, s);
     }
+    // One word of 400,000 letters: any part of its tokens is what the bytes of that part merge to.
+    const std::string word = drawn_text(3, {"e", "t", "a", "o", "i", "n", "q", "x"}, 400000);
+    const clock_t start = clock();
+    Ids ids;
+    tokenizer_encode(&bpe, word.data(), word.size(), ids);      // as the trainer encodes a prompt
+    const double s = (double)(clock() - start) / CLOCKS_PER_SEC;
+    CHECK(decode(ids) == word && s < 5, "a word of 400,000 letters took %.1f s", s);
+    size_t at = 0, wrong = 0;
+    for (size_t i = 0; i + 200 <= ids.size(); i += 200) {
+        const std::string part = decode(Ids(ids.begin() + (ptrdiff_t)i, ids.begin() + (ptrdiff_t)i + 200));
+        wrong += merge_plain(part) != Ids(ids.begin() + (ptrdiff_t)i, ids.begin() + (ptrdiff_t)i + 200);
+        at += part.size();
+    }
+    CHECK(wrong == 0 && at > 390000, "%zu parts of a long word have other tokens by themselves", wrong);
     // tiktoken: 64 letters a are 16 times "aaaa"; the rest goes on like that
     for (size_t n : {(size_t)64, size}) {
         CHECK(encode(std::string(n, 'a')) == Ids(n / 4, 24794), "%zu letters a are not tokens of four", n);
@@ -688,7 +699,7 @@ int main() {
     TEST("pieces") { test_pieces(); }
     TEST("places to cut") { test_cut(); }
     TEST("merges") { test_merges(); }
-    TEST("windows, cuts inside of pieces") { test_windows(); test_far_dependence(); }
+    TEST("long pieces, cuts inside of them") { test_long_pieces(); test_far_dependence(); }
     TEST("long runs") { test_long_runs(); }
     TEST("vocabulary files") { test_files(); }
     TEST("whose tokens") { test_whose_tokens(); }

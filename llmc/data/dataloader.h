@@ -100,6 +100,11 @@ static inline std::string data_shard_open(DataShard* shard) {
     }
     struct stat st;
     if (fstat(shard->fd, &st) != 0) { return format("cannot read '%s': %s", path, strerror(errno)); }
+    if (S_ISDIR(st.st_mode)) {
+        const std::string in = shard->path + (shard->path.back() == '/' ? "" : "/");
+        return format("'%s' is a folder\nhint: a pattern in quotes names its shards: -i '%s*_train*.bin', "
+                      "-j '%s*_val*.bin'", path, in.c_str(), in.c_str());
+    }
     if (!S_ISREG(st.st_mode)) { return format("'%s' is not a regular file, so it is no token shard", path); }
     long long bytes = st.st_size;
     int32_t header[256] = {};

@@ -157,27 +157,69 @@ static inline size_t tokenizer_piece(const Tokenizer* tok, const uint8_t* s, siz
 
 // ---- merging ----
 
-// Appends the ids of n bytes, merged as one piece, in up to n^2 steps. dev/data/tokenizer_tool.h cuts long
-// pieces into windows.
-static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, size_t n,
-                                   std::vector<uint32_t>& out) {
-    const size_t start = out.size();
-    for (size_t i = 0; i < n; i++) { out.push_back(tok->byte_id[bytes[i]]); }
-    uint32_t* ids = out.data() + start;
-    static thread_local std::vector<uint32_t> merged;
+// Most pieces are a word: to look through all pairs for the best is faster than a heap.
+static const size_t kShortPiece = 64;
+
+// Merges ids[0..n), in n^2 steps at most. Returns how many are left. merged: scratch.
+static inline size_t tokenizer_merge_short(const Tokenizer* tok, uint32_t* ids, size_t n,
+                                           std::vector<uint32_t>& merged) {
     merged.assign(n, kNoMerge);                 // merged[i]: the token of ids[i] and ids[i+1]
     for (size_t i = 0; i + 1 < n; i++) { merged[i] = tokenizer_pair(tok, ids[i], ids[i + 1]); }
     for (;;) {
         size_t best = 0;
         for (size_t i = 1; i < n; i++) { if (merged[i] < merged[best]) { best = i; } }
-        if (n == 0 || merged[best] == kNoMerge) { break; }
+        if (n == 0 || merged[best] == kNoMerge) { return n; }
         ids[best] = merged[best];
         n--;
         for (size_t i = best + 1; i < n; i++) { ids[i] = ids[i + 1]; merged[i] = merged[i + 1]; }
         merged[best] = best + 1 < n ? tokenizer_pair(tok, ids[best], ids[best + 1]) : kNoMerge;
         if (best > 0) { merged[best - 1] = tokenizer_pair(tok, ids[best - 1], ids[best]); }
     }
-    out.resize(start + n);
+}
+
+// The same in n log n steps. A token stays at the place of its first byte; next and last are the places of
+// its neighbours. The heap has each pair as merged token << 32 | place, so its least is the best pair, the
+// leftmost among equals. A pair that is gone, or merges to another token now, is passed over.
+static inline size_t tokenizer_merge_long(const Tokenizer* tok, uint32_t* ids, size_t n,
+                                          std::vector<uint32_t>& merged) {
+    if (n >= kNoMerge) { die("a word of %zu bytes is longer than the tokenizer can take", n); }
+    std::vector<uint32_t> next(n), last(n);
+    std::vector<uint64_t> heap;
+    const auto least_first = std::greater<uint64_t>();
+    merged.assign(n, kNoMerge);
+    auto pair_at = [&](size_t i) {
+        merged[i] = next[i] < n ? tokenizer_pair(tok, ids[i], ids[next[i]]) : kNoMerge;
+        if (merged[i] != kNoMerge) { heap.push_back((uint64_t)merged[i] << 32 | i); }
+        return merged[i] != kNoMerge;
+    };
+    for (size_t i = 0; i < n; i++) { next[i] = (uint32_t)i + 1, last[i] = (uint32_t)i - 1; }
+    for (size_t i = 0; i < n; i++) { pair_at(i); }
+    std::make_heap(heap.begin(), heap.end(), least_first);
+    while (!heap.empty()) {
+        std::pop_heap(heap.begin(), heap.end(), least_first);
+        const uint32_t id = (uint32_t)(heap.back() >> 32), i = (uint32_t)heap.back();
+        heap.pop_back();
+        if (merged[i] != id) { continue; }
+        ids[i] = id;
+        merged[next[i]] = kNoMerge;
+        next[i] = next[next[i]];
+        if (next[i] < n) { last[next[i]] = i; }
+        if (pair_at(i)) { std::push_heap(heap.begin(), heap.end(), least_first); }
+        if (i > 0 && pair_at(last[i])) { std::push_heap(heap.begin(), heap.end(), least_first); }
+    }
+    size_t count = 0;
+    for (size_t i = 0; i < n; i = next[i]) { ids[count++] = ids[i]; }
+    return count;
+}
+
+// Appends the ids of n bytes, merged as one piece.
+static inline void tokenizer_merge(const Tokenizer* tok, const uint8_t* bytes, size_t n,
+                                   std::vector<uint32_t>& out) {
+    static thread_local std::vector<uint32_t> merged;
+    const size_t start = out.size();
+    for (size_t i = 0; i < n; i++) { out.push_back(tok->byte_id[bytes[i]]); }
+    auto* merge = n <= kShortPiece ? tokenizer_merge_short : tokenizer_merge_long;
+    out.resize(start + merge(tok, out.data() + start, n, merged));
 }
 
 // ---- encode, decode ----
@@ -216,6 +258,10 @@ static inline std::string tokenizer_read_file(const char* path, const char* hint
     return file_text(path);
 }
 
+static const char kVocabularyHint[] =
+    "dev/data/gpt2_bpe/vocab.bpe is looked for in the current folder, in the program's and in the two"
+    " above it; start the program in the repository";
+
 // The repository's vocabulary, seen from the current folder or from the program's.
 static inline std::string tokenizer_default_path() {
     const std::string path = "dev/data/gpt2_bpe/vocab.bpe";
@@ -237,7 +283,7 @@ static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
     bool ours = !path || !path[0];
     std::string file = ours ? tokenizer_default_path() : path;
     path = file.c_str();
-    std::string data = tokenizer_read_file(path, "it is in the repository: dev/data/gpt2_bpe/vocab.bpe");
+    std::string data = tokenizer_read_file(path, kVocabularyHint);
     *tok = Tokenizer();
     tok->id = ours ? TOKENIZER_GPT2 : TOKENIZER_UNKNOWN;
 

@@ -12,8 +12,9 @@ so they cannot disagree. A default is text that is parsed like user text. Host o
     };
     flags_parse(table, argc, argv);         // fills cfg; dies if the command line is wrong
 
-A user writes `-b 8`, `-b=8`, `--micro-batch 8` or `--micro-batch=8`. In `--prompt -b` the value of --prompt
-counts as missing, because -b is a flag; the form with = takes any value (`--prompt=-b`).
+A user writes `-b 8`, `-b=8`, `--micro-batch 8` or `--micro-batch=8`; `_` in a long name counts as `-`. In
+`--prompt -b` the value of --prompt counts as missing, because -b is a flag; the form with = takes any value
+(`--prompt=-b`).
 */
 #pragma once
 
@@ -40,6 +41,11 @@ struct Flag {
     mutable const char* given = nullptr;    // what the user typed ("-b", "--micro-batch=8"); nullptr: default
 };
 typedef std::vector<Flag> FlagTable;
+
+// What to do instead, where one of these names is no flag of the table, or was given twice. Names have blanks
+// between them and no dashes in front.
+struct FlagAnswer { const char *names, *instead; };
+typedef std::vector<FlagAnswer> FlagAnswers;
 
 // ---- text ----
 
@@ -110,7 +116,14 @@ static inline std::string flags_range(const Flag* f) {
 
 // ---- names ----
 
-static inline const Flag* flags_find(const FlagTable& table, const std::string& spelling) {
+// "--learning_rate" is "--learning-rate".
+static inline std::string flags_dashed(std::string spelling) {
+    if (spelling.compare(0, 2, "--") == 0) { std::replace(spelling.begin(), spelling.end(), '_', '-'); }
+    return spelling;
+}
+
+static inline const Flag* flags_find(const FlagTable& table, const std::string& written) {
+    const std::string spelling = flags_dashed(written);
     for (const Flag& flag : table) {
         for (const std::string& s : flags_spellings(&flag)) { if (s == spelling) { return &flag; } }
     }
@@ -143,6 +156,17 @@ static inline std::string flags_nearest(const std::vector<std::string>& known, c
         if (d < limit) { best = s; limit = d; }
     }
     return best;
+}
+
+// "": there is no answer.
+static inline std::string flags_answer(const FlagAnswers& answers, const std::string& spelling) {
+    const std::string dashed = flags_dashed(spelling);
+    const std::string name = dashed.substr(std::min(dashed.find_first_not_of('-'), dashed.size()));
+    for (const FlagAnswer& answer : answers) {
+        const std::vector<std::string> names = flags_split(answer.names, ' ');
+        if (std::count(names.begin(), names.end(), name)) { return answer.instead; }
+    }
+    return "";
 }
 
 // ---- values ----
@@ -306,8 +330,22 @@ static inline bool flags_given(const FlagTable& table, const char* name) {
     return f->given != nullptr;
 }
 
+[[noreturn]] static inline void flags_unknown(const FlagTable& table, const FlagAnswers& answers,
+                                              const std::string& spelling) {
+    std::string hint = flags_answer(answers, spelling);
+    if (hint.empty()) {
+        std::vector<std::string> known = {"--help"};
+        for (const Flag& flag : table) {
+            for (const std::string& s : flags_spellings(&flag)) { known.push_back(s); }
+        }
+        const std::string near = flags_nearest(known, spelling);
+        hint = (near.empty() ? "" : "did you mean " + near + "? ") + "--help all lists all flags";
+    }
+    die("unknown flag '%s'\nhint: %s", flags_show(spelling).c_str(), hint.c_str());
+}
+
 static inline void flags_parse(const FlagTable& table, int argc, const char* const* argv,
-                               const std::vector<FlagGroup>& groups = {}) {
+                               const std::vector<FlagGroup>& groups = {}, const FlagAnswers& answers = {}) {
     for (const Flag& flag : table) {
         flag.given = nullptr;
         flags_set(&flag, flag.def);
@@ -325,18 +363,12 @@ static inline void flags_parse(const FlagTable& table, int argc, const char* con
                 "--help lists the flags", flags_show(arg).c_str());
         }
         const Flag* f = flags_find(table, spelling);
-        if (!f) {
-            std::vector<std::string> known = {"--help"};
-            for (const Flag& flag : table) {
-                for (const std::string& s : flags_spellings(&flag)) { known.push_back(s); }
-            }
-            std::string near = flags_nearest(known, spelling);
-            die("unknown flag '%s'\nhint: %s--help all lists all flags", flags_show(spelling).c_str(),
-                near.empty() ? "" : ("did you mean " + near + "? ").c_str());
-        }
+        if (!f) { flags_unknown(table, answers, spelling); }
         if (f->given) {
-            die("%s is given twice: '%s' and '%s'\nhint: keep one of them", flags_title(f).c_str(),
-                flags_show(f->given).c_str(), flags_show(arg).c_str());
+            const std::string hint = flags_answer(answers, f->name);
+            die("%s is given twice: '%s' and '%s'\nhint: %s", flags_title(f).c_str(),
+                flags_show(f->given).c_str(), flags_show(arg).c_str(),
+                hint.empty() ? "keep one of them" : hint.c_str());
         }
         f->given = arg;
         if (equals) { flags_set(f, equals + 1); continue; }

@@ -20,6 +20,7 @@ keeps. Host only.
 #include "../model/model_config.h"  // gives: Config
 #include "../ops/op_types.h"        // gives: Kernels, NormKind
 #include "flags.h"                  // gives: Flag, flags_text
+#include "other_names.h"            // gives: kOtherNames
 #include "schedulers.h"             // gives: kLrKinds
 
 // Options of this program's build.
@@ -267,7 +268,8 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "  sample RUN                  writes, as -e RUN -x 0 --prompt ''\n"
      "  chat RUN                    reads lines and goes on from each, to the end of\n"
      "                              a sentence (with -g by so many tokens); Ctrl-C\n"
-     "                              ends a text, Ctrl-D the program", "", ""},
+     "                              ends a text, Ctrl-D the program\n"
+     "  --version                   commit, compiler, CUDA and libraries", "", ""},
     {"data and model", "train-data val-data model output-dir resume",
      "block norm dropout shuffle seed"},
     {"batch and schedule",
@@ -290,27 +292,28 @@ static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     const std::string form = argc > 1 ? argv[1] : "";
     settings.chat = form == "chat";
     if (form != "eval" && form != "sample" && !run.chat) { return words; }
+    if (argc > 2 && strcmp(argv[2], "--help") == 0) { words.erase(words.begin() + 1); return words; }
     if (argc < 3 || argv[2][0] == '-') {
-        die("%s: of which run?\nhint: %s %s RUN, with a run's folder or a model", form.c_str(), argv[0],
-            form.c_str());
+        const std::string folder = argc < 3 ? "" : format("; a folder of that name is ./%s", argv[2]);
+        die("%s wants a run's folder or a model\nhint: %s %s RUN, and flags after it%s", form.c_str(),
+            argv[0], form.c_str(), folder.c_str());
+    }
+    bool prompts = false;
+    for (int i = 3; i < argc; i++) {
+        const std::string word = argv[i];
+        const Flag* flag = flags_find(kFlags, word.substr(0, word.find('=')));
+        const std::string name = flag ? flag->name : "";
+        prompts = prompts || name == "prompt";
+        if (name == "max-steps" || name == "model") {
+            die("%s takes no %s: it trains nothing, and its model is '%s'\n"
+                "hint: leave it out; %s", form.c_str(), flags_title(flag).c_str(), argv[2],
+                form == "eval" ? "-m N is how many batches it reads" : "-g N is how many tokens it writes");
+        }
     }
     words[1] = "-e";
     words.insert(words.begin() + 3, {"-x", "0"});
-    bool prompts = false;
-    for (int i = 3; i < argc; i++) { prompts = prompts || strncmp(argv[i], "--prompt", 8) == 0; }
     if (form == "sample" && !prompts) { words.push_back("--prompt="); }
     return words;
-}
-
-// Dies at -ge, a flag of llm.c's that scripts may still have.
-static inline void gelu_flag_check(const std::vector<const char*>& words) {
-    for (size_t i = 1; i < words.size(); i++) {
-        const std::string word = words[i], flag = word.substr(0, word.find('='));
-        if (flag != "-ge" && flag != "--gelu-fusion") { continue; }
-        const std::string value = word == flag && i + 1 < words.size() ? std::string(" ") + words[i + 1] : "";
-        die("%s: there is no such flag; on Hopper GELU rides in the matrix products by itself\n"
-            "hint: leave %s out", flags_show(word + value).c_str(), flag.c_str());
-    }
 }
 
 // What is left to AdamW beside Muon wants a higher rate (dev/bench/NOTES.md).

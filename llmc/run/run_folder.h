@@ -17,6 +17,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 #include "../files/checkpoints.h"   // gives: checkpoint_model, checkpoint_retain, Retention
 #include "../files/json.h"          // gives: json_file_read
 #include "../files/resume.h"        // gives: Checkpoint, checkpoint_find, checkpoint_mark_again
+#include "../model/model_config.h"  // gives: weights_hint
 #include "run_config.h"             // gives: run, settings, kFlags, say, settings_known
 
 // ---- -e FOLDER: a run's folder ----
@@ -24,13 +25,15 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 // too, but states are large, and users delete them first.
 
 // "d12" is a descriptor even if there is a folder d12, which is then written ./d12.
+static inline bool reads_as_descriptor(const char* text) {
+    int64_t n;
+    return !strchr(text, '/') && ((text[0] == 'd' && parse_int(text + 1, &n)) ||
+                                  strncmp(text, "gpt3:", 5) == 0 || strchr(text, ','));
+}
+
 static inline bool model_is_folder() {
     struct stat st;
-    const char* text = run.model;
-    int64_t n;
-    const bool reads_so = (text[0] == 'd' && parse_int(text + 1, &n)) ||
-                          strncmp(text, "gpt3:", 5) == 0 || strchr(text, ',');
-    return (strchr(text, '/') || !reads_so) && path_stat(text, &st) && S_ISDIR(st.st_mode);
+    return !reads_as_descriptor(run.model) && path_stat(run.model, &st) && S_ISDIR(st.st_mode);
 }
 
 // A folder's newest undamaged model, with a marker if possible; else Hugging Face's files. Rank 0 checks the
@@ -69,6 +72,20 @@ static inline std::string newest_model(const std::string& folder) {
 static inline bool model_is_file(const std::string& text) {
     return file_size(text.c_str()) >= 0 || text.find('/') != std::string::npos ||
            text.find(".bin") != std::string::npos || text.find(".safetensors") != std::string::npos;
+}
+
+// Dies if -e names a file that is not there, and says where weights come from.
+static inline void model_file_check(const std::string& path) {
+    if (access(path.c_str(), F_OK) == 0 || errno != ENOENT) { return; }     // opening it says what is wrong
+    const std::string name = path.substr(path.rfind('/') + 1);
+    const std::string owner = path.substr(0, path.find('/'));
+    const bool is_file = name.find(".bin") != std::string::npos || name.find(".safet") != std::string::npos;
+    const bool is_repository = path == owner + "/" + name && !is_file && !strchr("./~-", path[0]) &&
+                               access(owner.c_str(), F_OK) != 0;
+    die("cannot open '%s': %s\nhint: %s", path.c_str(), strerror(ENOENT),
+        is_repository ? weights_hint(path).c_str()
+        : name.rfind("gpt2_", 0) == 0 ? (weights_hint("gpt2") + "; or llm.c's starter pack has it").c_str()
+        : "-e takes a model_*.bin, a folder of a run or of Hugging Face, or a descriptor such as d12");
 }
 
 // Sets flags that are not given from run.json: those that -x 0 needs, or, for a run that begins again, all
@@ -254,7 +271,9 @@ static inline void folder_taken_up(const Checkpoint& c, const Retention& retenti
 
 // A run's last lines: how to resume it if it was stopped, and how to use its folder.
 static inline void print_folder(const char* program, bool stopped) {
-    const std::string folder = shell_quoted(run.output_dir), self = shell_quoted(program);
+    const bool as_path = run.output_dir[0] == '-' || reads_as_descriptor(run.output_dir);
+    const std::string folder = shell_quoted((as_path ? "./" : "") + std::string(run.output_dir));
+    const std::string self = shell_quoted(program);
     const bool other_launch = comm.world > 1 && run.comm.gpus == 0;
     if (stopped) {
         say("`%s -y 1 -o %s`%s goes on with this run\n", self.c_str(), folder.c_str(),

@@ -45,6 +45,9 @@ static inline void text_init(Tokenizer* tokenizer, int V) {
 static inline std::vector<int> prompt_tokens(const Tokenizer* tokenizer, const char* text, int V, int T) {
     std::vector<int> prompt = {tokenizer ? (int)tokenizer->eot : 0};
     if (text[0] == '\0') { return prompt; }
+    if (!tokenizer && V == (int)kGpt2Eot + 1) {
+        die("--prompt needs GPT-2's vocabulary, which is not there\nhint: %s", kVocabularyHint);
+    }
     if (!tokenizer) {
         die("--prompt needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
     }

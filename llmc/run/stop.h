@@ -1,7 +1,7 @@
 /*
 Signals that stop a run, and the agreement of all ranks to stop. Host only.
 
-    catch_signals();
+    catch_signals(true);                                    // the run has a folder, to save in
     while (step < steps && !stop_agreed(step)) { ... }      // all ranks call it at the same places
     save(step);
     if (!stop_requested) { stdout_check(); }                // after SIGPIPE nobody reads stdout
@@ -18,6 +18,7 @@ once. A launcher's rank counts those that its launcher passes on (comm_signals_c
 #include "../comm/comm.h"   // gives: comm_any, comm_progress, comm_signals_counted
 
 static volatile sig_atomic_t stop_requested = 0;
+static bool stop_saves = false;     // there is a folder to save in
 static inline void request_stop(int number) {
     static std::atomic<unsigned> heard(0);      // a process's threads may handle two signals at once
     const unsigned count = number == SIGPIPE ? 0 : comm_signals_counted(number);
@@ -30,8 +31,10 @@ static inline void request_stop(int number) {
     const bool unread = number == SIGPIPE, says = unread ? !stop_requested : comm_claim_stop();
     stop_requested = 1;
     if (!says) { return; }
-    const char* text = unread ? "nobody reads what is printed: stopping after the last complete step\n"
-                              : "stopping after the last complete step; Ctrl-C: at once, unsaved\n";
+    const char* text =
+        unread ? "nobody reads what is printed: stopping after the last complete step\n"
+        : stop_saves ? "stopping and saving; press Ctrl-C again to stop at once, without saving\n"
+                     : "stopping; press Ctrl-C again to stop at once\n";
     const int e = errno;
     progress_clear();
     if (write(STDERR_FILENO, text, strlen(text)) < 0) {}
@@ -46,7 +49,8 @@ static inline bool stop_agreed(int64_t step) {
     return stopping;
 }
 
-static inline void catch_signals() {
+static inline void catch_signals(bool saves) {
+    stop_saves = saves;
     struct sigaction action = {};
     action.sa_handler = request_stop;
     action.sa_flags = SA_RESTART;           // an interrupted write continues
