@@ -10,7 +10,7 @@ import struct
 
 from documents import first_bytes, reading, size_of
 from fetch import Problem
-from shards import EOT, HEADER_BYTES, MAGIC, VERSION, replace_file
+from shards import EOT, HEADER_BYTES, KINDS, replace_file
 
 NPY = b"\x93NUMPY"
 GPT2, UNKNOWN = 1, 0            # whose tokens they are, as a shard's header says it
@@ -34,7 +34,7 @@ def token_blocks(path):
     size, begin, count = size_of(path), 0, None
     if first_bytes(path) == NPY:
         begin, count = npy_begin(path)
-    elif first_bytes(path)[:4] == struct.pack("<I", MAGIC):
+    elif first_bytes(path)[:4] in [struct.pack("<I", kind.magic) for kind in KINDS]:
         raise Problem(f"'{path}' is a token shard already", "the trainer's -i and -j take it as it is")
     if size == begin or (size - begin) % 2 or count not in (None, (size - begin) // 2):
         raise Problem(f"'{path}' has {size - begin} bytes of tokens, which are not whole numbers of 2 bytes"
@@ -53,6 +53,7 @@ def write_token_shard(source, path):
             tokens += len(block) // 2
             largest = max(largest, max(array.array("H", block)))
         tokenizer = GPT2 if largest == EOT else UNKNOWN
-    header = struct.pack("<4I", MAGIC, VERSION, tokens % 2**32, tokenizer).ljust(HEADER_BYTES, b"\0")
+    words = KINDS[0].magic, KINDS[0].version, tokens % 2**32, tokenizer
+    header = struct.pack("<4I", *words).ljust(HEADER_BYTES, b"\0")
     replace_file(path, (block for blocks in ([header], token_blocks(source)) for block in blocks))
     return tokens, tokenizer == GPT2
