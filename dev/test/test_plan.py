@@ -33,6 +33,21 @@ def test_time(model, batch, gpus, fp8, h100, h200):
             assert abs(planned / measured - 1) < 0.05, f"{gpu}: {planned} for {measured}"
 
 
+# model, -b, -t, GPU, optimizer, ms: heads of 128, and the second family. H200's: commit c74dc1f; H100's:
+# e4200db
+QWEN3 = "llama:L28,NH16,NKV8,HS128,C1024,F3072,T2048,V50257,qk_norm,tied"
+OF_HEADS_128 = [("m12", 64, 1024, "H100", "muon", 107.9), (QWEN3, 8, 2048, "H200", "adamw", 125.0),
+                ("gpt3:c2048", 4, 2048, "H200", "adamw", 127.2),
+                ("L24,NH16,C2048,T1024,V50257", 8, 1024, "H200", "adamw", 120.9)]
+
+
+@pytest.mark.parametrize("model, batch, length, gpu, optimizer, measured", OF_HEADS_128, ids=str)
+def test_time_of_heads_of_128(model, batch, length, gpu, optimizer, measured):
+    out = plan(model, batch, gpu=gpu, t=length, optimizer=optimizer)
+    planned = float(re.search(r"^speed: about ([\d.]+) ms a step", out, re.M)[1])
+    assert abs(planned / measured - 1) < 0.05, f"{planned} for {measured}"
+
+
 def test_memory_and_cost():
     """The CUDA program in BF16 took 27.095 GiB for 124M with whole masters, of 4 bytes, not 2; 10B tokens
     take an H100 4.4 hours, at 103.3 ms for 65,536."""

@@ -83,33 +83,40 @@ struct StepTime { double micro_s, update_s; };      // of a micro-step; of what 
 // Sums what GEMMs, attention, the kernels that move memory, and launches take, as shares of the data sheet's
 // figures, which were fitted to the steps in dev/test/test_plan.py.
 static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double params, const PlanBatch& batch) {
-    const double kGemm = 0.73, kAttention = 0.24, kMemory = 0.875, kUpdate = 0.79;
+    const double kGemm = 0.73, kMemory = 0.875, kUpdate = 0.79;
+    const double kAttention = c.shape().HS < 128 ? 0.24 : 0.35;
     const double kMoves = 28;           // (B,T,C) 16-bit values that a layer's other kernels read or write
     const double kLaunch = 3e-6, kExposed = 0.03;   // seconds; part of the exchange that is not hidden
     const double kFp8 = 1.85;           // times faster than 16 bits
     const double kFp8Moves = 6;         // what a layer's casts and transposes move beside kMoves
     const double flops = gpu.tflops * 1e12, bytes = gpu.gb_per_s * 1e9;
-    const double L = c.L, C = c.C, B = batch.B, T = batch.T, N = B * T;
+    const Config::Shape s = c.shape();
+    const double L = c.L, C = c.C, F = s.F, B = batch.B, T = batch.T, N = B * T;
+    const double Q = (double)c.NH * s.HS, K = (double)s.NKV * s.HS, FC = s.mlp == Mlp::SwiGlu ? 2 * F : F;
     double fp8_layers = 0;
     for (int l = 0; batch.fp8 && l < c.L; l++) { fp8_layers += fp8_layer(l, c.L); }
 
-    // a layer's matrices have 12 C^2 elements, 11 of which FP8 multiplies
-    const double matrices = 12 * L - 11 * fp8_layers + 11 * fp8_layers / kFp8;
-    // -r 3 computes attention and 8 C^2 of a forward's products again
+    // elements of a layer's matrices: of qkv, attproj, fc, fcproj. FP8 multiplies all but attproj. -r 3
+    // computes attention and the first three products of a forward again
+    const double qkv = C * (Q + 2 * K), attproj = Q * C, fc = C * FC, fcproj = F * C;
+    const double matrices = qkv + attproj + fc + fcproj, in_fp8 = (matrices - attproj) * (1 - 1 / kFp8);
     const double again = batch.recompute == 3 ? 1 : 0;
     const double head = (double)c.Vp * C / (batch.fp8_head ? kFp8 : 1);
-    const double gemm = 6 * N * ((matrices + again * 8 * L / 3) * C * C + head) / (kGemm * flops);
-    const double attention = (7 + 2 * again) * B * T * T * C * L / (kAttention * flops);  // causal
-    const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) +
+    const double products = L * matrices - fp8_layers * in_fp8 + again * L * (matrices - fcproj) / 3 + head;
+    const double gemm = 6 * N * products / (kGemm * flops);
+    const double attention = (7 + 2 * again) * B * T * T * Q * L / (kAttention * flops);  // causal
+    // Llama's family also rotates q and k, there and back
+    const double rotated = c.is_llama() ? 5 * (Q + K) : 0;
+    const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) + L * rotated +
                           (2 + 0.5 * batch.fp8_head) * (double)c.Vp;
     const double moved = 2 * N * values / (kMemory * bytes);
     const double exposed = batch.world > 1 ? kExposed : 0;
     const double micro = (gemm + attention + moved) * (1 + exposed) + kLaunch * (31 * L + 10);
 
     // per parameter 4 bytes for the norm and 28 for AdamW, of them 16 for m and v; Newton and Schulz, 5 steps
-    // of 60 C^3 a layer
+    // of some 5 C FLOPs an element, which are GPT-2's 60 C^3 a layer
     const double shares = batch.shards_state ? batch.world : 1;
-    const double muon = batch.muon ? 300 * L * C * C * C / (kGemm * flops) / batch.world : 0;
+    const double muon = batch.muon ? 25 * L * matrices * C / (kGemm * flops) / batch.world : 0;
     return {micro, params * (4 + (batch.state_bf16 ? 20 : 28) / shares) / (kUpdate * bytes) + muon};
 }
 
