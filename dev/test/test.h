@@ -66,6 +66,8 @@ static inline float rand_normal(uint64_t seed, uint32_t tensor, uint64_t element
 }
 
 static inline int test_summary() {
+    const bool none = test_passed + test_failed + test_skipped == 0;
+    if (test_only && none) { CHECK(false, "no test's name contains '%s'", test_only); }
     printf("%d passed, %d failed, %d skipped\n", test_passed, test_failed, test_skipped);
     return test_failed ? 1 : 0;
 }

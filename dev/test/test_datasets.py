@@ -40,6 +40,7 @@ pytestmark = [pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
 import debian                                       # noqa: E402
 import get                                          # noqa: E402
+from any_tokenizer import draw                      # noqa: E402
 import shards as made                               # noqa: E402
 
 
@@ -102,27 +103,10 @@ def contents(out):
     return {name: read(os.path.join(out, name)) for name in names if name.endswith(".bin")}
 
 
-def draw_key(number):
-    mask = (1 << 64) - 1
-    z = (number + 1) * 0x9E3779B97F4A7C15 & mask
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-    return z ^ z >> 31
-
-
-def drawn(tokens, wanted, eot=0):
+def drawn(tokens, wanted):
     """[(begin, end)] of the documents that the tool draws: the first that does not fit is the last; if less
     than half is full then, its end is taken."""
-    starts = [i for i, token in enumerate(tokens) if token == eot]
-    spans, left = [], wanted
-    for i in sorted(range(len(starts)), key=draw_key):
-        begin, end = starts[i], [*starts, len(tokens)][i + 1]
-        if end - begin > left:
-            spans += [(end - left, end)] * (2 * left > wanted)
-            break
-        spans.append((begin, end))
-        left -= end - begin
-    return sorted(spans)
+    return draw([i for i, token in enumerate(tokens) if token == 0], len(tokens), wanted)
 
 
 def check_set(out, sources, val, size=10**8):
