@@ -668,16 +668,15 @@ static void test_slopes(const char* name, const Config& c) {
     printf("   %s: gradients off their slopes by up to %.1e\n", name, worst);
 }
 
-// Everything that decides about the next steps, as bytes.
-static std::vector<Vector> host_state(GPT2* model) {
-    const size_t n = model->layout.state_elems;
+// Everything that decides about the next steps, as bits: what is no float compares as well.
+static std::vector<std::vector<uint32_t>> host_state(GPT2* model) {
+    const size_t n = model->layout.state_elems, width = model->options.state_bytes();
     auto words = [&](const void* data, size_t bytes) {
-        return from_device(model, (const float*)data, bytes / sizeof(float));
+        return from_device(model, (const uint32_t*)data, bytes / sizeof(uint32_t));
     };
-    const size_t width = model->options.state_bytes();
-    std::vector<Vector> all = {words(model->params, model->layout.params_bytes),
-                               words(model->opt.m, n * width),
-                               words(model->opt.v, model->layout.v_elems * width)};
+    std::vector<std::vector<uint32_t>> all = {words(model->params, model->layout.params_bytes),
+                                              words(model->opt.m, n * width),
+                                              words(model->opt.v, model->layout.v_elems * width)};
     if (model->opt.master) { all.push_back(words(model->opt.master, n * sizeof(masterX))); }
     return all;
 }
@@ -741,7 +740,7 @@ static void test_fp8(const Config& c, bool head, double bound) {
     check_grads("FP8, again", &model, first, 0.0);
 
     // scales that no longer fit: the update is skipped, and the next one is made with scales that do
-    const std::vector<Vector> before = host_state(&model);
+    const auto before = host_state(&model);
     std::vector<Fp8Tensor> wrong = scaled;
     const int grown = 8 * (c.L > 2) + 6;                    // the input of the first FP8 layer's fcproj
     fp8_set_scale(&wrong[grown], wrong[grown].scale * 64.0f);
@@ -992,7 +991,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     }
     full.update.losses.count = full.update.norms.count = kWindow;
     gpt2_write_state(&a, full);
-    const std::vector<Vector> then = host_state(&a);
+    const auto then = host_state(&a);
     static Logger logger;
     logger_init(&logger, folder.name.c_str());
     logger_train(&logger, {0, 1, 1, 1, 1, 1, 1});
