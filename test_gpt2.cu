@@ -605,6 +605,25 @@ static void test_variant(const Config& c, double dropout) {
     }
 }
 
+// The LM head's rows in three parts, the last one shorter: the same losses and gradients.
+static void test_head_chunks(const Config& c, bool grads_bf16) {
+    Options o = default_options();
+    o.grads_bf16 = grads_bf16;
+    const Batch batch = random_batch(c, 8, 0);
+    RandomModel whole(c, o, batch.B);
+    o.head_chunks = 3;
+    RandomModel parts(c, o, batch.B);
+    const int N = batch.B * batch.T, rows = head_rows(o, N);
+    CHECK(2 * rows < N && N < 3 * rows, "%d rows in parts of %d", N, rows);
+    const float want = mean_loss(&whole, batch), loss = mean_loss(&parts, batch);
+    CHECK(fabsf(loss / want - 1.0f) <= (kLowPrecision ? 1e-4f : 1e-6f), "loss %.9g, at once %.9g", loss,
+          want);
+    for (int micro_steps : {1, 2}) {
+        accumulate(&whole, batch, micro_steps), accumulate(&parts, batch, micro_steps);
+        check_grads("head in parts", &parts, host_grads(&whole), kLowPrecision ? 1e-2 : 1e-6);
+    }
+}
+
 // With one norm's weights in both, parallel branches are tied ones.
 static void test_tied(Config c) {
     const Batch batch = random_batch(c, 2, 0);
@@ -3289,6 +3308,11 @@ int main(int argc, char** argv) {
                     if (!kLowPrecision) { test_slopes(c.llama.embed_norm ? "nano" : "llama", c); }
                     if (variants) { for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); } }
                     if (variants) { test_writing(c.llama.embed_norm ? "nano" : "llama", c); }
+                }
+            }
+            TEST("LM head in parts") {
+                for (bool grads_bf16 : {false, kLowPrecision}) {
+                    for (const Config& c : {kTensorCore, kLlama8}) { test_head_chunks(c, grads_bf16); }
                 }
             }
             TEST("recomputing, micro-steps") {
