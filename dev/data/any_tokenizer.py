@@ -1,6 +1,6 @@
-"""What --tokenizer names: a folder by `get.py tokenizer`, or any tokenizer.json, such as Qwen3's or Llama 3's.
-By the first build/tokenize encodes. By the others the package tokenizers does, and their shards are made here.
-A vocabulary above 65,536 makes shards of 32-bit tokens.
+"""What --tokenizer names: a folder by `get.py tokenizer`, by which build/tokenize encodes, or any
+tokenizer.json, such as Qwen3's or Llama 3's. By such a file the package tokenizers encodes, and shards are
+made here. Those of a vocabulary above 65,536 have 32-bit tokens.
 
     tokenizer = any_tokenizer("Qwen3-0.6B/tokenizer.json", "<|endoftext|>")     # or a folder that has one
     lines = tokenizer.write_shards("data/qwen", 100000, 0, texts)       # qwen_train.bin, qwen_val.bin

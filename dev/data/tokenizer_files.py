@@ -73,6 +73,11 @@ def tokenizer_id(text):
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "little") >> 2 | 1 << 30
 
 
+def token_ids(fast):
+    """{token: id} of a tokenizer.json, with those that the model does not know."""
+    return {**fast["model"]["vocab"], **{token["content"]: token["id"] for token in fast["added_tokens"]}}
+
+
 def merge_pairs(model):
     """[(left, right)]: a file has them as two texts or as one with a blank."""
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
@@ -125,7 +130,7 @@ def tokenizer_bin(text, document_token):
     to_bytes, vocab = decoded(fast), fast["model"]["vocab"]
     if not to_bytes or not isinstance(vocab, dict):
         return None
-    ids = {**vocab, **{token["content"]: token["id"] for token in fast["added_tokens"]}}
+    ids = token_ids(fast)
     tokens = [b""] * (1 + max(ids.values()))
     for token, i in ids.items():
         tokens[i] = to_bytes(token)
@@ -138,9 +143,9 @@ def tokenizer_bin(text, document_token):
 
 
 def read_head(path):
-    """Head, or None if there is no such file."""
+    """Head, or None if there is no such file, or one without an id, as llm.c's."""
     if not os.path.isfile(path):
         return None
     with open(path, "rb") as f:
         words = struct.unpack("<6I", f.read(24).ljust(24, b"\0"))
-    return Head(*words[2:]) if words[:2] == (MAGIC, VERSION) else None
+    return Head(*words[2:]) if words[:2] == (MAGIC, VERSION) and words[4] else None

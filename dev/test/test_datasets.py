@@ -1028,8 +1028,8 @@ def test_any_tokenizer():
     pytest.importorskip("tokenizers")
     sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
     import export_hf                                # pylint: disable=C0415
-    dims = types.SimpleNamespace(V=50257, maxT=8)
-    write("tokenizer.json", export_hf.tokenizer_files(dims)["tokenizer.json"])
+    dims = types.SimpleNamespace(maxT=8)
+    write("tokenizer.json", export_hf.tokenizer_files(dims, export_hf.words_of(50257, ""))["tokenizer.json"])
     texts = [text.replace("<|endoftext|>", "end") for text in some_texts(8, 700)]
     write("texts/a.jsonl", jsonl(texts[:400]))
     write("texts/b.jsonl", jsonl(texts[400:]))
@@ -1054,7 +1054,8 @@ def test_any_tokenizer_of_questions():
     write("copy/hellaswag_val.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
     import export_hf                                # pylint: disable=C0415
-    write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(V=50257, maxT=8))["tokenizer.json"])
+    words = export_hf.words_of(50257, "")
+    write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(maxT=8), words)["tokenizer.json"])
     words_tokenizer("wide.json", 70000)
     get_it = "hellaswag", "--from", "copy", "--out"
     five = published_as("hellaswag", 5)
