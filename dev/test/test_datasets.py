@@ -42,6 +42,7 @@ import debian                                       # noqa: E402
 import get                                          # noqa: E402
 from any_tokenizer import draw                      # noqa: E402
 import shards as made                               # noqa: E402
+from tokenizer_files import tokenizer_id            # noqa: E402
 
 
 def start(*words, prepare=lambda: None, tool=TOOL, limit=None, **env):
@@ -1006,7 +1007,8 @@ def test_table():
     _, out, _ = run_program([sys.executable, GET])
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
-        assert d.kind in ("text", "shards", "debian", "files", "tokens", "choices", "plays")
+        assert d.kind in ("text", "shards", "debian", "files", "tokens", "tokenizer", "choices",
+                          "plays")
         assert d.kind != "choices" or d.questions and d.stem
     assert not [line for line in out.splitlines() if len(line) > 80 and "from https://" not in line]
     names = [d.name for d in get.DATASETS]
@@ -1019,6 +1021,11 @@ def test_table():
 
 # ---- other tokenizers ----
 
+def flat_id(path):
+    """As headers of shards and of questions have it."""
+    return tokenizer_id(read(path)).to_bytes(4, "little")
+
+
 def with_tokenizer(out, path, *words, of="texts"):
     return works(*files(of, out), "--tokenizer", path, *words)
 
@@ -1030,7 +1037,8 @@ def test_any_tokenizer():
     import export_hf                                # pylint: disable=C0415
     dims = types.SimpleNamespace(maxT=8)
     write("tokenizer.json", export_hf.tokenizer_files(dims, export_hf.words_of(50257, ""))["tokenizer.json"])
-    texts = [text.replace("<|endoftext|>", "end") for text in some_texts(8, 700)]
+    number = flat_id("tokenizer.json")
+    texts = some_texts(8, 700)
     write("texts/a.jsonl", jsonl(texts[:400]))
     write("texts/b.jsonl", jsonl(texts[400:]))
     for words in (("--val-tokens", 500, "--shard-tokens", 900), (), ("--val-tokens", 0)):
@@ -1039,11 +1047,11 @@ def test_any_tokenizer():
         ours = works(*files("texts", "ours"), *words)
         theirs = with_tokenizer("theirs", "tokenizer.json", *words)
         assert ours.replace("ours", "theirs") == theirs
-        want, got = ({name[name.index("_"):]: data for name, data in contents(folder).items()}
+        want, got = ({name[name.index("_"):]: data for name, data in contents(folder).items() if "_" in name}
                      for folder in ("ours", "theirs"))
         assert want.keys() == got.keys() and len(want) >= 1
         for name, data in want.items():
-            assert got[name] == data[:12] + bytes(4) + data[16:], name
+            assert got[name] == data[:12] + number + data[16:], name
 
 
 def test_any_tokenizer_of_questions():
@@ -1062,7 +1070,7 @@ def test_any_tokenizer_of_questions():
     works(*get_it, "ours", **five)
     works(*get_it, "theirs", "--tokenizer", "gpt2.json", **five)
     want = read("ours/hellaswag_val.bin")
-    assert read("theirs/hellaswag_val.bin") == want[:16] + bytes(4) + want[20:]
+    assert read("theirs/hellaswag_val.bin") == want[:16] + flat_id("gpt2.json") + want[20:]
     works(*get_it, "wide", "--tokenizer", "wide.json", "--document-token", "<start>", **five)
     data, words = read("wide/hellaswag_val.bin"), []
     for i in range(5):
@@ -1070,8 +1078,8 @@ def test_any_tokenizer_of_questions():
         body = flat([len(part), *part] for part in parts)
         words += [65535, 4 * (5 + len(body)), i, i % 4, 4, *body]
     longest = 4 * (5 + 5 + 3 + 4 * 2)
-    assert data == array.array("i", [20240522, 2, 5, longest, *[0] * 252]).tobytes() + \
-        array.array("I", words).tobytes()
+    assert data == array.array("i", [20240522, 2, 5, longest]).tobytes() + flat_id("wide.json") + \
+        bytes(4 * 251) + array.array("I", words).tobytes()
 
 
 def words_tokenizer(path, count):
@@ -1091,14 +1099,16 @@ def test_wide_tokens(count, magic, version, code):
     words_tokenizer("tokenizer.json", count)
     numbers = [[7 * i % count for i in range(j, 3 * j + 1)] + [count - 1] for j in range(40)]
     write("texts/a.jsonl", jsonl(" ".join(f"w{i}" for i in some) for some in numbers))
-    words = "--document-token", "<start>", "--val-tokens", 0, "--shard-tokens", 700
+    words, number = ("--document-token", "<start>", "--val-tokens", 0, "--shard-tokens", 700), \
+        tokenizer_id(read("tokenizer.json"))
     out = with_tokenizer("set", "tokenizer.json", *words)
     tokens, want = [], flat([count, *some] for some in numbers)
     for name, data in sorted(contents("set").items()):
         head, body = array.array("i", data[:1024]), array.array(code, data[1024:])
-        assert list(head) == [magic, version, len(body), *[0] * 253] and f"{name}: {len(body)} tokens" in out
+        assert list(head) == [magic, version, len(body), number, *[0] * 252]
+        assert f"{name}: {len(body)} tokens" in out
         tokens += body
-    assert tokens == want and made.shard_tokens("set/set_train_000001.bin") == (700, 0)
+    assert tokens == want and made.shard_tokens("set/set_train_000001.bin") == (700, number)
     assert "is complete" in with_tokenizer("set", "tokenizer.json", *words)
     refused(*files("texts", "set"), "--tokenizer", "tokenizer.json", *words[2:], said=["<|endoftext|>"])
     refused(*files("texts", "set"), *words[2:], said=["'set' was begun with"])

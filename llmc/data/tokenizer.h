@@ -411,3 +411,42 @@ static inline void tokenizer_check(uint32_t id, int V, const char* pattern) {
         tokenizer_name(wanted).c_str(), wanted == TOKENIZER_BYTES,
         is_own ? "; or, if the model was trained on it, put its tokenizer.bin beside the model" : "");
 }
+
+// What a run reads, and the tokenizer that it names. pattern: of the user; path: its first file.
+struct TokensOf { std::string pattern, path; uint32_t id; };
+// A run's tokenizer.bin, or "" and zeros; and the tokenizer that is named, 0: none is.
+struct TokenizerFile { std::string file; TokenizerHead head; uint32_t named; };
+
+// Finds it in the model's folder, else beside the shards that name it. model: its file, "" for a new one.
+// Dies if model, shards and questions do not agree. A new model may have any vocabulary that is large enough.
+static inline TokenizerFile tokenizer_find(const std::string& model, int V,
+                                           const std::vector<TokensOf>& reads) {
+    auto beside = [](const std::string& path) {
+        TokenizerFile t = {path.substr(0, path.rfind('/') + 1) + "tokenizer.bin", {}, 0};
+        t.head = tokenizer_head(t.file);
+        return t.head.magic == kTokenizerMagic && t.head.id > TOKENIZER_BYTES ? t : TokenizerFile();
+    };
+    TokenizerFile found = model.empty() ? TokenizerFile() : beside(model);
+    const bool is_models = !found.file.empty();
+    TokensOf first = {found.file, found.file, found.head.id};
+    for (const TokensOf& r : reads) {
+        if (r.id == TOKENIZER_UNKNOWN) { continue; }
+        if (first.id == TOKENIZER_UNKNOWN) { first = r; }
+        if (r.id != first.id) {
+            die("'%s' is of %s, and '%s' of %s\n"
+                "hint: a run has one tokenizer: get.py --tokenizer makes shards and questions anew",
+                first.pattern.c_str(), tokenizer_name(first.id).c_str(), r.pattern.c_str(),
+                tokenizer_name(r.id).c_str());
+        }
+        const bool is_own = r.id > TOKENIZER_BYTES;
+        if (!is_models && (!is_own || !model.empty())) { tokenizer_check(r.id, V, r.pattern.c_str()); }
+        if (is_own && found.file.empty()) { found = beside(r.path); }
+        if (found.head.id != r.id) { found = TokenizerFile(); }
+    }
+    if (found.head.V > (uint32_t)V) {
+        die("'%s' has %u tokens, and the model's vocabulary %d\nhint: -e d12,V%u has as many",
+            found.file.c_str(), found.head.V, V, found.head.V);
+    }
+    found.named = first.id;
+    return found;
+}

@@ -15,7 +15,7 @@ What a run reads beside its model: token shards, questions, a tokenizer and a pr
 #include "../comm/comm.h"           // gives: comm, comm_check_same, DiskWait
 #include "../data/dataloader.h"     // gives: DataLoader
 #include "../data/evalloader.h"     // gives: EvalSet
-#include "../data/tokenizer.h"      // gives: Tokenizer, TokenizerHead, tokenizer_check
+#include "../data/tokenizer.h"      // gives: Tokenizer, TokenizerFile, tokenizer_find
 #include "flags.h"                  // gives: flags_split
 #include "run_config.h"             // gives: run, run_task, run_validates, rank_micro_steps
 #include "schedulers.h"             // gives: LrSchedule, kLrKinds
@@ -44,61 +44,30 @@ static inline void data_open_shards(DataLoader* loader, const char* pattern, boo
     dataloader_init(loader, pattern, run.B, run.T, shuffle, (uint64_t)run.seed, V, share);
 }
 
-// Finds the run's tokenizer: by tokenizer.bin in the model's folder, else by the one beside shards that name
-// it, else by the vocabulary. Dies if model, shards and questions have different ones.
 static inline void data_open_tokenizer(RunData* d, int V) {
-    auto folder_of = [](const std::string& path) { return path.substr(0, path.rfind('/') + 1); };
-    const bool is_new = !run.resumed && file_size(run.model) < 0;
-    std::string file = is_new ? "" : run.resumed ? run.output_dir + std::string("/") : folder_of(run.model);
-    file += "tokenizer.bin";
-    TokenizerHead head = is_new ? TokenizerHead() : tokenizer_head(file);
-    const bool is_models = head.id != TOKENIZER_UNKNOWN;
-    struct Named { std::string path, pattern; uint32_t id; };
-    std::vector<Named> named;
-    if (is_models) { named.push_back({file, file, head.id}); }
-    auto add = [&](const std::string& path, const char* pattern, uint32_t id) {
-        if (id != TOKENIZER_UNKNOWN) { named.push_back({path, pattern, id}); }
-    };
-    add(dataloader_path(d->train), run.train_data, d->train.tokenizer);
-    add(dataloader_path(d->val), run.val_data, d->val.tokenizer);
-    add(run.eval_data, run.eval_data, d->questions.tokenizer);
-    for (const Named& n : named) {
-        if (n.id != named[0].id) {
-            die("'%s' has %s, and '%s' has %s\n"
-                "hint: a run has one tokenizer: get.py makes shards and questions anew, by --tokenizer",
-                named[0].pattern.c_str(), tokenizer_name(named[0].id).c_str(), n.pattern.c_str(),
-                tokenizer_name(n.id).c_str());
-        }
-        // a new model may have any vocabulary that is large enough
-        if (!is_models && (!is_new || n.id <= TOKENIZER_BYTES)) {
-            tokenizer_check(n.id, V, n.pattern.c_str());
-        }
-        if (head.id == n.id || n.id <= TOKENIZER_BYTES) { continue; }
-        file = folder_of(n.path) + "tokenizer.bin";
-        head = tokenizer_head(file);
-        if (head.id != n.id) { head = TokenizerHead(); }
-    }
-    if (head.V > (uint32_t)V) {
-        die("'%s' has %u tokens, and the model's vocabulary %d\nhint: a model for it has V%u: -e d12,V%u",
-            file.c_str(), head.V, V, head.V, head.V);
-    }
-    if (is_new && head.V > 0 && V - (int)head.V > (int)head.V / 10) {
-        warn("'%s' has %u tokens, and the model's vocabulary %d: -e d12,V%u is a smaller one", file.c_str(),
-             head.V, V, head.V);
-    }
-    const bool lacks = !named.empty() && named[0].id > TOKENIZER_BYTES && head.id == TOKENIZER_UNKNOWN;
-    if (head.id != TOKENIZER_UNKNOWN) {
-        const std::string json = folder_of(file) + "tokenizer.json";
-        d->tokenizer_files = {file};
+    const std::string model = run.resumed ? std::string(run.output_dir) + "/"
+                            : file_size(run.model) >= 0 ? run.model : "";
+    const TokenizerFile own = tokenizer_find(model, V, {
+        {run.train_data, dataloader_path(d->train), d->train.tokenizer},
+        {run.val_data, dataloader_path(d->val), d->val.tokenizer},
+        {run.eval_data, run.eval_data, d->questions.tokenizer}});
+    const int tokens = (int)own.head.V;
+    if (tokens > 0) {
+        const std::string json = own.file.substr(0, own.file.size() - 3) + "json";
+        d->tokenizer_files = {own.file};
         if (file_size(json.c_str()) >= 0) { d->tokenizer_files.push_back(json); }
     }
-    if (!run_writes_text()) { return; }
-    if (lacks) {
-        warn("there is no tokenizer.bin of %s beside '%s': samples are printed as token ids",
-             tokenizer_name(named[0].id).c_str(), named[0].pattern.c_str());
-    } else {
-        text_init(&d->tokenizer, V, head.id != TOKENIZER_UNKNOWN ? file : "");
+    if (model.empty() && tokens > 0 && V - tokens > tokens / 10) {
+        warn("'%s' has %d tokens, the model's vocabulary %d: with -e d12,V%d it has as many",
+             own.file.c_str(), tokens, V, tokens);
     }
+    if (!run_writes_text()) { return; }
+    if (own.named > TOKENIZER_BYTES && tokens == 0) {
+        warn("there is no tokenizer.bin of %s beside its shards: samples are printed as token ids",
+             tokenizer_name(own.named).c_str());
+        return;
+    }
+    text_init(&d->tokenizer, V, own.file);
 }
 
 static inline void data_open_training(RunData* d, int V) {
