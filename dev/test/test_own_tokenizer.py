@@ -133,7 +133,12 @@ def code(rng, size):
     return "\n".join(lines)[:size]
 
 
-@pytest.mark.parametrize("language", [japanese, code])
+def letters(rng, size):
+    """Of three letters, so that most tokens are formed by more than one pair: only one of them merges."""
+    return "".join(rng.choice("aaabbc") + " " * (rng.random() < 0.1) for _ in range(size))[:size]
+
+
+@pytest.mark.parametrize("language", [japanese, code, letters])
 def test_made(language):
     """The package and the C++ encoder agree, on other texts, too; twice get.py makes the same."""
     package()
@@ -145,8 +150,8 @@ def test_made(language):
     assert all(read(f"again/{file}") == read(f"{name}-tok/{file}") for file in os.listdir("again"))
     shutil.rmtree("again")
     theirs = any_tokenizer.AnyTokenizer(name + "-tok/tokenizer.json", END)
-    for text in (language(rng, 30000), japanese(rng, 9000), code(rng, 9000), END + " a" + END,
-                 "".join(rng.choice("aab \n'sé日😀") for _ in range(9000))):
+    for text in (language(rng, 30000), japanese(rng, 9000), code(rng, 9000), letters(rng, 9000),
+                 "".join(rng.choice("aab \n'sé日😀") for _ in range(9000)), END + " a" + END):
         assert tokens(text.encode(), name + "-tok") == theirs.encode([text])[0]
     bytes_a_token = len(read(f"{name}/a.txt")) / len(tokens(read(f"{name}/a.txt"), name + "-tok"))
     assert bytes_a_token > 2.5, bytes_a_token

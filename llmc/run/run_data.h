@@ -61,13 +61,12 @@ static inline void data_open_tokenizer(RunData* d, int V) {
         warn("'%s' has %d tokens, the model's vocabulary %d: with -e d12,V%d it has as many",
              own.file.c_str(), tokens, V, tokens);
     }
-    if (!run_writes_text()) { return; }
-    if (own.named > TOKENIZER_BYTES && tokens == 0) {
-        warn("there is no tokenizer.bin of %s beside its shards: samples are printed as token ids",
+    const bool lacks = own.named > TOKENIZER_BYTES && tokens == 0;
+    if (lacks && (run_writes_text() || run_task() == Task::Train)) {
+        warn("there is no tokenizer.bin of %s beside its shards: texts are printed as token ids",
              tokenizer_name(own.named).c_str());
-        return;
     }
-    text_init(&d->tokenizer, V, own.file);
+    if (run_writes_text() && !lacks) { text_init(&d->tokenizer, V, own.file); }
 }
 
 static inline void data_open_training(RunData* d, int V) {
