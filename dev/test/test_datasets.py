@@ -42,7 +42,7 @@ import debian                                       # noqa: E402
 import get                                          # noqa: E402
 from any_tokenizer import draw                      # noqa: E402
 import shards as made                               # noqa: E402
-from tokenizer_files import tokenizer_id            # noqa: E402
+from tokenizer_files import tokenizer_bin, tokenizer_id     # noqa: E402
 
 
 def start(*words, prepare=lambda: None, tool=TOOL, limit=None, **env):
@@ -1071,6 +1071,11 @@ def test_any_tokenizer_of_questions():
     works(*get_it, "theirs", "--tokenizer", "gpt2.json", **five)
     want = read("ours/hellaswag_val.bin")
     assert read("theirs/hellaswag_val.bin") == want[:16] + flat_id("gpt2.json") + want[20:]
+    write("own/tokenizer.json", text := read(os.path.join(ROOT, "dev/test/fixtures/own.json")))
+    write("own/tokenizer.bin", tokenizer_bin(text, "<|endoftext|>"))
+    works(*get_it, "by-tool", "--tokenizer", "own", **five)
+    works(*get_it, "by-package", "--tokenizer", "own/tokenizer.json", **five)
+    assert read("by-tool/hellaswag_val.bin") == read("by-package/hellaswag_val.bin")
     works(*get_it, "wide", "--tokenizer", "wide.json", "--document-token", "<start>", **five)
     data, words = read("wide/hellaswag_val.bin"), []
     for i in range(5):
