@@ -16,7 +16,7 @@ from array import array
 
 from fetch import Problem, need
 from shards import KINDS, replace_file
-from tokenizer_files import (END_OF_TEXT, MERGES_LISTED, read_head, tokenizer_bin, tokenizer_id,
+from tokenizer_files import (END_OF_TEXT, GPT2_ID, MERGES_LISTED, read_head, tokenizer_bin, tokenizer_id,
                              tokenizer_json, vocabulary)
 
 NAMES = "tokenizer.json", "tokenizer.bin"
@@ -72,7 +72,7 @@ class AnyTokenizer:
         self.V = 1 + max(self.tokenizer.get_vocab().values())
         self.kind = next(kind for kind in KINDS if self.V <= kind.most)
         flat = tokenizer_bin(text, first)
-        self.files = dict(zip(NAMES, [text, flat] if flat else [text]))
+        self.files = {} if self.id == GPT2_ID else dict(zip(NAMES, [text, flat] if flat else [text]))
         if not flat:
             print(f"note: samples will be token ids: how '{path}' decodes is not known here", file=sys.stderr)
 

@@ -17,6 +17,8 @@ END_OF_TEXT = "<|endoftext|>"
 MAGIC, VERSION = 20240328, 2            # llm.c's gpt2_tokenizer.bin
 MERGES_LISTED, MERGES_NONE = 1, 2       # its text is cut by GPT-2's pattern, or otherwise
 LONGEST = 255                           # bytes of a token, for its length byte
+GPT2_ID = 1
+GPT2_MERGES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gpt2_bpe", "vocab.bpe")
 GPT2_PATTERN = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 Head = namedtuple("Head", "V eot id merges")
@@ -44,6 +46,11 @@ def vocabulary(merges):
     return vocab, taken
 
 
+def gpt2_vocabulary():
+    with open(GPT2_MERGES, encoding="utf-8") as f:
+        return vocabulary(f.read().split("\n")[1:-1])
+
+
 def tokenizer_json(vocab, merges):
     special = {"content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
                "normalized": False, "special": True}
@@ -69,7 +76,11 @@ def tokenizer_config(kind, end, longest):
 # ---- tokenizer.bin ----
 
 def tokenizer_id(text):
-    """Of a tokenizer.json's bytes. 0, 1 and 2 are taken: not known, GPT-2's, bytes."""
+    """Of a tokenizer.json's bytes. GPT-2's has the number that all programs know; 0 and 2 are taken, too: not
+    known, bytes."""
+    fast = json.loads(text)
+    if cuts_as_gpt2(fast) and (fast["model"]["vocab"], merges_of(fast)) == gpt2_vocabulary():
+        return GPT2_ID
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "little") >> 2 | 1 << 30
 
 
@@ -78,9 +89,9 @@ def token_ids(fast):
     return {**fast["model"]["vocab"], **{token["content"]: token["id"] for token in fast["added_tokens"]}}
 
 
-def merge_pairs(model):
-    """[(left, right)]: a file has them as two texts or as one with a blank."""
-    return [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+def merges_of(fast):
+    """["left right"]; a file may have them as two texts each."""
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in fast["model"]["merges"]]
 
 
 def decoded(fast):
@@ -105,21 +116,26 @@ def decoded(fast):
     return to_bytes
 
 
-def lefts_of(fast, tokens, to_bytes):
-    """How many bytes of each token are its left part's; 0: it is no merge. None: C++ cannot encode by it."""
+def cuts_as_gpt2(fast):
+    """A BPE that does with a text what GPT-2's does."""
     model = fast["model"]
     pattern = {"use_regex": True, **(fast.get("pre_tokenizer") or {}), "trim_offsets": True}
     odd = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"
-    if model["type"] != "BPE" or pattern != GPT2_PATTERN or fast.get("normalizer") or \
-            any(model.get(name) for name in odd) or not all(t["special"] for t in fast["added_tokens"]):
+    return model["type"] == "BPE" and pattern == GPT2_PATTERN and not fast.get("normalizer") and \
+        not any(model.get(name) for name in odd) and all(token["special"] for token in fast["added_tokens"])
+
+
+def lefts_of(fast, tokens, to_bytes):
+    """How many bytes of each token are its left part's; 0: it is no merge. None: C++ cannot encode by it."""
+    if not cuts_as_gpt2(fast):
         return None
-    made = [model["vocab"][left + right] for left, right in merge_pairs(model)]
+    made = [fast["model"]["vocab"][merge.replace(" ", "")] for merge in merges_of(fast)]
     if made != sorted(set(made)) or not set(tokens) >= {bytes([b]) for b in range(256)} or \
             not 256 <= len(tokens) <= 2**16 or len(set(tokens)) < len(tokens):
         return None
     lefts = bytearray(len(tokens))
-    for token, (left, _) in zip(made, merge_pairs(model)):
-        lefts[token] = len(to_bytes(left))
+    for token, merge in zip(made, merges_of(fast)):
+        lefts[token] = len(to_bytes(merge.split(" ")[0]))
     return bytes(lefts)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
                  for more in ((), ("reference",), ("data",))]
-from venv_python import ROOT, take_the_venv         # noqa: E402
+from venv_python import take_the_venv               # noqa: E402
 
 
 def die(message):
@@ -48,10 +48,10 @@ except ImportError:             # .venv, which setup.sh has filled, has one: the
 
 from formats import (NAMES, param_shape, read_checkpoint, read_checkpoint_header,       # noqa: E402
                      to_bf16_bits)
-from tokenizer_files import (END_OF_TEXT, MERGES_NONE, byte_characters, merge_pairs,     # noqa: E402
-                             read_head, token_ids, tokenizer_config, tokenizer_json, vocabulary)
+from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_characters,     # noqa: E402
+                             gpt2_vocabulary, merges_of, read_head, token_ids, tokenizer_config,
+                             tokenizer_json)
 
-MERGES = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
 OWN_NAMES = "tokenizer.json", "tokenizer.bin"       # as get.py has put them beside the shards
 DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16"}
@@ -244,17 +244,15 @@ def words_of(V, folder):
                 files[name] = f.read()
         fast = json.loads(files["tokenizer.json"])
         vocab = sorted(token_ids(fast).items(), key=lambda item: item[1])
-        merges = None if head.merges == MERGES_NONE else map(" ".join, merge_pairs(fast["model"]))
-        return Words(dict(vocab), merges and list(merges), head.eot, files)
+        return Words(dict(vocab), None if head.merges == MERGES_NONE else merges_of(fast), head.eot, files)
     if V == 256:
         characters = byte_characters()
         return Words({END_OF_TEXT if b == 0 else characters[b]: b for b in range(256)}, [], 0, {})
     if V not in (50257, 50304):
         return Words({}, None, None, {})
-    with open(MERGES, encoding="utf-8") as f:
-        vocab, merges = vocabulary(f.read().split("\n")[1:-1])
+    vocab, merges = gpt2_vocabulary()
     if len(vocab) != 50257:
-        die(f"'{MERGES}' is damaged: {len(vocab)} tokens, expected 50257\nhint: git checkout {MERGES}")
+        die(f"'{GPT2_MERGES}' is damaged: {len(vocab)} tokens, expected 50257")
     return Words(vocab, merges, 50256, {})
 
 

@@ -62,6 +62,10 @@ static inline void data_open_tokenizer(RunData* d, int V) {
              own.file.c_str(), tokens, V, tokens);
     }
     const bool lacks = own.named > TOKENIZER_BYTES && tokens == 0;
+    if (lacks && run_writes_text() && run.prompt[0] != '\0') {
+        die("--prompt needs the tokenizer.bin of %s, which is not beside its shards",
+            tokenizer_name(own.named).c_str());
+    }
     if (lacks && (run_writes_text() || run_task() == Task::Train)) {
         warn("there is no tokenizer.bin of %s beside its shards: texts are printed as token ids",
              tokenizer_name(own.named).c_str());
