@@ -697,7 +697,7 @@ int main(int argc, char** argv) {
     if (cfg.decode[0]) { decode_shard(cfg.decode); }
     if (cfg.write_vocab[0]) {
         Tokenizer tok;
-        flags_tokenizer(&tok);
+        if (cfg.bytes) { tokenizer_init_bytes(&tok); } else { tokenizer_init_bpe(&tok, cfg.vocab); }
         tokenizer_write(&tok, cfg.write_vocab);
     }
     if (converts) { convert(files); }

@@ -16,7 +16,7 @@ from array import array
 
 import pytest
 
-from checks import ROOT, read, run_program, write
+from checks import ROOT, has_module, read, run_program, write
 from trainer import ALONE, read_shard, refused, run, run_ok
 from twins import constant_model
 
@@ -377,6 +377,10 @@ def test_export_hf():
     assert settings["eos_token"] == END and not os.path.exists("hf/vocab.json")
     said = run_ok({**ALONE, "-e": "hf", "-x": 0, "--prompt": "日本", "-g": 3})
     assert said.samples() == [latin("日本ですですです")]
+    if has_module("transformers"):
+        from transformers import AutoTokenizer      # pylint: disable=C0415
+        ids = AutoTokenizer.from_pretrained("hf")(read(FIXTURE + ".txt").decode())["input_ids"]
+        assert ids == list(array("H", read(FIXTURE + ".ids")))
     shutil.rmtree("hf")
     assert model == "exported/model_00000001.bin"
 
