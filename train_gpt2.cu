@@ -6822,6 +6822,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
                {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
                 {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
                 {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
+    t->logger.copied = t->data.tokenizer_files;
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->data.max_steps;
         const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
