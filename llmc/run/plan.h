@@ -109,7 +109,9 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double rotated = c.is_llama() ? 5 * (Q + K) : 0;
     const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) + L * rotated +
                           (2 + 0.5 * batch.fp8_head) * (double)c.Vp;
-    const double moved = 2 * N * values / (kMemory * bytes);
+    // with FP8 and -r a layer's forward and backward each read its weights and write them as bytes
+    const double recast = batch.recompute > 0 ? 6 * fp8_layers * (matrices - attproj) : 0;
+    const double moved = (2 * N * values + recast) / (kMemory * bytes);
     const double exposed = batch.world > 1 ? kExposed : 0;
     const double micro = (gemm + attention + moved) * (1 + exposed) + kLaunch * (31 * L + 10);
 
