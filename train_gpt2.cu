@@ -280,7 +280,7 @@ struct Options : ModelSettings {
     bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
     bool muon = false;          // for the layers' matrices; AdamW for the others
     int muon_steps = 5;         // of Newton-Schulz
-    size_t muon_bytes = (size_t)576 << 20;      // that Muon may add to a step's memory: see muon_share
+    size_t muon_bytes = (size_t)576 << 20;      // that Muon may work in: see muon_share
     float loss_scale = kFirstLossScale;         // FP16: the first one
     uint64_t seed = 0;
     int text_rows = 0;          // texts that can be written at once; 0: none
@@ -4762,7 +4762,7 @@ struct Inputs {
 struct Optimizer {              // state. From ZeRO stage 1 on, a rank has that of its shards only
     masterX* master;            // null at -w 0 and in FP32 builds; fp32 parameters leave their part empty
     char *m, *v;                // v lies behind m, in one array; fp32, or bf16 with state_bf16
-    char *muon_updates, *muon_products;         // null without Muon; see MuonShare
+    char* muon_updates;         // null without Muon and on one GPU, see gpt2_update_muon
     ChunkRange* ranges;         // (buckets)
 };
 
@@ -4773,8 +4773,9 @@ struct Grads {
 
 struct Activations {
     ActSpec specs[NUM_ACTS];
-    char* data;                 // see GPT2_ACTS; between steps texts are written in this memory
-    size_t bytes, text_bytes;   // of data; of these, what only texts need
+    char* data;                 // see GPT2_ACTS; Muon works in this memory, too, and between steps texts are
+                                // written there
+    size_t bytes, muon_bytes, text_bytes;       // of data; of these, what only Muon needs, and only texts
     float* scratch;             // one op at a time uses it: the largest need of any op. With bf16 gradients
                                 // wte's is at its start, see gpt2_backward
     void* workspace;            // cuBLASLt's
@@ -4915,10 +4916,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor),
           Memory::Zeroed);
-    if (!o.muon) { return; }
-    const MuonShare& share = model->muon;
-    visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, shared);
-    visit("Muon's products", &model->opt.muon_products, 4 * share.product + share.sums, Memory::Plain);
+    visit("Muon's updates", &model->opt.muon_updates,
+          o.muon && o.split.world > 1 ? model->muon.elems * bytes_floatX : 0, shared);
 }
 
 // Fills in the model's description and the sizes of its parts; allocates nothing.
@@ -4932,12 +4931,14 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
     // tokens, which have the most digits to lose
     model->layout = param_layout(model->param_specs, config.L, options.split, options.grads_bf16,
                                  options.muon);
-    Activations& acts = model->acts;
-    const size_t passes = act_specs(acts.specs, config, B, T, options);
-    acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
-    acts.text_bytes = acts.bytes - passes;
     model->muon = muon_share(model->layout, model->param_specs, options.split, bytes_floatX,
                              options.muon_bytes);
+    Activations& acts = model->acts;
+    const size_t passes = act_specs(acts.specs, config, B, T, options);
+    const size_t muon = options.trains && options.muon ? model->muon.bytes(bytes_floatX) : 0;
+    acts.bytes = std::max({passes, muon, decoder_bytes(config, T, options.text_rows)});
+    acts.muon_bytes = std::max(passes, muon) - passes;
+    acts.text_bytes = acts.bytes - passes - acts.muon_bytes;
     model->fp8.linears = 4 * config.L + 1;
     Exchange& e = model->exchange;
     e.losses_at = model->layout.shard_elems / kChunk * sizeof(double);
@@ -4956,6 +4957,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     for (const ActSpec& a : model.acts.specs) {
         if (!a.is_shared) { plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies}); }
     }
+    plan.push_back({"Muon's products", model.acts.muon_bytes});
     plan.push_back({"keys and values of texts", model.acts.text_bytes});
     if (kDeviceIsCuda) { return plan; }
     if (bytes_floatX != sizeof(floatX)) {       // of the CUDA program
@@ -6269,7 +6271,8 @@ template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
 // the first of these layers.
 static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
-    auto product = [&](int i) { return model->opt.muon_products + i * model->muon.product; };
+    char* products = model->acts.data + model->muon.elems * sizeof(muonX);
+    auto product = [&](int i) { return products + i * model->muon.product; };
     for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
                             .gram = (muonX*)product(2), .poly = (muonX*)product(3),
@@ -6280,14 +6283,15 @@ static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
 }
 
 // Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
-// a whole matrix, so its bits do not depend on the number of ranks.
+// a whole matrix, so its bits do not depend on the number of ranks. No activation lives while weights are
+// updated, so all but what the ranks exchange is in the activations' memory.
 static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare& share = model->muon;
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
     const RoundKey key = {o.seed, model->step, 0, kRoundParams};
-    muonX* updates = (muonX*)model->opt.muon_updates;
+    muonX* updates = (muonX*)(split.world > 1 ? model->opt.muon_updates : model->acts.data);
     for (int first = 0; first < model->config.L; first += share.together) {
         const int layers = std::min(share.together, model->config.L - first);
         const int bucket = model->layout.layer(first);
