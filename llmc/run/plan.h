@@ -101,8 +101,9 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double qkv = C * (Q + 2 * K), attproj = Q * C, fc = C * FC, fcproj = F * C;
     const double matrices = qkv + attproj + fc + fcproj, in_fp8 = (matrices - attproj) * (1 - 1 / kFp8);
     const double again = batch.recompute == 3 ? 1 : 0;
+    const double redone = L * (matrices - fcproj) - fp8_layers * (qkv + fc) * (1 - 1 / kFp8);
     const double head = (double)c.Vp * C / (batch.fp8_head ? kFp8 : 1);
-    const double products = L * matrices - fp8_layers * in_fp8 + again * L * (matrices - fcproj) / 3 + head;
+    const double products = L * matrices - fp8_layers * in_fp8 + again * redone / 3 + head;
     const double gemm = 6 * N * products / (kGemm * flops);
     const double attention = (7 + 2 * again) * B * T * T * Q * L / (kAttention * flops);  // causal
     // Llama's family also rotates q and k, there and back
