@@ -719,7 +719,7 @@ static std::vector<Fp8Tensor> fp8_state(GPT2* model) {
 static void test_fp8(const Config& c, bool head, double bound) {
     const int B = 8;
     Options o = default_options(), plain = o;
-    o.fp8 = true, o.fp8_head = head, o.recompute = 2;   // -r as in the trainer
+    o.fp8 = true, o.fp8_head = head;
     RandomModel model(c, o, B), other(c, plain, B);
     auto update = [&](double lr) {
         step_update(&model, lr, 0.0);
@@ -775,6 +775,30 @@ static void test_fp8(const Config& c, bool head, double bound) {
     check_grads("FP8, after a skipped update", &model, want, 1.5 * bound);
     state = update(1e-3);
     CHECK(state.update.skip == SKIP_NO && host_state(&model) != before, "then skip %d", state.update.skip);
+}
+
+// The second step, the first with bytes, at each recompute level: gradients, scales and weights to the bit.
+static void test_fp8_recompute(const Config& c, double dropout) {
+    const int B = 8;
+    Options o = default_options();
+    o.fp8 = o.fp8_head = true, o.dropout = dropout;
+    std::vector<Vector> want, want_state;
+    for (int recompute : {0, 1, 2, 3}) {
+        o.recompute = recompute;
+        RandomModel model(c, o, B);
+        accumulate(&model, random_batch(c, B, 0));
+        step_update(&model, 1e-3, 0.0);
+        if (c.is_llama()) { model.step = kFp8LlamaBegins; }
+        accumulate(&model, random_batch(c, B, 1), 2);
+        const std::vector<Vector> grads = host_grads(&model);
+        step_update(&model, 1e-3, 0.0);
+        std::vector<Vector> state = host_state(&model);
+        state.push_back({gpt2_read_state(&model).fp8_saturated});
+        for (const Fp8Tensor& t : fp8_state(&model)) { state.push_back({t.scale, t.amax[0], t.amax[1]}); }
+        if (recompute == 0) { want = grads, want_state = state; }
+        CHECK(grads == want && state == want_state, "FP8, C=%d, block %d, dropout %g: -r %d has other bits",
+              c.C, (int)c.block, dropout, recompute);
+    }
 }
 
 // Tokens that the batch does not have: their rows of wte's gradient are probabilities of 1/50,257 times lnf.
@@ -1894,6 +1918,10 @@ static void test_fp8_cast(int N, int C, float scale) {
                          C});
         op<Fp8CastOf>(at, {at.exact_out("own out", bytes), at.exact_out("own out_t", bytes), own, own_t, {},
                          nullptr, weight, nullptr, Fp8Source::Weight, N, C});
+        op<Fp8CastOf>(at, {at.exact_out("rows alone", bytes), nullptr, own, own_t, {}, nullptr, weight,
+                         nullptr, Fp8Source::Weight, N, C});
+        op<Fp8CastOf>(at, {nullptr, at.exact_out("columns alone", bytes), own, own_t, {}, nullptr, weight,
+                         nullptr, Fp8Source::Weight, N, C});
     });
     // With an activation: a kernel's fast exp may round to the neighbour.
     for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad, Fp8Source::Swiglu, Fp8Source::SwigluGrad,
@@ -3327,6 +3355,12 @@ int main(int argc, char** argv) {
                 test_fp8(deep, true, 0.07);
                 test_fp8(kLlama8, true, 0.075);     // 0.063 to 0.073 with eight seeds on the CPU
                 test_fp8(kNano8, true, 0.045);
+                for (double dropout : {0.0, 0.1}) {
+                    for (const Config& of : {deep, kLlama8, kNano8}) { test_fp8_recompute(of, dropout); }
+                    Config parallel = kTensorCore;
+                    parallel.block = Block::Parallel;
+                    test_fp8_recompute(parallel, dropout);
+                }
                 if (kDeviceIsAsync) {                         // fc's and fcproj's products with GELU (sm90)
                     Config wide = kWide;
                     wide.maxT = 72;                     // 576 rows: whole blocks of 64

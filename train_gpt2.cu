@@ -151,19 +151,20 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
-// With FP8, whose layers keep bytes, the first layer then has a copy, and the others share a second one. A
+// ENDS(r) is SAVED(r), but with FP8 only the first and the last layer have copies: the others keep bytes. A
 // model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
 // tensors have no elements. IN(other): the tensor lies in the memory of another row, and lives until another
 // tensor is written there; a DEBUG build mostly fills it with NaN first. Names that are 0 or 1: `sequential`
 // and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`;
 // `embed_norm`, a norm behind the embedding; `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by
-// row; NAME_t8 the same, transposed.
+// row; NAME_t8 the same, transposed. Bytes of weights are kept for all layers only at -r 0; otherwise each
+// forward and backward casts a layer's weights when it comes to the layer.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                        \
     X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                   \
     X(raw,        floatX, Global, ALWAYS, embed_norm * N * C)           /* (B,T,C) rows of wte */           \
     X(raw_rstd,   float,  Global, ALWAYS, embed_norm * N)               /* (B,T) */                         \
-    X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                   \
+    X(ln1,        floatX, Block,  ENDS(2),  N * C)          /* (B,T,C) */                                   \
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                     \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                \
     X(qkv,        floatX, Block,  SAVED(3), N * QKVC)       /* (B,T,NH+2*NKV,HS) */                         \
@@ -171,11 +172,11 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */        \
     X(atty,       floatX, Block,  SAVED(3), N * QC)         /* (B,T,NH,HS) attention's output */            \
     X(x_mid,      floatX, Block,  sequential ? SAVED(3) : 1, N * C)     /* (B,T,C) after attention */       \
-    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                                 \
+    X(ln2,        floatX, Block,  ENDS(2),  second * N * C)                                                 \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
     X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,4C) before GELU; SwiGLU (B,T,2F) */     \
-    X(act,        floatX, Block,  SAVED(1), N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
+    X(act,        floatX, Block,  ENDS(1),  N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
     X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
     X(lnf_mean,   float,  Global, ALWAYS, N)                                                                \
@@ -191,7 +192,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(dlnf,       floatX, Global, IN(narrow), N * C)                                                        \
     X(dln1,       floatX, Global, IN(narrow), N * C)                                                        \
     X(datty,      floatX, Global, IN(narrow), N * QC)                                                       \
-    X(dbranch_8,  uint8_t, Global, IN(narrow), fp8 * N * C)                                                 \
+    X(dbranch_8,  uint8_t, Global, dropout ? ALWAYS : IN(narrow), fp8 * N * C)      /* -r 3: waiting, too */ \
     X(narrow2,    floatX, Global, ALWAYS, parallel * N * C)                                                 \
     X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                            \
     X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                               \
@@ -200,10 +201,10 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(dfch,       floatX, Global, IN(dact), trains * N * F * gelu)      /* (B,T,4C); else it is fch */      \
     X(dqkv,       floatX, Global, IN(wide), trains * N * QKVC)          /* (B,T,NH+2*NKV,HS) */             \
     X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                   \
-    X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                   \
+    X(ln1_t8,     uint8_t, Block, SAVED(2), fp8 * N * C)    /* (C,B,T) */                                   \
     X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                            \
-    X(ln2_t8,     uint8_t, Block, ALWAYS, fp8 * second * N * C)                                             \
-    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * F)      /* (F,B,T) */                                   \
+    X(ln2_t8,     uint8_t, Block, SAVED(2), fp8 * second * N * C)                                           \
+    X(act_t8,     uint8_t, Block, SAVED(1), fp8 * N * F)    /* (F,B,T) */                                   \
     X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                               \
     X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                \
     X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * std::max({FCC, QKVC, fp8_head * Vp}))                  \
@@ -215,7 +216,15 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                               \
     X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * FCC)                                             \
     X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * QKVC)                                            \
-    X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)
+    X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)                                           \
+    X(qkvw_8,     uint8_t, Block, SAVED(1), fp8 * QKVC * C) /* (QKVC,C) */                                  \
+    X(qkvw_t8,    uint8_t, Block, SAVED(1), fp8 * QKVC * C) /* (C,QKVC) */                                  \
+    X(fcw_8,      uint8_t, Block, SAVED(1), fp8 * FCC * C)                                                  \
+    X(fcw_t8,     uint8_t, Block, SAVED(1), fp8 * FCC * C)                                                  \
+    X(fcprojw_8,  uint8_t, Block, SAVED(1), fp8 * C * F)                                                    \
+    X(fcprojw_t8, uint8_t, Block, SAVED(1), fp8 * C * F)                                                    \
+    X(headw_8,    uint8_t, Global, ALWAYS, fp8_head * Vp * C)           /* wte's, or headw's */             \
+    X(headw_t8,   uint8_t, Global, ALWAYS, fp8_head * Vp * C)
 
 #define X(name, ...) PARAM_##name,
 enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
@@ -271,7 +280,7 @@ struct Options : ModelSettings {
     bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
     bool muon = false;          // for the layers' matrices; AdamW for the others
     int muon_steps = 5;         // of Newton-Schulz
-    size_t muon_bytes = (size_t)576 << 20;      // that Muon may add to a step's memory: see muon_share
+    size_t muon_bytes = (size_t)576 << 20;      // that Muon may work in: see muon_share
     float loss_scale = kFirstLossScale;         // FP16: the first one
     uint64_t seed = 0;
     int text_rows = 0;          // texts that can be written at once; 0: none
@@ -297,7 +306,8 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Opt
     const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
     const size_t fp8 = o.fp8, fp8_head = o.fp8_head;
     const int ALWAYS = trains ? c.L : 1;
-    auto SAVED = [=](int level) { return o.recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
+    auto SAVED = [=](int level) { return o.recompute < level ? ALWAYS : 1; };
+    auto ENDS = [=](int level) { return fp8 ? std::min(2, SAVED(level)) : SAVED(level); };
     int i = 0;
 #define IN(other) act_in(ACT_##other)
 #define X(name_, type_, where_, kept_, elems_)                                                               \
@@ -1963,7 +1973,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int row_0 = blockIdx.y * kCastTile, column_0 = blockIdx.x * kCastTile;
     const bool first = blockIdx.x + blockIdx.y + threadIdx.x == 0;
-    const bool sets_scale = a.source == Fp8Source::Weight && a.out;
+    const bool casts = a.out || a.out_t, sets_scale = a.source == Fp8Source::Weight && casts;
     const float scale = sets_scale ? fp8_scale(__uint_as_float(a.stats->amax), 0) : a.tensor->scale;
     const uint32_t so_far = fp8_amax_so_far(a.stats);
     Fp8Counts counts;
@@ -2008,7 +2018,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
                 store(out + (size_t)half * a.C, c, a.out ? end : 0, bytes[half]);
             }
         }
-        if (!a.out) { continue; }
+        if (!casts) { continue; }
         if (a.dbias.data) {                         // lanes of one group have 4 quads, one below the other
             for (int k = 0; k < kWidth; k++) {
                 for (int distance = 8; distance < kWarp; distance *= 2) {
@@ -2027,18 +2037,18 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         constexpr unsigned kLanes = (1u << kWarps) - 1;
         const uint32_t most = __reduce_max_sync(kLanes, stats[lane].x);
         const uint32_t count = __reduce_add_sync(kLanes, stats[lane].y);
-        if (lane == 0) { fp8_count(a.stats, so_far, most, a.out ? count : 0); }
+        if (lane == 0) { fp8_count(a.stats, so_far, most, casts ? count : 0); }
     }
     if (first) { a.stats->elements += (size_t)a.N * kHalves * a.C; }
     if (first && sets_scale) { fp8_set_scale(a.tensor, scale); }
-    if (!a.out) { return; }
+    if (!casts) { return; }
     const int column = column_0 + threadIdx.x;
     if (a.dbias.data && threadIdx.x < kCastTile && column < a.C) {
         float sum = 0.0f;
         for (int i = 0; i < 8; i++) { sum += sums[i][threadIdx.x]; }
         a.scratch[(size_t)blockIdx.y * a.C + column] = sum;
     }
-    for (int h = 0; h < kHalves; h++) {
+    for (int h = 0; h < kHalves && a.out_t; h++) {
         store_columns<kWidth>(a.out_t + (size_t)h * a.C * a.N, tiles[h], a.N, a.C);
     }
 }
@@ -4757,7 +4767,7 @@ struct Inputs {
 struct Optimizer {              // state. From ZeRO stage 1 on, a rank has that of its shards only
     masterX* master;            // null at -w 0 and in FP32 builds; fp32 parameters leave their part empty
     char *m, *v;                // v lies behind m, in one array; fp32, or bf16 with state_bf16
-    char *muon_updates, *muon_products;         // null without Muon; see MuonShare
+    char* muon_updates;         // null without Muon and on one GPU, see gpt2_update_muon
     ChunkRange* ranges;         // (buckets)
 };
 
@@ -4768,8 +4778,9 @@ struct Grads {
 
 struct Activations {
     ActSpec specs[NUM_ACTS];
-    char* data;                 // see GPT2_ACTS; between steps texts are written in this memory
-    size_t bytes, text_bytes;   // of data; of these, what only texts need
+    char* data;                 // see GPT2_ACTS; Muon works in this memory, too, and between steps texts are
+                                // written there
+    size_t bytes, muon_bytes, text_bytes;       // of data; of these, what only Muon needs, and only texts
     float* scratch;             // one op at a time uses it: the largest need of any op. With bf16 gradients
                                 // wte's is at its start, see gpt2_backward
     void* workspace;            // cuBLASLt's
@@ -4809,7 +4820,6 @@ struct Exchange {
 struct Fp8 {
     int linears;                // the layers' linear layers, then the LM head
     Fp8Tensor* tensors;         // (3*linears), of which (2*linears) are saved
-    uint8_t* weights;           // room for each matrix in e4m3 and its transpose
 };
 
 struct GPT2 {
@@ -4911,13 +4921,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor),
           Memory::Zeroed);
-    visit("FP8 weights", &model->fp8.weights,
-          o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems +
-                       o.fp8_head * model->param_specs[PARAM_wte].padded), Memory::Plain);
-    if (!o.muon) { return; }
-    const MuonShare& share = model->muon;
-    visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, shared);
-    visit("Muon's products", &model->opt.muon_products, 4 * share.product + share.sums, Memory::Plain);
+    visit("Muon's updates", &model->opt.muon_updates,
+          o.muon && o.split.world > 1 ? model->muon.elems * bytes_floatX : 0, shared);
 }
 
 // Fills in the model's description and the sizes of its parts; allocates nothing.
@@ -4931,12 +4936,14 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
     // tokens, which have the most digits to lose
     model->layout = param_layout(model->param_specs, config.L, options.split, options.grads_bf16,
                                  options.muon);
-    Activations& acts = model->acts;
-    const size_t passes = act_specs(acts.specs, config, B, T, options);
-    acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
-    acts.text_bytes = acts.bytes - passes;
     model->muon = muon_share(model->layout, model->param_specs, options.split, bytes_floatX,
                              options.muon_bytes);
+    Activations& acts = model->acts;
+    const size_t passes = act_specs(acts.specs, config, B, T, options);
+    const size_t muon = options.trains && options.muon ? model->muon.bytes(bytes_floatX) : 0;
+    acts.bytes = std::max({passes, muon, decoder_bytes(config, T, options.text_rows)});
+    acts.muon_bytes = std::max(passes, muon) - passes;
+    acts.text_bytes = acts.bytes - passes - acts.muon_bytes;
     model->fp8.linears = 4 * config.L + 1;
     Exchange& e = model->exchange;
     e.losses_at = model->layout.shard_elems / kChunk * sizeof(double);
@@ -4955,6 +4962,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     for (const ActSpec& a : model.acts.specs) {
         if (!a.is_shared) { plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies}); }
     }
+    plan.push_back({"Muon's products", model.acts.muon_bytes});
     plan.push_back({"keys and values of texts", model.acts.text_bytes});
     if (kDeviceIsCuda) { return plan; }
     if (bytes_floatX != sizeof(floatX)) {       // of the CUDA program
@@ -5375,7 +5383,8 @@ struct Operand {
     Fp8Tensor* tensor = nullptr;        // its scale; null: it is not FP8 in this pass
     Fp8Stats* stats = nullptr;          // what this step's casts of it record
     Fp8Format format = Fp8Format::E4m3;
-    bool kept = true;                   // in a backward: data is as the forward wrote it
+    bool kept = true;                   // in a backward: what is multiplied is as the forward wrote it; a
+                                        // weight: its bytes are those of the step's first micro-step
 };
 
 // weight: (OC,C). bias: (OC), null in the LM head.
@@ -5476,12 +5485,10 @@ struct Pass {
         if (model->step >= (c.is_llama() ? kFp8LlamaBegins : 1)) { y.bytes = bytes, y.bytes_t = bytes_t; }
         return y;
     }
-    Linear linear_of(ParamId weight, ParamId bias, int l, int linear) const {
+    Linear linear_of(ParamId weight, ParamId bias, int l, int linear, uint8_t* bytes = nullptr,
+                     uint8_t* bytes_t = nullptr) const {
         const ParamSpec& s = model->param_specs[weight];
-        const Layout& layout = model->layout;
-        const size_t at = 2 * (linear / 4 * layout.buckets[layout.layer(0)].elems + s.offset);
-        uint8_t* bytes = model->options.fp8 ? model->fp8.weights + at : nullptr;
-        return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes ? bytes + s.padded : nullptr),
+        return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes_t),
                 param<floatX>(bias, l), (int)s.cols, (int)s.rows, grad(weight, l), grad(bias, l)};
     }
     Norm norm_of(ParamId weight, ParamId bias, int l, float* mean, float* rstd) const {
@@ -5508,8 +5515,9 @@ struct Pass {
         const int head = 4 * config().L;
         return {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
                 norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
-                linear_of(exists(PARAM_headw) ? PARAM_headw : PARAM_wte, NUM_PARAMS, 0, head), a.logits,
-                a.losses, model->feed.inputs.targets,
+                linear_of(exists(PARAM_headw) ? PARAM_headw : PARAM_wte, NUM_PARAMS, 0, head, a.headw_8,
+                          a.headw_t8),
+                a.logits, a.losses, model->feed.inputs.targets,
                 operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
     }
     Layer layer_of(int l) const {
@@ -5523,16 +5531,21 @@ struct Pass {
         y.ln2 = operand(a.ln2, first + kFc, kInput, a.ln2_8, a.ln2_t8);
         y.atty = {.data = a.atty};
         y.act = operand(a.act, first + kFcProj, kInput, a.act_8, a.act_t8);
-        y.ln1.kept = kept(ACT_ln1, l), y.ln2.kept = kept(ACT_ln2, l), y.act.kept = kept(ACT_act, l);
+        y.ln1.kept = kept(y.ln1.bytes ? ACT_ln1_t8 : ACT_ln1, l);
+        y.ln2.kept = kept(y.ln2.bytes ? ACT_ln2_t8 : ACT_ln2, l);
+        y.act.kept = kept(y.act.bytes ? ACT_act_t8 : ACT_act, l);
         y.qkv = a.qkv, y.fch = a.fch;
         y.att = {a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
                  cache ? cache->values + l * cache->layer_stride : nullptr};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
         y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd);
-        y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv);
+        y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv, a.qkvw_8, a.qkvw_t8);
         y.w_attproj = linear_of(PARAM_attprojw, PARAM_attprojb, l, kIn16Bits);
-        y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc);
-        y.w_fcproj = linear_of(PARAM_fcprojw, PARAM_fcprojb, l, first + kFcProj);
+        y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc, a.fcw_8, a.fcw_t8);
+        y.w_fcproj = linear_of(PARAM_fcprojw, PARAM_fcprojb, l, first + kFcProj, a.fcprojw_8, a.fcprojw_t8);
+        for (Linear* w : {&y.w_qkv, &y.w_fc, &y.w_fcproj}) {
+            w->weight.kept = model->options.recompute == 0;
+        }
         y.dfch = operand(config().is_llama() ? a.fch : a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
         y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
         y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty, y.dact = a.dact;
@@ -5560,6 +5573,18 @@ struct Pass {
                                                {Fp8Source::Swiglu, Fp8Source::SwigluGrad},
                                                {Fp8Source::Relu2, Fp8Source::Relu2Grad}};
         return sources[(int)config().shape().mlp][(int)slope];
+    }
+    // What an MLP's activation gives, as bytes, from what it reads
+    Fp8Cast activation_cast(const Operand& out, const floatX* fch) const {
+        return cast_to(out, {.inp = fch, .source = activation_source(Slope::No), .N = N(),
+                             .C = config().shape().F});
+    }
+    // bytes or bytes_t, or both, of a weight whose largest element stats have; neither: finds that element
+    void cast_weight(const Linear& w, uint8_t* bytes, uint8_t* bytes_t) const {
+        Operand to = w.weight;
+        to.bytes = bytes, to.bytes_t = bytes_t;
+        fp8_cast(cast_to(to, {.inp = w.weight.data, .source = Fp8Source::Weight, .N = w.OC, .C = w.C}),
+                 stream());
     }
     // bytes_t from bytes
     void transpose(const Operand& y, int C) const {
@@ -5652,8 +5677,7 @@ struct Forward : Pass {
                            stream());
             return cast(out, config().shape().F);
         }
-        fp8_product(fch, inp, w, nullptr, cast_to(out, {.inp = fch, .source = activation_source(Slope::No),
-                                                        .N = N(), .C = config().shape().F}));
+        fp8_product(fch, inp, w, nullptr, activation_cast(out, fch));
     }
 
     // out = before + (inp weight^T + bias)
@@ -5689,6 +5713,7 @@ struct Forward : Pass {
     // out = act(fch), without the product
     void activate(const Operand& out, const floatX* fch) {
         const Config::Shape s = config().shape();
+        if (out.bytes) { return fp8_cast(activation_cast(out, fch), stream()); }
         fresh(out.data);
         switch (s.mlp) {
             case Mlp::Gelu: return gelu_forward({out.data, fch, (size_t)N() * s.F}, stream());
@@ -5700,11 +5725,10 @@ struct Forward : Pass {
     // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
     void fp8_product(floatX* out, const Operand& inp, const Linear& w, const floatX* residual,
                      const Fp8Cast& then) {
-        if (micro->casts_weights) {             // records the largest element, then casts with its scale
-            const Fp8Cast weight = {.inp = w.weight.data, .source = Fp8Source::Weight, .N = w.OC, .C = w.C};
-            fp8_cast(cast_to({.tensor = w.weight.tensor, .stats = w.weight.stats}, weight), stream());
-            fp8_cast(cast_to(w.weight, weight), stream());
-        }
+        const Operand& weight = w.weight;
+        if (micro->casts_weights) { cast_weight(w, nullptr, nullptr); }
+        if (!weight.kept) { cast_weight(w, weight.bytes, nullptr); }
+        else if (micro->casts_weights) { cast_weight(w, weight.bytes, weight.bytes_t); }
         fp8_matmul({.out = out, .a = inp.bytes, .b = w.weight.bytes, .a_tensor = inp.tensor,
                     .b_tensor = w.weight.tensor, .bias = w.bias, .residual = residual, .M = N(), .N = w.OC,
                     .K = w.C, .fast = true, .cast = then}, stream());
@@ -5904,6 +5928,7 @@ struct Backward : Pass {
 
     void fp8_product(floatX* out, const Operand& dout, const Linear& w, const floatX* residual,
                      const Fp8Cast& then) {
+        if (!w.weight.kept) { cast_weight(w, nullptr, w.weight.bytes_t); }
         fp8_matmul({.out = out, .a = dout.bytes, .b = w.weight.bytes_t, .a_tensor = dout.tensor,
                     .b_tensor = w.weight.tensor, .residual = residual, .M = N(), .N = w.C, .K = w.OC,
                     .fast = dout.format == Fp8Format::E4m3, .a_format = dout.format, .cast = then}, stream());
@@ -5948,20 +5973,17 @@ static void llama_layer_backward(Backward& e, int l) {
 }
 
 // The engine that recomputes by the forward's pages what -r has not kept: norms and activations, or at -r 3
-// all of a layer but x_out, its end. Where FP8 has kept the bytes of norms and activations, the backward
-// needs nothing else.
+// all of a layer but x_out, its end.
 struct Recompute : Forward {
     bool whole = false;                 // this layer has lost all but x_out; set before its page
     explicit Recompute(const Pass& pass) : Forward(pass) {}
     // a second norm's rows are kept where the first's are
-    static bool lacks(const Operand& y) { return !y.kept && !y.bytes; }
     void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2, const Norm& w2) override {
-        if (whole) { Forward::norm(out, x, w, out2, w2); }
-        else if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
+        if (whole || !out.kept) { Forward::norm(out, x, w, out2, w2); }
     }
     void linear_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
         if (whole) { Forward::linear_activate(out, fch, inp, w); }
-        else if (lacks(out)) { activate(out, fch); }
+        else if (!out.kept) { activate(out, fch); }
     }
     void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* residual) override {
         if (whole) { Forward::linear(out, inp, w, residual); }
@@ -6284,7 +6306,8 @@ template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
 // the first of these layers.
 static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
-    auto product = [&](int i) { return model->opt.muon_products + i * model->muon.product; };
+    char* products = model->acts.data + model->muon.elems * sizeof(muonX);
+    auto product = [&](int i) { return products + i * model->muon.product; };
     for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
                             .gram = (muonX*)product(2), .poly = (muonX*)product(3),
@@ -6295,14 +6318,15 @@ static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
 }
 
 // Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
-// a whole matrix, so its bits do not depend on the number of ranks.
+// a whole matrix, so its bits do not depend on the number of ranks. No activation lives while weights are
+// updated, so all but what the ranks exchange is in the activations' memory.
 static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare& share = model->muon;
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
     const RoundKey key = {o.seed, model->step, 0, kRoundParams};
-    muonX* updates = (muonX*)model->opt.muon_updates;
+    muonX* updates = (muonX*)(split.world > 1 ? model->opt.muon_updates : model->acts.data);
     for (int first = 0; first < model->config.L; first += share.together) {
         const int layers = std::min(share.together, model->config.L - first);
         const int bucket = model->layout.layer(first);
@@ -6726,7 +6750,6 @@ static Options run_options() {
     o.state_bf16 = run.state_dtype == StateDtype::Bf16;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    if (o.fp8) { o.recompute = 2; }             // in FP8's layers: in the first step alone
     o.muon = run.optimizer == OptimizerKind::Muon;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
     o.seed = (uint64_t)run.seed;
@@ -6885,9 +6908,9 @@ static void print_plan() {
     plan_print_batch(largest, advice, options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
-                    {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,
-                     options.muon, options.split.zero > 0, options.fp8, options.fp8_head,
-                     options.state_bf16}, run_max_steps(), run.price);
+                    {run.B, run.T, comm.world, rank_micro_steps(), run.recompute, options.muon,
+                     options.split.zero > 0, options.fp8, options.fp8_head, options.state_bf16},
+                    run_max_steps(), run.price);
 }
 
 // == 12 training loop ==

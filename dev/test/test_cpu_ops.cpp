@@ -573,6 +573,13 @@ static void test_fp8_cast(int N, int C) {
               stats.saturated == 0, "a weight's scale is %g", tensor.scale);
     for (size_t i = 0; i < n; i++) { wrong += out[i] != fp8_encode((float)inp[i] * tensor.scale); }
     CHECK(wrong == 0, "%zu weights are wrong", wrong);
+    std::vector<uint8_t> rows(n), columns(n);
+    for (uint8_t* one : {rows.data(), columns.data()}) {
+        fp8_set_scale(&tensor, 1.0f);
+        fp8_cast_cpu<double>({one == rows.data() ? one : nullptr, one == rows.data() ? nullptr : one, &stats,
+                              &tensor, {}, nullptr, inp, nullptr, Fp8Source::Weight, N, C}, 0);
+    }
+    CHECK(rows == out && columns == out_t, "a weight's rows or columns alone");
 
     // GELU and its slope, and the sums of columns
     fp8_set_scale(&tensor, 64.0f);

@@ -650,7 +650,8 @@ template <class Real> void fp8_transpose_cpu(const Fp8TransposeOf<Real, Real>& a
 // |x|, and how many were counted and how many saturated.
 template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
     const int N = a.N, C = a.C, wide = a.source == Fp8Source::SwigluGrad ? 2 * C : C;
-    if (a.source == Fp8Source::Weight && a.out) {
+    const bool casts = a.out || a.out_t;
+    if (a.source == Fp8Source::Weight && casts) {
         fp8_set_scale(a.tensor, fp8_scale(float_of(a.stats->amax), 0));
     }
     const size_t n = (size_t)N * C;
@@ -666,8 +667,10 @@ template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
         case Fp8Source::Relu2: relu2_forward_cpu<Real>({y, a.inp, n}); break;
         case Fp8Source::Relu2Grad: relu2_backward_cpu<Real>({y, a.inp, a.before, n}); break;
     }
-    fp8_rows(a.out, a.stats, y, x.size(), a.tensor->scale);
-    if (a.out) { fp8_transpose_cpu<Real>({a.out_t, a.out, N, wide}); }
+    std::vector<uint8_t> rows(casts && !a.out ? x.size() : 0);
+    uint8_t* out = rows.empty() ? a.out : rows.data();
+    fp8_rows(out, a.stats, y, x.size(), a.tensor->scale);
+    if (a.out_t) { fp8_transpose_cpu<Real>({a.out_t, out, N, wide}); }
     column_sums(a.dbias, y, N, C);
 }
 

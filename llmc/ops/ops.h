@@ -160,10 +160,10 @@ template <class X, class S> struct GradAccumulateOf {     // grad (+)= values, r
 //     SwigluGrad      x (N,2C) = gradients of gate, of up from that of Swiglu's x, inp: before is gate, up
 enum class Fp8Source { Plain, Weight, Gelu, GeluGrad, Swiglu, SwigluGrad, Relu2, Relu2Grad };
 template <class X, class S> struct Fp8CastOf {
-    // (N,C) (C,N), with SwigluGrad (N,2C) (2C,N): bytes of x * scale. Null: only amax is taken
+    // (N,C) (C,N), with SwigluGrad (N,2C) (2C,N): bytes of x * scale, or null. Both null: only amax is taken
     uint8_t *out = nullptr, *out_t = nullptr;
     Fp8Stats* stats = nullptr;          // added to
-    Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where out is wanted
+    Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where bytes are wanted
     GradOf<S> dbias = {};               // (C) or null: column sums of x; null with SwigluGrad
     S* scratch = nullptr;               // where dbias is wanted
     const X* inp;                       // (N,C), with Swiglu (N,2C)
