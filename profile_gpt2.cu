@@ -63,9 +63,10 @@ WORK(MatmulBackwardInput) {             // SwiGLU: (N,2C) are read and written
     return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + act), kX, kX);
 }
 WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }
-WORK(Fp8Matmul) {                       // GELU's slope reads as much of pre_gelu as others write of out
-    const double out = a.out ? kX * (1 + !!a.residual) : width(a.grad), cast = a.cast.stats ? 2 : 0;
-    return product(a.M, a.K, a.N, 1, 1, out + cast);
+WORK(Fp8Matmul) {                       // a slope reads as many values of pre_act as it gives
+    const double of_n = a.cast.stats ? (double)a.cast.width() / a.N : 0;        // columns cast for each of N
+    const double out = a.out ? kX * (a.cast.before ? of_n : 1 + !!a.residual) : width(a.grad);
+    return product(a.M, a.K, a.N, 1, 1, out + 2 * of_n);
 }
 WORK(Fp8Cast) {                         // SwiGLU's gate and up, and what they get, count twice
     const bool gradient = a.source == Fp8Source::SwigluGrad, wide = gradient || a.source == Fp8Source::Swiglu;

@@ -649,7 +649,7 @@ template <class Real> void fp8_transpose_cpu(const Fp8TransposeOf<Real, Real>& a
 // out[n,c] and out_t[c,n] = byte of x[n,c] * scale; dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
 // |x|, and how many were counted and how many saturated.
 template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
-    const int N = a.N, C = a.C, wide = a.source == Fp8Source::SwigluGrad ? 2 * C : C;
+    const int N = a.N, C = a.C, wide = a.width();
     if (a.source == Fp8Source::Weight && a.out) {
         fp8_set_scale(a.tensor, fp8_scale(float_of(a.stats->amax), 0));
     }
@@ -686,7 +686,7 @@ template <class Real> void fp8_matmul_cpu(const Fp8MatmulOf<Real, Real>& a) {
     }
     if (!a.cast.stats) { return; }
     // A GPU's kernel casts the first tiles while it still reads a for the others.
-    const uint8_t *to = a.cast.out, *end = to + (size_t)a.M * a.cast.C;
+    const uint8_t *to = a.cast.out, *end = to + (size_t)a.M * a.cast.width();
     if (to && to < a.a + (size_t)a.M * a.K && a.a < end) { die("fp8_matmul: its cast would replace its a"); }
     fp8_cast_cpu(a.cast);
 }

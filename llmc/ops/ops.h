@@ -170,9 +170,9 @@ template <class X, class S> struct Fp8CastOf {
     const X* before = nullptr;          // of the gradients: (N,C), with SwigluGrad (N,2C); else null
     Fp8Source source = Fp8Source::Plain;
     int N, C;                           // multiples of 16
+    int width() const { return source == Fp8Source::SwigluGrad ? 2 * C : C; }       // of out
     template <class F> void outputs(F gives) const {
-        const int wide = source == Fp8Source::SwigluGrad ? 2 * C : C;
-        gives("out", out, N, wide); gives("out_t", out_t, wide, N);
+        gives("out", out, N, width()); gives("out_t", out_t, width(), N);
         gives("amax", stats ? &stats->amax : nullptr, 1); gives("dbias", dbias, C);
     }
 };
@@ -196,11 +196,12 @@ template <class X, class S> struct Fp8MatmulOf {          // a b^T, divided by b
     int M, N, K;                        // multiples of 16
     bool fast = false;                  // a GPU may add up some products with fewer bits than fp32's
     Fp8Format a_format = Fp8Format::E4m3;       // b's is E4m3
-    // If it has stats: the cast of out, with GELU or its slope. With GeluGrad out is undefined afterwards.
+    // If it has stats: the cast of out. With an activation's gradient out is undefined afterwards.
     Fp8CastOf<X, S> cast = {};
     template <class F> void outputs(F gives) const {
         gives("out", cast.before ? nullptr : out, M, N); gives("grad", grad, M, N);
-        gives("cast", cast.out, M, N); gives("cast_t", cast.out_t, N, M); gives("dbias", cast.dbias, N);
+        gives("cast", cast.out, M, cast.width()); gives("cast_t", cast.out_t, cast.width(), M);
+        gives("dbias", cast.dbias, N);
     }
 };
 template <class X, class S> struct Fp8ScalesOf {          // after a step: the next one's scales
