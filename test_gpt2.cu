@@ -1975,15 +1975,16 @@ static void test_fp8_matmul_act(Mlp mlp, int N, int K, int F) {
         else if (nan) { pre_act.back() = NAN; }
         Doubles eighths(of);
         for (int c = 0; c < of; c++) { eighths[c] = c == 5 ? 12.0 : (c % 7 - 3) / 8.0; }
-        static const Fp8Source sources[][2] = {{Fp8Source::GeluGrad, Fp8Source::Gelu},
-                                               {Fp8Source::SwigluGrad, Fp8Source::Swiglu},
-                                               {Fp8Source::Relu2Grad, Fp8Source::Relu2}};
+        const Fp8Source sources[][2] = {{Fp8Source::GeluGrad, Fp8Source::Gelu},
+                                        {Fp8Source::SwigluGrad, Fp8Source::Swiglu},
+                                        {Fp8Source::Relu2Grad, Fp8Source::Relu2}};
+        const Fp8Source source = sources[(int)mlp][forward];
         compute(k, [&](auto at) {
             auto* t = at.exact("tensors", tensors);
             auto to = args<Fp8CastOf>(at);
             to.out = at.exact("bytes", filler), to.out_t = at.exact("turned", filler);
             to.stats = at.exact("stats", std::vector<Fp8Stats>{{7, 1, 0, 0}}), to.tensor = t + 2;
-            to.source = sources[(int)mlp][forward], to.N = N, to.C = F;
+            to.source = source, to.N = N, to.C = F;
             to.scratch = at.s("sums", Scratch(std::max(gelu_backward_scratch_bytes(N, F),
                                                        fp8_cast_scratch_bytes(N, F)) / 4));
             auto a = args<Fp8MatmulOf>(at);
@@ -2259,7 +2260,7 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, QkNorm norm) {
             a.q_weight = weight(at, "q_weight", of_q), a.k_weight = weight(at, "k_weight", of_k);
             a.N = N, a.T = T, a.NH = NH, a.NKV = NKV, a.HS = HS;
             if (fp8) {
-                a.fp8 = at.exact("bytes", std::vector<uint8_t>(n, 0xFF));
+                a.fp8 = at.exact("bytes", std::vector<uint8_t>(n, 0x38));       // 1: v's stay
                 a.tensor = at.exact("tensor", tensor), a.stats = at.exact("stats", std::vector<Fp8Stats>(1));
             }
             call(a);
@@ -2387,8 +2388,21 @@ static void test_fp8_attention(int B, int T, int NH, int NKV, int HS) {
         op<AttentionBackwardOf>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS,
                                    at.exact_out("bytes", std::vector<uint8_t>(all)),
                                    at.exact("tensor", tensor), at.exact("stats", std::vector<Fp8Stats>(1))});
+        op<AttentionBackwardOf>(at, {at.x("dqk", Of(Doubles(all, 0.5))), scratch, dout, out, qkv, lse, B, T,
+                                   NH, NKV, HS, at.exact("v bytes", std::vector<uint8_t>(all, 0x38)),
+                                   at.exact("tensor", tensor),
+                                   at.exact("v stats", std::vector<Fp8Stats>(1)), true});
     });
-    const std::vector<uint8_t> got = k["bytes"].read<uint8_t>();
+    const std::vector<uint8_t> got = k["bytes"].read<uint8_t>(), of_v = k["v bytes"].read<uint8_t>();
+    const Doubles dqkv = k["dqkv"].values(), dqk = k["dqk"].values();
+    size_t unlike = 0;                                  // only_v: each value where it belongs
+    for (size_t i = 0; i < all; i++) {
+        const bool is_v = i / HS % (NH + 2 * NKV) >= (size_t)(NH + NKV);
+        unlike += is_v ? of_v[i] != got[i] || dqk[i] != 0.5 : of_v[i] != 0x38 || dqk[i] != dqkv[i];
+    }
+    const size_t counted = k["v stats"].read<Fp8Stats>()[0].elements;
+    CHECK(unlike == 0 && counted == (size_t)B * T * NKV * HS, "%s: only v: %zu values are wrong, %zu counted",
+          k.title.c_str(), unlike, counted);
     const Fp8Stats stats = k["stats"].read<Fp8Stats>()[0];
     const double gap = 0x1p-8;                          // floatX's own rounding, and as much again
     double most = 0.0;

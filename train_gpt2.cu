@@ -3102,18 +3102,19 @@ struct ToFp8 {
     __device__ __forceinline__ Pack<uint8_t> operator()(const Floats& x) { return counts.round(x, scale); }
 };
 
-// Ends a warp's backward: calls store(dqkv, round) for an output of floatX, or of FP8 bytes.
-template <class Block, class Store>
-__device__ __forceinline__ void store_gradients(const Block& block, const AttentionBackward& a,
-                                                Store store) {
-    if (!a.fp8) { return store(a.dqkv, ToFloatX()); }
+// Ends a warp's backward with one of its gradients: calls store(dqkv, round) for an output of floatX, or of
+// FP8 bytes.
+enum class Gradient { Q, K, V };
+template <class Store>
+__device__ __forceinline__ void store_gradient(const AttentionBackward& a, Gradient of, Store store) {
+    if (!a.fp8 || (a.only_v && of != Gradient::V)) { return store(a.dqkv, ToFloatX()); }
     const uint32_t so_far = fp8_amax_so_far(a.stats);
     ToFp8 round = {a.tensor->scale};
     store(a.fp8, round);
     const uint2 of_warp = round.counts.of_warp();
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
     if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x > 0) { return; }
-    a.stats->elements += (block.kQueries ? a.NH : 2 * a.NKV) * (size_t)a.B * a.T * a.HS;
+    a.stats->elements += (of == Gradient::Q ? a.NH : a.NKV) * (size_t)a.B * a.T * a.HS;
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -3253,9 +3254,12 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
             plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
         }
     }
-    store_gradients(block, a, [&](auto* dqkv, auto&& round) {
+    store_gradient(a, kQueries ? Gradient::Q : Gradient::K, [&](auto* dqkv, auto&& round) {
         plain_store(kQueries ? block.q(dqkv) : block.k(dqkv), row, grad_a[warp], scale, lane, round);
-        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], 1.0f, lane, round); }
+    });
+    if (kQueries) { return; }
+    store_gradient(a, Gradient::V, [&](auto* dqkv, auto&& round) {
+        plain_store(block.v(dqkv), row, grad_b[warp], 1.0f, lane, round);
     });
 }
 
@@ -3788,13 +3792,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         to_fragments(frag, dp);
         mma_times_columns<kHS>(grad_a, frag, shared.a[stage], lane);
     }
-    store_gradients(block, a, [&](auto* dqkv, auto&& round) {
+    store_gradient(a, kQueries ? Gradient::Q : Gradient::K, [&](auto* dqkv, auto&& round) {
         store_tile<Padded<kHS>>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, a_rows, grad_a, scale, lane,
                                 round);
-        if constexpr (!kQueries) {
-            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, 1.0f, lane, round);
-        }
     });
+    if constexpr (!kQueries) {
+        store_gradient(a, Gradient::V, [&](auto* dqkv, auto&& round) {
+            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, 1.0f, lane, round);
+        });
+    }
 }
 
 // ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA) ---- A warpgroup (4 warps) owns 64 rows.
@@ -4108,13 +4114,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         else { wgmma_end<0>(grad_b, grad_a, p_frag, ds_frag); }
         shared.release(block, it, other, all_stats);
     }
-    store_gradients(block, args, [&](auto* dqkv, auto&& round) {
+    store_gradient(args, kQueries ? Gradient::Q : Gradient::K, [&](auto* dqkv, auto&& round) {
         sm90_store<Shape>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0], grad_a, scale,
                           round);
-        if constexpr (!kQueries) {
-            sm90_store<Shape>(block.v(dqkv), row0, shared.own[1], grad_b, 1.0f, round);
-        }
     });
+    if constexpr (!kQueries) {
+        store_gradient(args, Gradient::V, [&](auto* dqkv, auto&& round) {
+            sm90_store<Shape>(block.v(dqkv), row0, shared.own[1], grad_b, 1.0f, round);
+        });
+    }
 #else
     __trap();
 #endif
@@ -4669,15 +4677,13 @@ __global__ void __launch_bounds__(kRotateThreads) rotate_forward_inplace_kernel(
 }
 
 // A block takes heads of places blockIdx.x, blockIdx.x + gridDim.x, ... A lane's sums for dweight stay in
-// registers; the block's, of all its heads of q and of all of k, are a row of partials. With FP8 v has heads
-// here, too, which are only rounded.
+// registers; the block's, of all its heads of q and of all of k, are a row of partials.
 __global__ void __launch_bounds__(kRotateThreads, 2)
     rotate_backward_inplace_kernel(RotateBackward a, float* partial /*(blocks,2,HS) or null*/) {
     __shared__ float shared[kRotateThreads * 2 * kWidth];               // (blockDim.y,HS)
     const int first = blockIdx.y * blockDim.y, h = first + threadIdx.y, i = threadIdx.x * kWidth;
     const int HS = a.HS, half = HS / 2, NH = a.NH, heads = NH + a.NKV;
-    const bool turned = h < heads;              // else of v
-    const int end = turned || (a.fp8 && h < heads + a.NKV) ? half : 0;
+    const int end = h < heads ? half : 0;
     const float scale = a.fp8 ? a.tensor->scale : 1.0f;
     const uint32_t so_far = a.fp8 ? fp8_amax_so_far(a.stats) : 0;
     Fp8Counts counts;
@@ -4692,17 +4698,17 @@ __global__ void __launch_bounds__(kRotateThreads, 2)
         for (int n = begin; n < min(begin + kRotateTexts * a.T, a.N); n += a.T) {
             const size_t head = ((size_t)n * (heads + a.NKV) + h) * HS;
             Halves dy = load_halves(a.dqkv + head, i, half, end);
-            Halves y = load_halves(a.qkv + head, i, half, a.rstd && turned ? half : 0);
-            if (turned) { dy = rotated(dy, turn, -1.0f); }
+            Halves y = load_halves(a.qkv + head, i, half, a.rstd ? end : 0);
+            dy = rotated(dy, turn, -1.0f);
             if (a.rstd) {
                 y = rotated(y, turn, -1.0f);
-                const float rstd = turned ? a.rstd[(size_t)n * heads + h] : 0.0f;
+                const float rstd = h < heads ? a.rstd[(size_t)n * heads + h] : 0.0f;
                 const float mean = head_mean(dy, y, HS);
                 for (int k = 0; k < 2 * kWidth; k++) {
                     const int s = k / kWidth, e = k % kWidth;
                     float &d = dy.at[s].at[e], y_k = y.at[s].at[e];
                     sums.at[s].at[e] = fmaf(d, y_k, sums.at[s].at[e]);
-                    if (turned) { d = rstd * (d * w.at[s].at[e] - y_k * w_inverse.at[s].at[e] * mean); }
+                    d = rstd * (d * w.at[s].at[e] - y_k * w_inverse.at[s].at[e] * mean);
                 }
             }
             if (a.fp8) {
@@ -4718,9 +4724,7 @@ __global__ void __launch_bounds__(kRotateThreads, 2)
         const uint2 of_warp = counts.of_warp();
         const int thread = threadIdx.y * blockDim.x + threadIdx.x;
         if (thread % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
-        if (blockIdx.x + blockIdx.y + thread == 0) {
-            a.stats->elements += (size_t)a.N * (heads + a.NKV) * HS;
-        }
+        if (blockIdx.x + blockIdx.y + thread == 0) { a.stats->elements += (size_t)a.N * heads * HS; }
     }
     if (!partial) { return; }
 
@@ -4766,7 +4770,7 @@ static size_t rotate_backward_scratch_bytes(int HS) { return rotate_blocks(kWarp
 
 static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
     OpScope scope(a, stream);
-    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV * (a.fp8 ? 2 : 1), a.HS);
+    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV, a.HS);
     const int most = rotate_blocks(grid.block.x * grid.block.y) / grid.slabs;
     const int blocks = std::min(most, rotate_places(a.N, a.T));
     float* partial = a.dq_weight.data || a.dk_weight.data ? a.scratch : nullptr;
@@ -5971,16 +5975,20 @@ struct Backward : Pass {
         cast(dfch, config().shape().mlp == Mlp::SwiGlu ? 2 * w.C : w.C);
     }
 
-    // dqkv from datty, and its column sums, the gradient of the bias of qkv
+    // dqkv from datty, and its column sums, the gradient of the bias of qkv. Rotated: q and k are not done
+    // before rotate_backward, so of them there are no bytes yet
+    enum class Rotated { No, Yes };
     void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
-                            const Attention& att, const Grad& dbias) {
+                            const Attention& att, const Grad& dbias, Rotated rotated = Rotated::No) {
         const Config::Shape s = config().shape();
         const int OC = (config().NH + 2 * s.NKV) * s.HS;
         AttentionBackward a = {.dqkv = dqkv.data, .scratch = scratch, .dout = datty, .out = atty, .qkv = qkv,
                                .lse = att.lse, .B = B, .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS};
         fresh(dqkv.data);
-        if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
+        if (dqkv.bytes) { a.fp8 = fresh(dqkv.bytes), a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
+        a.only_v = rotated == Rotated::Yes;
         ::attention_backward(a, stream());
+        if (rotated == Rotated::Yes) { return; }
         if (dqkv.bytes) {
             return fp8_transpose({.out = dqkv.bytes_t, .inp = dqkv.bytes, .N = N(), .C = OC,
                                   .dbias = dbias, .scratch = scratch, .tensor = dqkv.tensor, .of_qkv = true},
@@ -6000,7 +6008,7 @@ struct Backward : Pass {
                                  .scratch = scratch, .qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr,
                                  .q_weight = r.q_weight, .k_weight = r.k_weight, .table = model->rotation,
                                  .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS,
-                                 .fp8 = fresh(dqkv.bytes), .tensor = dqkv.tensor, .stats = dqkv.stats},
+                                 .fp8 = dqkv.bytes, .tensor = dqkv.tensor, .stats = dqkv.stats},
                                 stream());
         const int OC = (config().NH + 2 * s.NKV) * s.HS;
         if (dqkv.bytes) { transpose(dqkv, OC); }
@@ -6079,7 +6087,7 @@ static void llama_layer_backward(Backward& e, int l) {
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward({a.dqkv.data}, a.datty, a.atty.data, a.qkv, a.att, {});
+    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, {}, Backward::Rotated::Yes);
     e.rotate_backward(a.dqkv, a.qkv, a.rotation);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
     e.norm_backward(a.dln1, a.x, a.w_ln1);

@@ -289,7 +289,8 @@ template <class X, class S> struct RotateBackwardOf {   // of a forward without 
     const S *q_weight, *k_weight;       // (HS) each or null
     const S* table;                     // (maxT,2,HS/2)
     int N, T, NH, NKV, HS;
-    uint8_t* fp8 = nullptr;             // (N,NH+2*NKV,HS) or null; else the bytes of dqkv * scale in e4m3
+    uint8_t* fp8 = nullptr;             // (N,NH+2*NKV,HS) or null; else the bytes of dqkv * scale in e4m3,
+                                        // but for those of v, which stay
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
     template <class F> void outputs(F gives) const {
@@ -317,7 +318,7 @@ template <class X, class S> struct AttentionForwardOf {
     }
 };
 template <class X, class S> struct AttentionBackwardOf {
-    X* dqkv;                            // (B,T,NH+2*NKV,HS) not written with fp8
+    X* dqkv;                            // (B,T,NH+2*NKV,HS) not written where fp8 is
     S* scratch;
     const X *dout, *out, *qkv;          // (B,T,NH,HS) (B,T,NH,HS) (B,T,NH+2*NKV,HS)
     const S* lse;                       // (B,NH,T)
@@ -325,8 +326,9 @@ template <class X, class S> struct AttentionBackwardOf {
     uint8_t* fp8 = nullptr;             // (B,T,NH+2*NKV,HS) or null; else the bytes of dqkv * scale in e4m3
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
+    bool only_v = false;                // fp8 gets the values' part of dqkv, and dqkv the rest
     template <class F> void outputs(F gives) const {
-        gives("dqkv", fp8 ? nullptr : dqkv, B, T, NH + 2 * NKV, HS);
+        gives("dqkv", fp8 && !only_v ? nullptr : dqkv, B, T, NH + 2 * NKV, HS);
         gives("fp8_dqkv", fp8, B, T, NH + 2 * NKV, HS); gives("fp8_amax", stats ? &stats->amax : nullptr, 1);
     }
 };
