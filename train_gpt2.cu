@@ -1946,7 +1946,8 @@ template <class E> static bool product_sm90([[maybe_unused]] const Product& p, S
         ProductMaps maps = {.pre_act = tensor_map(p.pre_act, 1, p.N, p.pre_columns / 64)};
         if (E::kFp8) {
             maps.rows = product_bytes_map<true>(p.rows, p.N, p.K);
-            maps.weight = product_bytes_map<false>(p.weight, p.columns * (kProductColumns / E::kColumns), p.K);
+            const int rows = p.columns * kProductColumns / E::kColumns;         // of weight
+            maps.weight = product_bytes_map<false>(p.weight, rows, p.K);
             maps.out = tensor_map(p.bytes, 1, p.N, p.out_columns / 64, 64, 1, 32);
             maps.out_t = tensor_map(p.transposed, 1, p.out_columns, p.N / 64, 64, 1, 32);
         } else {
