@@ -1916,8 +1916,8 @@ static bool products_activate(int K, int columns) {
     const bool whole = K % kProductK == 0 && K >= 512 && columns % kProductColumns == 0;
     return kLowPrecision && whole && sm90_kernels_run();
 }
-// The most terms of a sum in SwiGLU's forward. Of longer sums, cuBLASLt's product gains more time than the op
-// costs: K=2048 took 1.30 ms in one kernel and 1.23 apart; K=768 .73 and .89.
+// The most terms of a sum in SwiGLU's forward in 16 bits. Of longer sums, cuBLASLt's product gains more time
+// than the op costs: K=2048 took 1.30 ms in one kernel and 1.23 apart; K=768 .73 and .89.
 constexpr int kMaxGatedTerms = 1024;
 
 // Where a model computes its MLP's activation, for the printed line. Both passes have sums of C terms.
