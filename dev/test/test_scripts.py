@@ -27,7 +27,8 @@ def stand_in(name, text=""):
 
 # What the Makefile, the scripts and the stand-ins take from the environment; a machine may have some of it.
 SETTINGS = "CXX CAPS FIRST GPUS ID LACKS LAST MODE OFFLINE PNG RUN RUNS TEXT data gpus hosts launch".split()
-SETTINGS += ["model", "questions", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"]      # the last: of the make that may have started this
+SETTINGS += ["model", "questions"]
+SETTINGS += ["MAKEFLAGS", "MFLAGS", "MAKELEVEL"]            # of the make that may have started this
 SETTINGS += re.findall(r"^(\w+) \?=", read(os.path.join(ROOT, "Makefile")).decode(), re.M)
 
 
