@@ -235,7 +235,7 @@ def test_commands_exist():
 
 
 def test_other_trainers():
-    """Each name of nanoGPT's and nanochat's in the page's table is one of ours, or is answered; ours exist."""
+    """A name of nanoGPT's and nanochat's in the table is one of ours, or is answered; ours exist."""
     page = read(f"{ROOT}/docs/coming-from-nanogpt.md").decode()
     rows = [line.strip("|").split("|") for line in page.splitlines() if re.match(r"\| (\| )?`--", line)]
     assert len(rows) > 15
