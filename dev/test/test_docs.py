@@ -41,7 +41,7 @@ SMALLER = [
     (r" \.\.\.", " -x 8 -v 0 -s 0", " -x 8 -v 0 -s 0"),
     (r"(tensorboard_log.py \S+) --follow & .*", r"\1", r"\1"),        # the two go on until they are stopped
     (r"(-b|--micro-batch) \d+", r"\1 2", None),
-    (r"-t \d+", "-t 32", None),
+    (r"(-t|--sequence-length) \d+", r"\1 32", None),
     (r"(-z|--total-batch) \d+", r"\1 512", None),
     (r"(-e|--model) d(12|48)(?= )", r"\1 " + TINY, None),
     (r"--gpus 8", "--gpus 2", "--gpus {gpus}"),
