@@ -28,7 +28,7 @@ from gpus import list_gpus
 TINY = "L2,NH2,C32,T32,V50257"
 LIMIT_S = 900                           # of a command; only a hang meets it
 NAMELESS = "dev/data/NAME", "dev/test/test_X.cpp"      # paths that stand for others
-PROGRAMS = "cd pip hf lm_eval llama-completion ollama echo mpirun srun torchrun git ncu"
+PROGRAMS = "cd docker pip hf lm_eval llama-completion ollama echo mpirun srun torchrun git ncu"
 TRAINER = r"(^|&& |-np \d+ |-node \d+ )\./train_gpt2c[up]u?\b"
 
 # pattern, what stands there on a CPU, and on a GPU (None: what it is)
@@ -70,6 +70,7 @@ NOT_HERE = [
     (r"check_gpu|muon.py pytorch", lambda: False, "needs PyTorch, and takes minutes"),
     (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),
     (r"HOST:PORT", lambda: False, "HOST stands for one of yours"),
+    (r"docker ", lambda: False, "builds and runs a container"),
     (r"mpirun", lambda: shutil.which("mpirun"), "no mpirun"),
     (r"srun", lambda: shutil.which("srun"), "no SLURM"),
     (r"torchrun|dev/reference/train_gpt2.py", lambda: has_module("torch"), "no PyTorch"),
