@@ -195,7 +195,8 @@ def prepare(folder):
                              ("dev/data/tinyshakespeare/tiny_shakespeare", "train", "val")):
         write(f"{stem}_{train}.bin", read("made/stories_train.bin"))
         write(f"{stem}_{val}.bin", read("made/stories_val.bin"))
-    write("my/nanoGPT/data/openwebtext/train.bin", read("made/stories_val.bin")[1024:])
+    for part in ("train", "val"):
+        write(f"my/nanoGPT/data/openwebtext/{part}.bin", read("made/stories_val.bin")[1024:])
     endings = ["she went home.", "it rained.", "all was well.", "he sang."]
     write("made/hellaswag/hellaswag_val.jsonl", "".join(
         json.dumps({"ctx": f"Mei counted to {i}, and then", "label": i % 4, "endings": endings}) + "\n"
