@@ -605,6 +605,25 @@ static void test_variant(const Config& c, double dropout) {
     }
 }
 
+// The LM head's rows in three parts, the last one shorter: the same losses and gradients.
+static void test_head_chunks(const Config& c, bool grads_bf16) {
+    Options o = default_options();
+    o.grads_bf16 = grads_bf16;
+    const Batch batch = random_batch(c, 8, 0);
+    RandomModel whole(c, o, batch.B);
+    o.head_chunks = 3;
+    RandomModel parts(c, o, batch.B);
+    const int N = batch.B * batch.T, rows = head_rows(o, N);
+    CHECK(2 * rows < N && N < 3 * rows, "%d rows in parts of %d", N, rows);
+    const float want = mean_loss(&whole, batch), loss = mean_loss(&parts, batch);
+    CHECK(fabsf(loss / want - 1.0f) <= (kLowPrecision ? 1e-4f : 1e-6f), "loss %.9g, at once %.9g", loss,
+          want);
+    for (int micro_steps : {1, 2}) {
+        accumulate(&whole, batch, micro_steps), accumulate(&parts, batch, micro_steps);
+        check_grads("head in parts", &parts, host_grads(&whole), kLowPrecision ? 1e-2 : 1e-6);
+    }
+}
+
 // With one norm's weights in both, parallel branches are tied ones.
 static void test_tied(Config c) {
     const Batch batch = random_batch(c, 2, 0);
@@ -668,16 +687,15 @@ static void test_slopes(const char* name, const Config& c) {
     printf("   %s: gradients off their slopes by up to %.1e\n", name, worst);
 }
 
-// Everything that decides about the next steps, as bytes.
-static std::vector<Vector> host_state(GPT2* model) {
-    const size_t n = model->layout.state_elems;
+// Everything that decides about the next steps, as bits: what is no float compares as well.
+static std::vector<std::vector<uint32_t>> host_state(GPT2* model) {
+    const size_t n = model->layout.state_elems, width = model->options.state_bytes();
     auto words = [&](const void* data, size_t bytes) {
-        return from_device(model, (const float*)data, bytes / sizeof(float));
+        return from_device(model, (const uint32_t*)data, bytes / sizeof(uint32_t));
     };
-    const size_t width = model->options.state_bytes();
-    std::vector<Vector> all = {words(model->params, model->layout.params_bytes),
-                               words(model->opt.m, n * width),
-                               words(model->opt.v, model->layout.v_elems * width)};
+    std::vector<std::vector<uint32_t>> all = {words(model->params, model->layout.params_bytes),
+                                              words(model->opt.m, n * width),
+                                              words(model->opt.v, model->layout.v_elems * width)};
     if (model->opt.master) { all.push_back(words(model->opt.master, n * sizeof(masterX))); }
     return all;
 }
@@ -741,7 +759,7 @@ static void test_fp8(const Config& c, bool head, double bound) {
     check_grads("FP8, again", &model, first, 0.0);
 
     // scales that no longer fit: the update is skipped, and the next one is made with scales that do
-    const std::vector<Vector> before = host_state(&model);
+    const auto before = host_state(&model);
     std::vector<Fp8Tensor> wrong = scaled;
     const int grown = 8 * (c.L > 2) + 6;                    // the input of the first FP8 layer's fcproj
     fp8_set_scale(&wrong[grown], wrong[grown].scale * 64.0f);
@@ -992,7 +1010,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     }
     full.update.losses.count = full.update.norms.count = kWindow;
     gpt2_write_state(&a, full);
-    const std::vector<Vector> then = host_state(&a);
+    const auto then = host_state(&a);
     static Logger logger;
     logger_init(&logger, folder.name.c_str());
     logger_train(&logger, {0, 1, 1, 1, 1, 1, 1});
@@ -3290,6 +3308,11 @@ int main(int argc, char** argv) {
                     if (!kLowPrecision) { test_slopes(c.llama.embed_norm ? "nano" : "llama", c); }
                     if (variants) { for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); } }
                     if (variants) { test_writing(c.llama.embed_norm ? "nano" : "llama", c); }
+                }
+            }
+            TEST("LM head in parts") {
+                for (bool grads_bf16 : {false, kLowPrecision}) {
+                    for (const Config& c : {kTensorCore, kLlama8}) { test_head_chunks(c, grads_bf16); }
                 }
             }
             TEST("recomputing, micro-steps") {

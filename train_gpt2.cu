@@ -180,7 +180,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
     X(lnf_mean,   float,  Global, ALWAYS, N)                                                                \
     X(lnf_rstd,   float,  Global, ALWAYS, N)                                                                \
-    X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */             \
+    X(logits,     floatX, Global, ALWAYS, head_rows(o, B * T) * Vp) /* (rows,Vp), then their gradient */    \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                     \
     X(dx,         floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */   \
     X(dbranch,    floatX, Global, ALWAYS, trains * dropout * N * C)     /* dx through a branch's dropout */ \
@@ -281,6 +281,11 @@ struct Options : ModelSettings {
     bool graphs = true;         // on one GPU a micro-step is a CUDA graph
     size_t state_bytes() const { return state_bf16 ? 2 : sizeof(float); }       // of an element of m or v
 };
+
+// Of N rows of logits, those that are in memory at once.
+static int head_rows(const Options& o, int N) {
+    return std::min(N, round_up(ceil_div(N, o.head_chunks), 64));
+}
 
 // Fills specs, for a pass over (B,T), and returns where the activations end if they begin at `offset`.
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Options& o, size_t offset = 0) {
@@ -4981,6 +4986,7 @@ static const MemoryFlag kMemoryFlags[] = {
     {"-zs 1", true, [](Options* o) { o->split.zero = std::max(o->split.zero, (int)(o->split.world > 1)); }},
     {"-r 1", true, [](Options* o) { o->recompute = std::max(o->recompute, 1); }},
     {"-r 2", true, [](Options* o) { o->recompute = std::max(o->recompute, 2); }},
+    {"--head-chunks 8", false, [](Options* o) { if (!o->fp8_head) { o->head_chunks = 8; } }},
     {"--state-dtype bf16", false, [](Options* o) { o->state_bf16 = true; }},
     {"--grad-dtype bf16", false, [](Options* o) {
         o->grads_bf16 = kDeviceIsCuda || bytes_floatX == 2;
@@ -5402,8 +5408,9 @@ struct Head {
     Operand lnf;                        // (B,T,C)
     Norm w_lnf;
     Linear w;                           // wte, or headw
-    floatX* logits;                     // (B,T,Vp), then their gradient
+    floatX* logits;                     // (B,T,Vp), then their gradient; of a part of the rows at a time
     float* losses;                      // (B,T)
+    const int* targets;                 // (B,T)
     Operand dlogits;
     floatX* dlnf;
 };
@@ -5502,7 +5509,7 @@ struct Pass {
         return {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
                 norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
                 linear_of(exists(PARAM_headw) ? PARAM_headw : PARAM_wte, NUM_PARAMS, 0, head), a.logits,
-                a.losses,
+                a.losses, model->feed.inputs.targets,
                 operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
     }
     Layer layer_of(int l) const {
@@ -5766,44 +5773,6 @@ static void gpt2_forward(Forward& e) {
     e.norm(head.lnf, head.x, head.w_lnf);
 }
 
-// ---- loss ----
-// An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
-// 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
-// shapes occur, each of whole tiles.
-static void gpt2_counted_losses(GPT2* model, int N, int count) {
-    const Config& c = model->config;
-    const int rows = std::min(N, round_up(count, 256));
-    Forward e({model, 1, rows});
-    Head head = e.head_of();
-    floatX* counted = e.acts(0).counted;
-    encoder_forward({.out = counted, .tokens = model->feed.inputs.counted, .wte = head.lnf.data,
-                     .wpe = nullptr, .B = 1, .T = rows, .C = c.C}, model->stream);   // rows of lnf
-    head.lnf.data = counted;
-    e.linear(head.logits, head.lnf, head.w);
-    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
-                .dloss = 0.0f, .loss_scale = nullptr, .N = count, .V = c.V, .Vp = c.Vp,
-                .mode = ClassifierMode::LossOnly, .softcap = c.shape().softcap}, model->stream);
-}
-
-// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step,
-// the gradient of the mean replaces the logits, or its FP8 bytes go to dlogits.
-static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
-                      const MicroStep* micro) {
-    const Config& c = model->config;
-    const int N = B * T;
-    Forward e({model, B, T, micro});
-    gpt2_forward(e);
-    const Head head = e.head_of();
-    e.linear(head.logits, head.lnf, head.w);
-    const Operand& dlogits = head.dlogits;
-    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
-                .dloss = weight, .loss_scale = &model->state->update.loss_scale, .N = N, .V = c.V,
-                .Vp = c.Vp, .mode = micro ? ClassifierMode::LossAndGrad : ClassifierMode::LossOnly,
-                .fp8_grad = dlogits.bytes, .fp8_tensor = dlogits.bytes ? dlogits.tensor : nullptr,
-                .softcap = c.shape().softcap}, model->stream);
-    loss_sum({mean, head.losses, weight, acc, N}, model->stream);
-}
-
 // ---- the backward's verbs ----
 // A bias's gradient is the column sums of its linear layer's dout. The verb that computes this dout sums it,
 // too: linear_activate_backward for fc, attention_backward for qkv, norm_backward for attproj and fcproj.
@@ -6009,27 +5978,92 @@ struct Recompute : Forward {
     }
 };
 
+// ---- LM head and loss ----
+// The logits are a model's largest tensor: (B,T,151936) of Qwen3. So --head-chunks N takes the rows of lnf in
+// N parts: a part's logits, losses and gradients are complete before the next part's logits take their place.
+// The head's weight then has the sum of N parts' gradients.
+
+// What lies in rows, from row `first` on.
+static Head head_part(Head head, int first, int C) {
+    const size_t at = (size_t)first * C;
+    head.lnf.data += at, head.dlnf += at, head.losses += first, head.targets += first;
+    if (first > 0) { head.w.dweight.acc = Accumulate::Yes; }
+    return head;
+}
+
+// Losses of `count` of the pass's rows. With a micro-step, the gradient of weight * their sum replaces their
+// logits, or its FP8 bytes go to dlogits.
+static void head_losses(const Pass& pass, const Head& head, float weight, int count) {
+    const Config& c = pass.config();
+    const Operand& dlogits = head.dlogits;
+    Forward(pass).linear(head.logits, head.lnf, head.w);
+    classifier({.logits = head.logits, .losses = head.losses, .targets = head.targets, .dloss = weight,
+                .loss_scale = &pass.model->state->update.loss_scale, .N = count, .V = c.V, .Vp = c.Vp,
+                .mode = pass.micro ? ClassifierMode::LossAndGrad : ClassifierMode::LossOnly,
+                .fp8_grad = dlogits.bytes, .fp8_tensor = dlogits.bytes ? dlogits.tensor : nullptr,
+                .softcap = c.shape().softcap}, pass.stream());
+}
+
+// An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
+// 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
+// shapes occur, each of whole tiles.
+static void gpt2_counted_losses(GPT2* model, int N, int count) {
+    const Config& c = model->config;
+    const int rows = std::min(N, round_up(count, 256)), part = head_rows(model->options, N);
+    const Pass pass = {model, 1, rows};
+    Head head = pass.head_of();
+    floatX* counted = pass.acts(0).counted;
+    encoder_forward({.out = counted, .tokens = model->feed.inputs.counted, .wte = head.lnf.data,
+                     .wpe = nullptr, .B = 1, .T = rows, .C = c.C}, model->stream);   // rows of lnf
+    head.lnf.data = counted;
+    for (int first = 0; first < count; first += part) {
+        const int n = std::min(part, rows - first);
+        head_losses({model, 1, n}, head_part(head, first, c.C), 0.0f, std::min(n, count - first));
+    }
+}
+
+// dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
+// parts are summed in fp32, at the start of scratch; other ops use the rest.
+static Grad dwte_sum(Backward* e) {
+    if (!e->model->options.grads_bf16) { return e->grad(PARAM_wte, 0); }
+    const Grad sum = {e->scratch, Accumulate::No};
+    e->scratch += e->model->param_specs[PARAM_wte].elems;
+    return sum;
+}
+
+// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step
+// also the gradients of the LM head's weight and of lnf.
+static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
+                      const MicroStep* micro) {
+    const int N = B * T, part = head_rows(model->options, N), C = model->config.C;
+    const Pass pass = {model, B, T, micro, model->acts.scratch};
+    Forward forward(pass);
+    gpt2_forward(forward);
+    Backward backward(pass);
+    Head head = pass.head_of();
+    if (micro && model->config.shape().tied) { head.w.dweight = dwte_sum(&backward); }
+    for (int first = 0; first < N; first += part) {
+        const Pass rows = {model, 1, std::min(part, N - first), micro, backward.scratch};
+        const Head h = head_part(head, first, C);
+        head_losses(rows, h, weight, rows.N());
+        if (!micro) { continue; }
+        Backward e(rows);
+        e.transpose(h.dlogits, h.w.OC);
+        e.linear_backward(h.dlnf, h.dlogits, h.lnf, h.w);
+    }
+    loss_sum({mean, head.losses, weight, acc, N}, model->stream);
+}
+
 // ---- backward ----
-// Gradients of every parameter from dlogits, in the forward's order reversed.
+// Gradients of every other parameter, in the forward's order reversed.
 static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     const Config& c = model->config;
     const Layout& layout = model->layout;
-    const bool grads_bf16 = model->options.grads_bf16;
-    Backward e({model, B, T, &micro, model->acts.scratch});
-    Head head = e.head_of();
-    // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
-    // parts are summed in fp32, at the start of scratch; other ops use the rest.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    const bool tied = c.shape().tied;
-    Grad dwte = e.grad(PARAM_wte, 0), sum = dwte;
-    if (grads_bf16) {
-        sum = {e.scratch, Accumulate::No};
-        e.scratch += wte_elems;
-    }
-    if (tied) { head.w.dweight = sum; }
-    e.transpose(head.dlogits, head.w.OC);
-    e.linear_backward(head.dlnf, head.dlogits, head.lnf, head.w);
-    if (!tied) {
+    Backward e({model, B, T, &micro, model->acts.scratch});
+    const Head head = e.head_of();
+    Grad sum = dwte_sum(&e);
+    if (!c.shape().tied) {
         gpt2_bucket_complete(model, layout.head(), micro);
         if (sum.acc == Accumulate::No) { device_zero(sum.data, wte_elems * sizeof(float), e.stream()); }
     }
@@ -6051,7 +6085,8 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     encoder_backward({.dwte = sum, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
                       .dout = e.embed_backward(e.after_layer(-1).added[0].dout.data),
                       .buckets = model->feed.buckets, .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
-    if (grads_bf16) { grad_accumulate({dwte, sum.data, wte_elems}, e.stream()); }
+    const Grad dwte = e.grad(PARAM_wte, 0);
+    if (dwte.data != sum.data) { grad_accumulate({dwte, sum.data, wte_elems}, e.stream()); }
     gpt2_bucket_complete(model, layout.embedding(), micro);
     e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);        // layer 0's qkv
     gpt2_bucket_complete(model, layout.layer(0), micro);
@@ -6787,6 +6822,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
                {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
                 {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
                 {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
+    t->logger.copied = t->data.tokenizer_files;
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->data.max_steps;
         const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;

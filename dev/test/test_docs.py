@@ -44,6 +44,7 @@ SMALLER = [
     (r"(-t|--sequence-length) \d+", r"\1 32", None),
     (r"(-z|--total-batch) \d+", r"\1 512", None),
     (r"(-e|--model) d(12|48)(?= )", r"\1 " + TINY, None),
+    (r"-e d12,V32768", "-e " + TINY.replace("50257", "32768"), None),
     (r"--gpus 8", "--gpus 2", "--gpus {gpus}"),
     # mpirun wants an ssh to be there (else exit code 243), if only on other machines it would need one
     (r"mpirun -np 16", "mpirun --allow-run-as-root --mca plm_rsh_agent sh --oversubscribe -np 2",
@@ -76,6 +77,7 @@ NOT_HERE = [
     (r"torchrun|dev/reference/train_gpt2.py", lambda: has_module("torch"), "no PyTorch"),
     (r"export_gguf", lambda: has_module("gguf"), "no gguf"),
     (r"llama-completion|ollama", lambda: False, "needs llama.cpp, ollama"),
+    (r"get.py tokenizer|my-tok|[a-z]+/own\b", lambda: has_module("tokenizers"), "no tokenizers"),
     (r"qwen3/", lambda: False, "needs a tokenizer of the hub's"),
     (r"import_llama2c", lambda: False, "no model of llama2.c is here"),
     (r"lm_eval", lambda: shutil.which("lm_eval"), "no lm-eval"),

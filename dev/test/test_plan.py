@@ -66,6 +66,13 @@ def test_memory_and_cost():
     assert "does not fit" in plan("d12", most + 1, gpu="4090")
 
 
+def test_head_chunks():
+    """8,192 rows of 151,936 logits, 2 bytes each: a part of 1,024 rows is in memory instead."""
+    sizes = [float(re.search(r"^memory: ([\d.]+) GiB", plan("qwen3:0.6B", 8, **{"head-chunks": n}), re.M)[1])
+             for n in (1, 8)]
+    assert abs(sizes[0] - sizes[1] - 7 * 1024 * 151936 * 2 / 2**30) < 0.01
+
+
 # on how many GPUs of which kind, -b, what --plan names, and -b with that
 ADVICE = [("d12", "4090", 1, 64, "-r 2", 64), ("d12", "RTX 3090", 1, 55, "-r 1", 55),
           ("d48", "A100-80GB", 2, 32, "-zs 1 -r 1", 32),
