@@ -99,7 +99,7 @@ DATASETS = [
     Dataset("fineweb-edu10B-shards", "shards", "kjj0/finewebedu10B-gpt2", "fineweb-edu10B, likewise", ODC,
             "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
     Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
-            "each package's, free", "300 MB, 75M tokens", "", "", "debian_docs", 500_000),
+            "each package's", "740 MB, 143M tokens", "", "", "debian_docs", 500_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, packed or not",
             "yours", "", "", "", "", "auto"),
     Dataset("tokenizer", "tokenizer", "--from", "a tokenizer of your own texts, for --tokenizer", "yours",

@@ -958,6 +958,11 @@ def test_html():
     assert text.startswith("Head & tail\n\nIt is known") and "gone" not in text
     assert "can be seen.\n" in text and "\n  two  blanks\nline\n" in text and "\n- It is" in text
     assert debian.plain("a.txt", b"a\t\r\n\n\n\n\nb\0 ") == "a\n\nb\n"
+    rfc = ("1.  Head\n\n   The end of\n\n\nPostel   Standards Track   [Page 1]\n\f\nRFC 793  TCP  1981\n\n\n"
+           "   a page.\n\n\n\nPostel   [Page 2]\n\fRFC 793  TCP  1981\n\n      code\n\nPostel   [Page 3]\n")
+    assert debian.plain("RFC/rfc793.txt.gz", rfc.encode()) == "1.  Head\n\nThe end of\na page.\n\n   code\n"
+    assert debian.plain("RFC/other.txt", rfc.encode()) != debian.plain("RFC/rfc793.txt", rfc.encode())
+    assert not debian.LEFT_OUT.search("RFC/rfc793.txt.gz") and debian.LEFT_OUT.search("RFC/rfc793.html.gz")
     assert debian.is_prose(PROSE * 3) and not debian.is_prose("int main void return " * 50)
     names = ["linux-doc-6.1", "linux-doc-6.12", "linux-doc-6.9", "git-doc", "python3.9-doc", "python3.11-doc"]
     assert debian.newest(names) == ["git-doc", "linux-doc-6.12", "python3.11-doc"]
