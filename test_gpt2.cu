@@ -792,7 +792,7 @@ static void test_fp8_recompute(const Config& c, double dropout) {
         accumulate(&model, random_batch(c, B, 1), 2);
         const std::vector<Vector> grads = host_grads(&model);
         step_update(&model, 1e-3, 0.0);
-        std::vector<Vector> state = host_state(&model);
+        auto state = host_state(&model);
         state.push_back({gpt2_read_state(&model).fp8_saturated});
         for (const Fp8Tensor& t : fp8_state(&model)) { state.push_back({t.scale, t.amax[0], t.amax[1]}); }
         if (recompute == 0) { want = grads, want_state = state; }
