@@ -1081,7 +1081,9 @@ __device__ __forceinline__ float gelu_grad(float x) {
     const float s = gelu_sigmoid(x), two_du = fmaf(3.0f * kGelu3, x * x, kGelu1);
     return fmaf(x * two_du, fmaf(-s, s, s), s);
 }
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2e * x)); }
+__device__ __forceinline__ float sigmoid(float x, float unit = 1.0f) {
+    return reciprocal_fast(exp2_fast(-kLog2e * x) * unit + unit);
+}
 
 // Activations of an MLP, for the kernels here and in 6.11.
 struct Gelu {
@@ -1090,10 +1092,15 @@ struct Gelu {
 };
 struct Relu2 {                                  // x < 0 is false for NaN, which so comes through
     static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x * x; }
+    static __device__ __forceinline__ float value(float x, float unit) {
+        return value(x) * reciprocal_fast(unit);
+    }
     static __device__ __forceinline__ float slope(float x) { return x < 0.0f ? 0.0f : 2.0f * x; }
 };
 struct Swiglu {
-    static __device__ __forceinline__ float value(float gate, float up) { return gate * sigmoid(gate) * up; }
+    static __device__ __forceinline__ float value(float gate, float up, float unit = 1.0f) {
+        return gate * sigmoid(gate, unit) * up;
+    }
     // of gate, of up
     static __device__ __forceinline__ float2 slopes(float dout, float gate, float up) {
         const float s = sigmoid(gate);
@@ -1204,7 +1211,7 @@ static void gelu_backward_inplace(const GeluBackward& a, Stream stream) {
 //     ActivationBackward   dinp (N,C) = (dout weight) * act'(pre_act), and dbias (+)= sums of its columns
 //     GatedForward         gate, up (N,2F) = inp weight^T, and out (N,F) = silu(gate) * up
 //     GatedBackward        dgate, dup (N,2F) from dact (N,F) = dout weight
-//     ForwardBytes, BackwardBytes    the first two in FP8
+//     ForwardBytes, BackwardBytes, GatedForwardBytes, GatedBackwardBytes      the same in FP8
 // Two warpgroups each own 64 rows of a tile, whose sums fill 128 registers of a thread. Of the third, one
 // thread starts all copies, some stages of 64 k ahead. A cluster of two blocks takes two tiles of the same
 // columns; each block fetches half of the weights' part of a stage, for both. A tile's sums are rounded into
@@ -1228,11 +1235,11 @@ constexpr int kProductCluster = 2, kProductThreads = 3 * 4 * kWarp;
 struct Product {
     const floatX *rows, *weight;        // inp or dout (N,K); (pre_columns,K), in the backward (K,columns)
     const floatX* bias;                 // forward: (columns) or null
-    const floatX *pre_act, *out;        // (N,pre_columns) (N,columns) out is written; in the forward, pre_act
+    const floatX *pre_act, *out;        // (N,pre_columns) (N,out_columns), written; in the forward, pre_act
     float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
-    int N, K, columns, pre_columns;     // of SwiGLU 2 columns: gate, up. Its backward's out is as pre_act
-    // FP8: rows (N,2K) and weight (columns,2K) are bytes. Written are out's bytes and their transpose
-    uint8_t *bytes, *transposed;        // (N,columns) (columns,N)
+    int N, K, columns, pre_columns, out_columns;        // SwiGLU's gate, up and their gradients: 2 columns
+    // FP8: rows (N,2K) and weight (..,2K) are bytes. Written are out's bytes and their transpose
+    uint8_t *bytes, *transposed;        // (N,out_columns) (out_columns,N)
     const Fp8Tensor *rows8, *weight8, *bytes8;
     Fp8Stats* stats;                    // of bytes
 };
@@ -1661,6 +1668,13 @@ struct BytesEpilogue : Epilogue {
         return *(uint2*)(block + row * 64 + chunk * 8 + lane % 2 * 4);
     }
 
+    // The n-th 16 columns into a block.
+    __device__ __forceinline__ void stage_sums(floatX* block, int n) {
+        for (int lower = 0; lower < 2; lower++) {
+            quad_of(block, n, lower) = make_uint2(packed[n][lower], packed[n][lower + 2]);
+        }
+    }
+
     // words[pair]: f[pair] as four bytes of the upper row, and four of the lower one
     __device__ __forceinline__ void round(uint32_t (&words)[2][2], const float2 (&f)[2][4]) {
         Floats all[2];                  // the upper row's four columns, the lower one's
@@ -1700,7 +1714,7 @@ struct BytesEpilogue : Epilogue {
         counts.amax *= unit8;
         const uint2 of_warp = counts.of_warp();
         if (lane == 0) { fp8_count(p.stats, so_far, of_warp.x, of_warp.y); }
-        if (blockIdx.x + threadIdx.x == 0) { p.stats->elements += (size_t)p.N * p.columns; }
+        if (blockIdx.x + threadIdx.x == 0) { p.stats->elements += (size_t)p.N * p.out_columns; }
     }
 };
 
@@ -1728,12 +1742,7 @@ template <class Act> struct ForwardBytes : BytesEpilogue {
 
         if (s % 2 == 0) { begin_block(); }
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            const auto& mine = packed[2 * s + pair];
-            for (int lower = 0; lower < 2; lower++) {
-                quad_of(staging[0], 2 * s + pair, lower) = make_uint2(mine[lower], mine[lower + 2]);
-            }
-        }
+        for (int pair = 0; pair < 2; pair++) { stage_sums(staging[0], 2 * s + pair); }
         stage_bytes(words, s % 2, 1);
         if (s % 2 == 0) { return; }
         end_block();
@@ -1790,6 +1799,96 @@ template <class Act> struct BackwardBytes : BytesEpilogue {
     }
 };
 
+// GatedForward in bytes. A slice has 32 columns of gate and of up.
+struct GatedForwardBytes : BytesEpilogue {
+    static constexpr int kColumns = kProductColumns / 2, kSlices = 4;
+    static constexpr int kStages = 3, kBuffers = 3;             // gate; up; bytes
+    using BytesEpilogue::BytesEpilogue;
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, unscale); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int row = row_of(tile), column = tile.column + s / 2 * 64;
+        float2 f[2][4];
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const int n = 2 * s + k / 4;
+            const float2 gate = unpack_pair(packed[n][k % 4]), up = unpack_pair(packed[n + 8][k % 4]);
+            f[k / 4][k % 4] = make_float2(Swiglu::value(gate.x, up.x, unit8),
+                                          Swiglu::value(gate.y, up.y, unit8));
+        }
+        uint32_t words[2][2];
+        round(words, f);
+
+        if (s % 2 == 0) { begin_block(); }
+#pragma unroll
+        for (int n = 2 * s; n < 2 * s + 2; n++) { stage_sums(staging[0], n), stage_sums(staging[1], n + 8); }
+        stage_bytes(words, s % 2, 2);
+        if (s % 2 == 0) { return; }
+        end_block();
+        if (leads) {
+            store_block(maps.pre_act, 0, row, column);
+            store_block(maps.pre_act, 1, row, column + p.columns);
+            store_bytes(2, row, column);
+            tma_store_commit();
+        }
+    }
+};
+
+// GatedBackward in bytes, which replace a block of gate and one of up in staging, once all have read these.
+struct GatedBackwardBytes : BytesEpilogue {
+    static constexpr int kStages = 3, kBuffers = 4;
+    const float scale = unscale * p.bytes8->scale;
+    uint32_t dgate[2][2][2], dup[2][2][2];              // words of a block's two slices
+    using BytesEpilogue::BytesEpilogue;
+    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<2>(tile, 0); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, scale); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64, buffer = i % 2 * 2;
+        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
+            if (leads) { tma_store_wait<0>(); }
+            await_pre_act<2>(tile, i);
+        }
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            const int n = 2 * s + pair;
+            uint2 gate[2], up[2];
+            for (int lower = 0; lower < 2; lower++) {
+                gate[lower] = quad_of(staging[buffer], n, lower);
+                up[lower] = quad_of(staging[buffer + 1], n, lower);
+            }
+            float2 f[2][4];
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                const float2 d = unpack_pair(packed[n][m]);
+                const float2 g = unpack_pair(m / 2 == 0 ? gate[m % 2].x : gate[m % 2].y);
+                const float2 u = unpack_pair(m / 2 == 0 ? up[m % 2].x : up[m % 2].y);
+                const float2 first = Swiglu::slopes(d.x, g.x, u.x), second = Swiglu::slopes(d.y, g.y, u.y);
+                f[0][m] = make_float2(first.x, second.x), f[1][m] = make_float2(first.y, second.y);
+            }
+            uint32_t words[2][2];
+            round(words, f);
+            for (int lower = 0; lower < 2; lower++) {
+                dgate[s % 2][pair][lower] = words[0][lower], dup[s % 2][pair][lower] = words[1][lower];
+            }
+        }
+
+        if (s % 2 == 0) { return; }
+        barrier();                      // all have read the block
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            stage_bytes(dgate[half], half, buffer);
+            stage_bytes(dup[half], half, buffer + 1);
+        }
+        end_block();
+        if (leads) {
+            store_bytes(buffer, row, column);
+            store_bytes(buffer + 1, row, column + p.columns);
+            tma_store_commit();
+        }
+    }
+};
+
 template <class E>
 __global__ void __launch_bounds__(kProductThreads, 1)
     product_sm90_kernel(const __grid_constant__ ProductMaps maps, const Product p) {
@@ -1832,8 +1931,8 @@ static bool products_activate(int K, int columns) {
     const bool whole = K % kProductK == 0 && K >= 512 && columns % kProductColumns == 0;
     return kLowPrecision && whole && sm90_kernels_run();
 }
-// The most terms of a sum in SwiGLU's forward. Of longer sums, cuBLASLt's product gains more time than the op
-// costs: K=2048 took 1.30 ms in one kernel and 1.23 apart; K=768 .73 and .89.
+// The most terms of a sum in SwiGLU's forward in 16 bits. Of longer sums, cuBLASLt's product gains more time
+// than the op costs: K=2048 took 1.30 ms in one kernel and 1.23 apart; K=768 .73 and .89.
 constexpr int kMaxGatedTerms = 1024;
 
 // Where a model computes its MLP's activation, for the printed line. Both passes have sums of C terms.
@@ -1862,14 +1961,15 @@ template <class E> static bool product_sm90([[maybe_unused]] const Product& p, S
         ProductMaps maps = {.pre_act = tensor_map(p.pre_act, 1, p.N, p.pre_columns / 64)};
         if (E::kFp8) {
             maps.rows = product_bytes_map<true>(p.rows, p.N, p.K);
-            maps.weight = product_bytes_map<false>(p.weight, p.columns, p.K);
-            maps.out = tensor_map(p.bytes, 1, p.N, p.columns / 64, 64, 1, 32);
-            maps.out_t = tensor_map(p.transposed, 1, p.columns, p.N / 64, 64, 1, 32);
+            const int rows = p.columns * kProductColumns / E::kColumns;         // of weight
+            maps.weight = product_bytes_map<false>(p.weight, rows, p.K);
+            maps.out = tensor_map(p.bytes, 1, p.N, p.out_columns / 64, 64, 1, 32);
+            maps.out_t = tensor_map(p.transposed, 1, p.out_columns, p.N / 64, 64, 1, 32);
         } else {
             maps.rows = tensor_map(p.rows, 1, p.N, p.K / 64, kProductRows);
             maps.weight = E::kTransB ? tensor_map(p.weight, 1, p.K, p.columns / 64, kProductK, kPart / 64)
                                      : tensor_map(p.weight, 1, p.pre_columns, p.K / 64, kPart);
-            maps.out = tensor_map(p.out, 1, p.N, (E::kTransB ? p.pre_columns : p.columns) / 64);
+            maps.out = tensor_map(p.out, 1, p.N, p.out_columns / 64);
         }
         const auto kernel = product_sm90_kernel<E>;
         constexpr int kShared = sizeof(ProductShared<E>);
@@ -1890,19 +1990,19 @@ template <class E> static bool product_sm90([[maybe_unused]] const Product& p, S
 // Whether the product with its activation was one kernel.
 static bool matmul_forward_sm90(const MatmulForward& a, Stream stream) {
     Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act, .out = a.out,
-                 .N = a.N, .K = a.C, .columns = a.OC, .pre_columns = a.OC};
+                 .N = a.N, .K = a.C, .columns = a.OC, .pre_columns = a.OC, .out_columns = a.OC};
     if (a.mlp == Mlp::Gelu) { return product_sm90<ActivationForward<Gelu>>(p, stream); }
     if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationForward<Relu2>>(p, stream); }
-    p.columns = a.OC / 2;
+    p.columns = p.out_columns = a.OC / 2;
     return !a.bias && p.K <= kMaxGatedTerms && product_sm90<GatedForward>(p, stream);
 }
 static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stream) {
     Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
                  .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC, .columns = a.C,
-                 .pre_columns = a.C};
+                 .pre_columns = a.C, .out_columns = a.C};
     if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationBackward<Relu2>>(p, stream); }
     if (a.mlp == Mlp::SwiGlu) {
-        p.pre_columns = 2 * a.C;
+        p.pre_columns = p.out_columns = 2 * a.C;
         return product_sm90<GatedBackward>(p, stream);
     }
     if (!product_sm90<ActivationBackward<Gelu>>(p, stream)) { return false; }
@@ -2124,15 +2224,23 @@ static void fp8_transpose(const Fp8Transpose& a, Stream stream) {
 // Whether the product and the cast of its output were one kernel (6.4).
 static bool fp8_matmul_sm90(const Fp8Matmul& a, Stream stream) {
     const Fp8Cast& to = a.cast;
-    if (!to.stats || !a.fast || a.a_format != Fp8Format::E4m3 || a.residual) { return false; }
-    const bool is_gelu = to.source == Fp8Source::Gelu;
-    if (!to.out || !(is_gelu || to.source == Fp8Source::GeluGrad)) { return false; }
+    if (!to.stats || !to.out || !a.fast || a.a_format != Fp8Format::E4m3 || a.residual) { return false; }
+    const bool gated = to.source == Fp8Source::Swiglu || to.source == Fp8Source::SwigluGrad;
     const Product p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
-                       .pre_act = is_gelu ? a.out : to.before,
+                       .pre_act = to.before ? to.before : a.out,
                        .partial = to.dbias.data ? to.scratch : nullptr, .N = a.M, .K = a.K / 2,
-                       .columns = a.N, .pre_columns = a.N, .bytes = to.out, .transposed = to.out_t,
-                       .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor, .stats = to.stats};
-    if (is_gelu) { return product_sm90<ForwardBytes<Gelu>>(p, stream); }
+                       .columns = to.C, .pre_columns = (gated ? 2 : 1) * to.C, .out_columns = to.width(),
+                       .bytes = to.out, .transposed = to.out_t, .rows8 = a.a_tensor, .weight8 = a.b_tensor,
+                       .bytes8 = to.tensor, .stats = to.stats};
+    switch (to.source) {
+        case Fp8Source::Plain: case Fp8Source::Weight: return false;
+        case Fp8Source::Gelu: return product_sm90<ForwardBytes<Gelu>>(p, stream);
+        case Fp8Source::Relu2: return product_sm90<ForwardBytes<Relu2>>(p, stream);
+        case Fp8Source::Swiglu: return !a.bias && product_sm90<GatedForwardBytes>(p, stream);
+        case Fp8Source::SwigluGrad: return product_sm90<GatedBackwardBytes>(p, stream);
+        case Fp8Source::Relu2Grad: return product_sm90<BackwardBytes<Relu2>>(p, stream);
+        case Fp8Source::GeluGrad: break;
+    }
     if (!product_sm90<BackwardBytes<Gelu>>(p, stream)) { return false; }
     if (p.partial) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
     return true;
@@ -3010,18 +3118,19 @@ struct ToFp8 {
     __device__ __forceinline__ Pack<uint8_t> operator()(const Floats& x) { return counts.round(x, scale); }
 };
 
-// Ends a warp's backward: calls store(dqkv, round) for an output of floatX, or of FP8 bytes.
-template <class Block, class Store>
-__device__ __forceinline__ void store_gradients(const Block& block, const AttentionBackward& a,
-                                                Store store) {
-    if (!a.fp8) { return store(a.dqkv, ToFloatX()); }
+// Ends a warp's backward with one of its gradients: calls store(dqkv, round) for an output of floatX, or of
+// FP8 bytes.
+enum class Gradient { Q, K, V };
+template <class Store>
+__device__ __forceinline__ void store_gradient(const AttentionBackward& a, Gradient of, Store store) {
+    if (!a.fp8 || (a.only_v && of != Gradient::V)) { return store(a.dqkv, ToFloatX()); }
     const uint32_t so_far = fp8_amax_so_far(a.stats);
     ToFp8 round = {a.tensor->scale};
     store(a.fp8, round);
     const uint2 of_warp = round.counts.of_warp();
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
     if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x > 0) { return; }
-    a.stats->elements += (block.kQueries ? a.NH : 2 * a.NKV) * (size_t)a.B * a.T * a.HS;
+    a.stats->elements += (of == Gradient::Q ? a.NH : a.NKV) * (size_t)a.B * a.T * a.HS;
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -3161,9 +3270,12 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
             plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
         }
     }
-    store_gradients(block, a, [&](auto* dqkv, auto&& round) {
+    store_gradient(a, kQueries ? Gradient::Q : Gradient::K, [&](auto* dqkv, auto&& round) {
         plain_store(kQueries ? block.q(dqkv) : block.k(dqkv), row, grad_a[warp], scale, lane, round);
-        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], 1.0f, lane, round); }
+    });
+    if (kQueries) { return; }
+    store_gradient(a, Gradient::V, [&](auto* dqkv, auto&& round) {
+        plain_store(block.v(dqkv), row, grad_b[warp], 1.0f, lane, round);
     });
 }
 
@@ -3696,13 +3808,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         to_fragments(frag, dp);
         mma_times_columns<kHS>(grad_a, frag, shared.a[stage], lane);
     }
-    store_gradients(block, a, [&](auto* dqkv, auto&& round) {
+    store_gradient(a, kQueries ? Gradient::Q : Gradient::K, [&](auto* dqkv, auto&& round) {
         store_tile<Padded<kHS>>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, a_rows, grad_a, scale, lane,
                                 round);
-        if constexpr (!kQueries) {
-            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, 1.0f, lane, round);
-        }
     });
+    if constexpr (!kQueries) {
+        store_gradient(a, Gradient::V, [&](auto* dqkv, auto&& round) {
+            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, 1.0f, lane, round);
+        });
+    }
 }
 
 // ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA) ---- A warpgroup (4 warps) owns 64 rows.
@@ -4016,13 +4130,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         else { wgmma_end<0>(grad_b, grad_a, p_frag, ds_frag); }
         shared.release(block, it, other, all_stats);
     }
-    store_gradients(block, args, [&](auto* dqkv, auto&& round) {
+    store_gradient(args, kQueries ? Gradient::Q : Gradient::K, [&](auto* dqkv, auto&& round) {
         sm90_store<Shape>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0], grad_a, scale,
                           round);
-        if constexpr (!kQueries) {
-            sm90_store<Shape>(block.v(dqkv), row0, shared.own[1], grad_b, 1.0f, round);
-        }
     });
+    if constexpr (!kQueries) {
+        store_gradient(args, Gradient::V, [&](auto* dqkv, auto&& round) {
+            sm90_store<Shape>(block.v(dqkv), row0, shared.own[1], grad_b, 1.0f, round);
+        });
+    }
 #else
     __trap();
 #endif
@@ -4577,15 +4693,13 @@ __global__ void __launch_bounds__(kRotateThreads) rotate_forward_inplace_kernel(
 }
 
 // A block takes heads of places blockIdx.x, blockIdx.x + gridDim.x, ... A lane's sums for dweight stay in
-// registers; the block's, of all its heads of q and of all of k, are a row of partials. With FP8 v has heads
-// here, too, which are only rounded.
+// registers; the block's, of all its heads of q and of all of k, are a row of partials.
 __global__ void __launch_bounds__(kRotateThreads, 2)
     rotate_backward_inplace_kernel(RotateBackward a, float* partial /*(blocks,2,HS) or null*/) {
     __shared__ float shared[kRotateThreads * 2 * kWidth];               // (blockDim.y,HS)
     const int first = blockIdx.y * blockDim.y, h = first + threadIdx.y, i = threadIdx.x * kWidth;
     const int HS = a.HS, half = HS / 2, NH = a.NH, heads = NH + a.NKV;
-    const bool turned = h < heads;              // else of v
-    const int end = turned || (a.fp8 && h < heads + a.NKV) ? half : 0;
+    const int end = h < heads ? half : 0;
     const float scale = a.fp8 ? a.tensor->scale : 1.0f;
     const uint32_t so_far = a.fp8 ? fp8_amax_so_far(a.stats) : 0;
     Fp8Counts counts;
@@ -4600,17 +4714,17 @@ __global__ void __launch_bounds__(kRotateThreads, 2)
         for (int n = begin; n < min(begin + kRotateTexts * a.T, a.N); n += a.T) {
             const size_t head = ((size_t)n * (heads + a.NKV) + h) * HS;
             Halves dy = load_halves(a.dqkv + head, i, half, end);
-            Halves y = load_halves(a.qkv + head, i, half, a.rstd && turned ? half : 0);
-            if (turned) { dy = rotated(dy, turn, -1.0f); }
+            Halves y = load_halves(a.qkv + head, i, half, a.rstd ? end : 0);
+            dy = rotated(dy, turn, -1.0f);
             if (a.rstd) {
                 y = rotated(y, turn, -1.0f);
-                const float rstd = turned ? a.rstd[(size_t)n * heads + h] : 0.0f;
+                const float rstd = h < heads ? a.rstd[(size_t)n * heads + h] : 0.0f;
                 const float mean = head_mean(dy, y, HS);
                 for (int k = 0; k < 2 * kWidth; k++) {
                     const int s = k / kWidth, e = k % kWidth;
                     float &d = dy.at[s].at[e], y_k = y.at[s].at[e];
                     sums.at[s].at[e] = fmaf(d, y_k, sums.at[s].at[e]);
-                    if (turned) { d = rstd * (d * w.at[s].at[e] - y_k * w_inverse.at[s].at[e] * mean); }
+                    d = rstd * (d * w.at[s].at[e] - y_k * w_inverse.at[s].at[e] * mean);
                 }
             }
             if (a.fp8) {
@@ -4626,9 +4740,7 @@ __global__ void __launch_bounds__(kRotateThreads, 2)
         const uint2 of_warp = counts.of_warp();
         const int thread = threadIdx.y * blockDim.x + threadIdx.x;
         if (thread % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
-        if (blockIdx.x + blockIdx.y + thread == 0) {
-            a.stats->elements += (size_t)a.N * (heads + a.NKV) * HS;
-        }
+        if (blockIdx.x + blockIdx.y + thread == 0) { a.stats->elements += (size_t)a.N * heads * HS; }
     }
     if (!partial) { return; }
 
@@ -4674,7 +4786,7 @@ static size_t rotate_backward_scratch_bytes(int HS) { return rotate_blocks(kWarp
 
 static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
     OpScope scope(a, stream);
-    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV * (a.fp8 ? 2 : 1), a.HS);
+    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV, a.HS);
     const int most = rotate_blocks(grid.block.x * grid.block.y) / grid.slabs;
     const int blocks = std::min(most, rotate_places(a.N, a.T));
     float* partial = a.dq_weight.data || a.dk_weight.data ? a.scratch : nullptr;
@@ -5857,16 +5969,20 @@ struct Backward : Pass {
         cast(dfch, config().shape().mlp == Mlp::SwiGlu ? 2 * w.C : w.C);
     }
 
-    // dqkv from datty, and its column sums, the gradient of the bias of qkv
+    // dqkv from datty, and its column sums, the gradient of the bias of qkv. Rotated: q and k are not done
+    // before rotate_backward, so of them there are no bytes yet
+    enum class Rotated { No, Yes };
     void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
-                            const Attention& att, const Grad& dbias) {
+                            const Attention& att, const Grad& dbias, Rotated rotated = Rotated::No) {
         const Config::Shape s = config().shape();
         const int OC = (config().NH + 2 * s.NKV) * s.HS;
         AttentionBackward a = {.dqkv = dqkv.data, .scratch = scratch, .dout = datty, .out = atty, .qkv = qkv,
                                .lse = att.lse, .B = B, .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS};
         fresh(dqkv.data);
-        if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
+        if (dqkv.bytes) { a.fp8 = fresh(dqkv.bytes), a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
+        a.only_v = rotated == Rotated::Yes;
         ::attention_backward(a, stream());
+        if (rotated == Rotated::Yes) { return; }
         if (dqkv.bytes) {
             return fp8_transpose({.out = dqkv.bytes_t, .inp = dqkv.bytes, .N = N(), .C = OC,
                                   .dbias = dbias, .scratch = scratch, .tensor = dqkv.tensor, .of_qkv = true},
@@ -5886,7 +6002,7 @@ struct Backward : Pass {
                                  .scratch = scratch, .qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr,
                                  .q_weight = r.q_weight, .k_weight = r.k_weight, .table = model->rotation,
                                  .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS,
-                                 .fp8 = fresh(dqkv.bytes), .tensor = dqkv.tensor, .stats = dqkv.stats},
+                                 .fp8 = dqkv.bytes, .tensor = dqkv.tensor, .stats = dqkv.stats},
                                 stream());
         const int OC = (config().NH + 2 * s.NKV) * s.HS;
         if (dqkv.bytes) { transpose(dqkv, OC); }
@@ -5966,7 +6082,7 @@ static void llama_layer_backward(Backward& e, int l) {
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward({a.dqkv.data}, a.datty, a.atty.data, a.qkv, a.att, {});
+    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, {}, Backward::Rotated::Yes);
     e.rotate_backward(a.dqkv, a.qkv, a.rotation);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
     e.norm_backward(a.dln1, a.x, a.w_ln1);
@@ -6845,6 +6961,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
                {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
                 {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
                 {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
+    t->logger.copied = t->data.tokenizer_files;
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->data.max_steps;
         const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;

@@ -39,14 +39,14 @@ SUITES = [
     (r"llmc/files/(saver|resume)\.h", ["host host", "runs", "resume", "memory", "ranks"]),
     (r"llmc/files/hf_file\.h", ["hf", "runs"]),
     (r"\w+/data/(tokenizer|tokenizer_tool|unicode_tables)\.h|dev/data/tokenize\.cpp",
-     ["host tokenizer", "stories", "tiktoken", "datasets"]),
+     ["host tokenizer", "own_tokenizer", "stories", "tiktoken", "datasets"]),
     (r"llmc/data/(dataloader|evalloader)\.h", ["host {name}", *MODEL]),
     (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "terminal", "hf", "texts"]),
     (r"llmc/.*\.h", ["host host", "host checkpoints", *MODEL]),
     (r"train_gpt2\.cu", MODEL),
     (r"dev/eval/.*\.py", ["hf", "gguf", "llama2c"]),
     (r"dev/data/(plot_log|tensorboard_log)\.py", ["plots"]),
-    (r"dev/data/.*\.py", ["datasets", "scripts"]),
+    (r"dev/data/.*\.py", ["datasets", "own_tokenizer", "scripts"]),
     (r"dev/(data|tools)/.*\.cpp", ["stories", "resume", "datasets"]),
 ]
 TOOLS = ["build/tokenize", "build/stories", "build/bigram", "build/checkpoint"]

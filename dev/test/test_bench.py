@@ -3,6 +3,7 @@
     pytest dev/test/test_bench.py
 """
 import argparse
+import glob
 import itertools
 import json
 import os
@@ -134,3 +135,17 @@ def test_small_card(monkeypatch, capsys):
     assert re.search(r"^leaves 1073741824\n774M, AdamW; -r 2; 262,144 in .*\nall$", out, re.M), out
     line = r"^\| 774M, AdamW \| `-e d36 -b 8 -r 2` \| 262,144 in \S+ GiB \| 0.80 \| 262,144 in .* \| 327,680"
     assert re.search(line, out, re.M), out
+
+
+def test_readme_figures():
+    """README's table has rows of docs/performance.md's, and its counts of lines are right within a tenth."""
+    readme, page = (read(os.path.join(ROOT, name)).decode() for name in ("README.md", "docs/performance.md"))
+    rows = re.findall(r"^\|.*K \(.*\|$", readme, re.M)
+    assert rows and all(row in page.splitlines() for row in rows)
+    headers = glob.glob(os.path.join(ROOT, "llmc", "**", "*.h"), recursive=True)
+    for pattern, paths in ((r"train_gpt2.cu\), ([\d,]+) lines", [os.path.join(ROOT, "train_gpt2.cu")]),
+                           (r"Around it ([\d,]+) lines of headers", headers),
+                           (r"([\d,]+) of\s+these are the kernels' twins", [f"{ROOT}/llmc/ops/cpu_ops.h"])):
+        said = int(re.search(pattern, readme)[1].replace(",", ""))
+        lines = sum(read(path).count(b"\n") for path in paths)
+        assert abs(said - lines) < lines / 10, f"README says {said} lines, {lines} are there"
