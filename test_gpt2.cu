@@ -800,8 +800,8 @@ static void test_fp8_recompute(const Config& c, double dropout) {
             for (float x : {t.scale, t.amax[0], t.amax[1]}) { scales.push_back(x); }
         }
         if (recompute == 0) { want = grads, want_state = state, want_scales = scales; }
-        CHECK(grads == want && state == want_state && scales == want_scales, "FP8, C=%d, block %d, dropout %g: -r %d has other bits",
-              c.C, (int)c.block, dropout, recompute);
+        CHECK(grads == want && state == want_state && scales == want_scales,
+              "FP8, C=%d, block %d, dropout %g: -r %d has other bits", c.C, (int)c.block, dropout, recompute);
     }
 }
 
