@@ -94,6 +94,16 @@ def test_advice(model, gpu, gpus, batch, named, most):
     assert f"-b {most} does not fit;" in fewer.out or "not even -b 1 fits" in fewer.err
 
 
+def test_1558M_in_24_gb():
+    """FP8 takes at most 5 % more than bf16 with the same -r; Muon trains six rows at -r 2."""
+    small = {"grad-dtype": "bf16", "state-dtype": "bf16"}
+    for r in range(4):
+        bf16, fp8 = (float(re.search(r"^memory: ([\d.]+) GiB", plan("d48", 4, r=r, **small, **more), re.M)[1])
+                     for more in ({}, {"matmul-dtype": "fp8"}))
+        assert bf16 != fp8 < 1.05 * bf16, f"-r {r}: {fp8} GiB for {bf16}"
+    assert "-b 6 fits; the largest" in plan("d48", 6, gpu="4090", r=2, optimizer="muon", **small)
+
+
 @pytest.mark.parametrize("flags, words", [
     ({"--plan": "TPU"}, ["--plan TPU", "H200"]), ({"--plan": "auto"}, ["--plan auto", "CUDA program"]),
     ({"--plan": "GH200"}, ["--plan GH200"]), ({"--price": 2}, ["--price", "--plan"]),
