@@ -782,7 +782,9 @@ static void test_fp8_recompute(const Config& c, double dropout) {
     const int B = 8;
     Options o = default_options();
     o.fp8 = o.fp8_head = true, o.dropout = dropout;
-    std::vector<Vector> want, want_state;
+    std::vector<Vector> want;
+    std::vector<std::vector<uint32_t>> want_state;
+    Vector want_scales;
     for (int recompute : {0, 1, 2, 3}) {
         o.recompute = recompute;
         RandomModel model(c, o, B);
@@ -792,11 +794,13 @@ static void test_fp8_recompute(const Config& c, double dropout) {
         accumulate(&model, random_batch(c, B, 1), 2);
         const std::vector<Vector> grads = host_grads(&model);
         step_update(&model, 1e-3, 0.0);
-        std::vector<Vector> state = host_state(&model);
-        state.push_back({gpt2_read_state(&model).fp8_saturated});
-        for (const Fp8Tensor& t : fp8_state(&model)) { state.push_back({t.scale, t.amax[0], t.amax[1]}); }
-        if (recompute == 0) { want = grads, want_state = state; }
-        CHECK(grads == want && state == want_state, "FP8, C=%d, block %d, dropout %g: -r %d has other bits",
+        const auto state = host_state(&model);
+        Vector scales = {gpt2_read_state(&model).fp8_saturated};
+        for (const Fp8Tensor& t : fp8_state(&model)) {
+            for (float x : {t.scale, t.amax[0], t.amax[1]}) { scales.push_back(x); }
+        }
+        if (recompute == 0) { want = grads, want_state = state, want_scales = scales; }
+        CHECK(grads == want && state == want_state && scales == want_scales, "FP8, C=%d, block %d, dropout %g: -r %d has other bits",
               c.C, (int)c.block, dropout, recompute);
     }
 }
