@@ -404,6 +404,12 @@ def read_checkpoint_header(path):
     return dims, version, Vp
 
 
+def chat_template_of(path):
+    """The number of the chat template that a model file's header names; 0: it has learned no conversations."""
+    with open_checked(path) as f:
+        return int(read_header(f, path, MAGIC_MODEL)[252])
+
+
 def read_checkpoint(path):
     """(dims, params as float32 whatever the version)."""
     dims, version, Vp = read_checkpoint_header(path)

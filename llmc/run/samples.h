@@ -245,7 +245,7 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
             tokens.push_back(token);
             if (token != end) { text.add(token); }
             if (answers && text.text[0] == ' ') { text.text.erase(0, 1); }      // in front of each answer
-            answers = answers && text.text.empty();
+            answers = false;
             const bool ends = !asks && ends_sentence(text.text) &&
                               tokens.size() >= prompt.size() + (size_t)task.tokens;
             text.show(false);
