@@ -13,8 +13,8 @@ import argparse
 import os
 import stat
 
-from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die, end_of_text, last_model, mode, np, read_model,
-                       take_the_venv, vocabulary)
+from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die, end_of_text,
+                       last_model, mode, np, read_model, take_the_venv, vocabulary)
 
 try:
     import gguf

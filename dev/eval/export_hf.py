@@ -250,7 +250,7 @@ def vocabulary(V):
     return {token: i for i, token in enumerate(tokens)}, merges
 
 
-def tokenizer_files(dims, chat_template):
+def tokenizer_files(dims, chat_template=None):
     """{file name: text}"""
     if end_of_text(dims.V) is None:
         return {}
