@@ -6876,9 +6876,9 @@ template <class Work> static bool take_turns(GPT2* model, int64_t count, Work wo
 }
 
 // Prints and logs the mean loss over the first rows of the set (val_rows in run_config.h), or over all if
-// there are fewer: over the targets that count. Each row is taken once, so the last batch may be smaller. Ranks take batches in turns; their
-// sums are added in the batches' order. Gradients and weights do not change. A signal ends it early. False:
-// the loss is not finite.
+// there are fewer, of the targets that count. Each row is taken once, so the last batch may be smaller. Ranks
+// take batches in turns; their sums are added in the batches' order. Gradients and weights do not change. A
+// signal ends it early. False: the loss is not finite.
 static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
     const int64_t B = run.B, T = run.T, rows = std::min(val_rows(), loader->samples_per_epoch);
     const int64_t batches = ceil_div(rows, B);

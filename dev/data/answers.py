@@ -36,8 +36,9 @@ def parts(where, messages):
         message = message if isinstance(message, dict) else {}
         role, content = message.get("role"), message.get("content")
         if role not in ROLES or not isinstance(content, str):
-            raise Problem(f"{where}: message {number} has the role {role!r} and the content "
-                          f"{type(content).__name__}", "roles are system, user and assistant; contents are texts")
+            raise Problem(f"{where}: message {number} has the role {role!r} and as its content "
+                          f"{type(content).__name__}",
+                          "roles are system, user and assistant; contents are texts")
         if role == "assistant":
             found += [before + ROLES[role], " " + content.strip()]
             before = ""
@@ -49,8 +50,8 @@ def parts(where, messages):
 
 
 class Conversations(Reader):
-    """Reads rows of messages as documents.py reads texts. Each part of a conversation is a document, and so is
-    BEGIN in front of them: shards.py's tool then encodes it by itself."""
+    """Reads rows of messages as documents.py reads texts. Each part of a conversation is a document, which
+    the tokenizer then encodes by itself, and so is BEGIN in front of them."""
 
     def in_bytes(self, rows):
         for where, messages in rows:

@@ -405,7 +405,7 @@ def read_checkpoint_header(path):
 
 
 def chat_template_of(path):
-    """The number of the chat template that a model file's header names; 0: it has learned no conversations."""
+    """What a model file's header names: the number of a chat template, or 0: it knows no conversations."""
     with open_checked(path) as f:
         return int(read_header(f, path, MAGIC_MODEL)[252])
 

@@ -12,7 +12,7 @@ import pytest
 from checks import read, write
 from trainer import (USUAL as COMMON, assert_close, exact, log_columns, log_lines, model_path, refused,
                      run, run_ok, sentences, tolerance, write_shard)
-from twins import (doubles, family_logits, family_model, formats, gradients, norm_of, np, softmax,
+from twins import (FAMILY, doubles, family_logits, family_model, formats, gradients, norm_of, np, softmax,
                    token_losses, trained, windows)
 
 B, T = 4, 12
@@ -57,16 +57,14 @@ def test_loss_and_gradients(kind):
         def loss_of(p):
             return masked_mean(token_losses(dims, p, rows_of()[:B]), mask_of(slice(B)))
     else:
-        more = {"qk_norm": True} if kind == "Qwen3" else {"mlp": "relu2", "norm_weights": False,
-                                                          "embed_norm": True, "qk_norm": True, "softcap": 1.5}
         start = "family.bin"
-        dims, p = family_model(start, **more)
+        dims, p = family_model(start, **FAMILY[kind])
         p = {name: x.astype(np.float64) for name, x in p.items()}
 
         def loss_of(p):
             right = softmax(family_logits(dims, p, rows_of()[:B, :-1]))
-            return masked_mean(-np.log(np.take_along_axis(right, rows_of()[:B, 1:, None], -1)[..., 0]),
-                               mask_of(slice(B)))
+            losses = -np.log(np.take_along_axis(right, rows_of()[:B, 1:, None], -1)[..., 0])
+            return masked_mean(losses, mask_of(slice(B)))
     flags = {"-e": start, "-t": T}
     losses = run_ok({**flags, "-a": 1, "-l": 0, "-x": 2}).losses()
     assert_close(losses, [loss_of(p)] * 2, tolerance(1e-5, 3e-2), "losses")
@@ -81,7 +79,8 @@ def test_loss_and_gradients(kind):
         at = {t: loss_of({**p, name: x + t * v}) for t in (-2, -1, 1, 2)}
         want, got = (8 * (at[1] - at[-1]) - (at[2] - at[-2])) / 12, float((grads[name] * v).sum())
         assert abs(got - want) <= 3e-4 * abs(want) + 1e-9, f"gradient of {name}"
-    assert_close(log_columns(f"gradients {kind}")["norm"], [norm_of(grads)], 3e-4 * norm_of(grads), "the norm")
+    want = norm_of(grads)
+    assert_close(log_columns(f"gradients {kind}")["norm"], [want], 3e-4 * want, "the norm")
 
 
 def test_micro_steps():
@@ -186,14 +185,14 @@ def test_beside_pytorch():
              "-j": "questions.bin", "--shuffle": 1, "-k": "constant", "-o": "beside"}
     result = run_ok(flags)
     args = train_gpt2.parse_arguments(
-        ["--model", start, "--input_bin", "answers.bin", "--input_val_bin", "questions.bin", "--batch_size", "2",
-         "--sequence_length", str(T), "--total_batch_size", str(8 * T), "--num_iterations", "5", "--shuffle", "1",
-         "--learning_rate", "1e-3", "--learning_rate_decay_frac", "1", "--weight_decay", "0.1",
-         "--overfit_single_batch", "0", "--val_loss_every", "5", "--val_max_steps", "3", "--dtype", "float64",
-         "--device", "cpu"])
+        f"""--model {start} --input_bin answers.bin --input_val_bin questions.bin --batch_size 2 --shuffle 1
+        --sequence_length {T} --total_batch_size {8 * T} --num_iterations 5 --learning_rate 1e-3
+        --learning_rate_decay_frac 1 --weight_decay 0.1 --overfit_single_batch 0 --val_loss_every 5
+        --val_max_steps 3 --dtype float64 --device cpu""".split())
     lines = []
     steps = train_gpt2.train(args, *formats.read_checkpoint(start), lines.append)
     vals = [float(line.split()[-1]) for line in lines if line.startswith("val loss")]
     assert_close(result.losses(), [step["loss"] for step in steps], tolerance(2e-5, 3e-2), "losses")
-    assert_close(log_columns("beside")["norm"], [step["norm"] for step in steps], tolerance(1e-3, 5e-2), "norms")
+    assert_close(log_columns("beside")["norm"], [step["norm"] for step in steps], tolerance(1e-3, 5e-2),
+                 "norms")
     assert_close(result.val_losses(), vals, tolerance(2e-5, 3e-2), "validation losses")

@@ -59,7 +59,8 @@ def some_conversations(seed, count, longest=30):
     for number in range(count):
         said = [("s", "Be é brief.\n")] * rng.randrange(2) + [("u", f"No. {number}"), ("a", "Ok!")]
         for _ in range(rng.randrange(1, 4)):
-            said += [("u", " " + "q" * rng.randrange(longest) + "?"), ("a", "a" * rng.randrange(longest) + " ")]
+            said += [("u", " " + "q" * rng.randrange(longest) + "?"),
+                     ("a", "a" * rng.randrange(longest) + " ")]
         found.append(said)
     return found
 
@@ -127,8 +128,8 @@ def test_rows():
     assert len({expected(some) for some in said}) == 120
     write_rows(said)
     out = makes("--row-tokens", 256, "--val-tokens", 0, "--restart")
-    total, counted = (sum(sizes) for sizes in zip(*((len(mask), sum(mask)) for _, mask in map(expected, said))))
-    assert f"{counted} of {total} tokens count" in out and not shards("val")
+    masks = b"".join(mask for _, mask in map(expected, said))
+    assert f"{sum(masks)} of {len(masks)} tokens count" in out and not shards("val")
     check(said, 256, least=0.9)
     assert "is complete" in makes("--row-tokens", 256, "--val-tokens", 0)
     for T, size in ((16, 200), (100, 1), (256, 2000)):
@@ -157,7 +158,10 @@ def test_text_of_a_conversation():
 
 def test_gpt2_tokens():
     """Parts are encoded by themselves, as `chat` encodes a question; tokenizer.json makes the same shards."""
-    write_rows(some_conversations(3, 40))
+    said = some_conversations(3, 40)
+    for number, one in enumerate(said):             # where a part's end and the next one's begin might merge
+        one[-1] = "a", random.Random(number).choice(["(x)", "'s", "...", "7", "\n\n x", "Assistant:", "é"]) * 2
+    write_rows(said)
     makes("--row-tokens", 64, out="ours", kind=())
     tokens, mask = shards("train", "ours", 1)[0]
     assert 50256 in tokens and 0 < sum(mask) < len(mask)
@@ -167,6 +171,12 @@ def test_gpt2_tokens():
     import export_hf                                # pylint: disable=C0415
     write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(V=50257, maxT=8))["tokenizer.json"])
     makes("--row-tokens", 64, "--tokenizer", "gpt2.json", out="theirs", kind=())
+    from tokenizers import Tokenizer                # pylint: disable=C0415
+    tokens = " ".join(str(token) for split in ("val", "train") for some, _ in shards(split, "ours", 1)
+                      for token in some)
+    for one in said:                                # a whole conversation's tokens are those of its parts
+        text = expected(one)[0].decode().replace("\0", "<|endoftext|>")
+        assert " ".join(map(str, Tokenizer.from_file("gpt2.json").encode(text).ids)) in tokens
     for path in glob.glob("ours/ours_*"):
         other = read(path.replace("ours", "theirs"))
         want = read(path)
@@ -264,5 +274,6 @@ def test_template():
     for said in some_conversations(9, 30):
         text = template.render(messages=messages(*said), eos_token="\0")
         assert text.encode() == expected(said)[0]
-    asked = template.render(messages=messages(("s", "S "), ("u", "Q")), eos_token="|", add_generation_prompt=True)
+    asked = template.render(messages=messages(("s", "S "), ("u", "Q")), eos_token="|",
+                            add_generation_prompt=True)
     assert asked == "|System: S\n\nUser: Q\n\nAssistant:"

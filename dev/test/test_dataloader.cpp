@@ -273,7 +273,8 @@ static void test_masks() {
         for (const DataShare share : {DataShare{0, 1, 1}, DataShare{1, 2, 2}, DataShare{2, 3, 1}}) {
             Loader loader(pattern, B, T, shuffle, kSeed, 65536, share);
             Loader all(pattern, B * share.world * share.run, T, shuffle, kSeed);
-            CHECK(loader.masked && loader.samples_per_epoch == 19, "%lld", (long long)loader.samples_per_epoch);
+            CHECK(loader.masked && loader.samples_per_epoch == 19, "%lld rows",
+                  (long long)loader.samples_per_epoch);
             int64_t wrong = 0, sum = 0;
             for (int step = 0; step < 8; step++) {
                 const int rows = B * share.world * share.run;

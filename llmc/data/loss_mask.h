@@ -46,7 +46,8 @@ static inline std::string loss_mask_open(LossMask* mask, const std::string& shar
     for (int64_t at = 0; at < tokens;) {
         const ssize_t got = read_at(mask->fd, part.data(), part.size(), at);
         if (got <= 0) {
-            return format("cannot read '%s': %s", path.c_str(), got < 0 ? strerror(errno) : "it became shorter");
+            return format("cannot read '%s': %s", path.c_str(),
+                          got < 0 ? strerror(errno) : "it became shorter");
         }
         for (ssize_t k = 0; k < got; k++, at++) {
             if ((unsigned char)part[(size_t)k] > 1) {
@@ -61,8 +62,8 @@ static inline std::string loss_mask_open(LossMask* mask, const std::string& shar
 }
 
 // Makes -1 of each target that is not counted; targets[0] is token first + 1. Returns the error, or "".
-static inline std::string loss_mask_apply(const LossMask& mask, const std::string& shard, int64_t first, int T,
-                                          int* targets /*(T)*/) {
+static inline std::string loss_mask_apply(const LossMask& mask, const std::string& shard, int64_t first,
+                                          int T, int* targets /*(T)*/) {
     std::vector<char> bytes((size_t)T);
     const ssize_t got = read_at(mask.fd, bytes.data(), (size_t)T, first + 1);
     if (got < T) {

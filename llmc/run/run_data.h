@@ -71,7 +71,8 @@ static inline void data_open(RunData* d, Config* config) {
         die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
             shared);
     }
-    if (run_validates() && dataloader_counted(&d->val, 0, std::min(val_rows(), d->val.samples_per_epoch)) == 0) {
+    const int64_t rows = std::min(val_rows(), d->val.samples_per_epoch);
+    if (run_validates() && dataloader_counted(&d->val, 0, rows) == 0) {
         die("the masks of '%s' count no token of the rows that are validated on\nhint: -m N takes more rows",
             run.val_data);
     }
