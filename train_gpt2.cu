@@ -7152,7 +7152,7 @@ int main(int argc, char** argv) {
         begin_run(&t, resumed);
         train(&t);
         saver_free(&t.saver);
-        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.data.max_steps); }
+        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.data.max_steps, config.chat != 0); }
     } else {
         if (run_validates()) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.data.questions, &t.logger, 0) && fine; }

@@ -101,8 +101,8 @@ DATASETS = [
             "each package's, free", "300 MB, 75M tokens", "", "", "debian_docs", 500_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, packed or not",
             "yours", "", "", "", "", "auto"),
-    Dataset("answers", "files", "--from", "your own conversations: .jsonl or .parquet with rows of messages",
-            "yours", "", "", "", "", "auto"),
+    Dataset("answers", "files", "--from", "conversations: .jsonl or .parquet of messages", "yours", "", "",
+            "", "", "auto"),
     Dataset("tokens", "tokens", "--from", "nanoGPT's train.bin and val.bin, build-nanogpt's .npy", "theirs",
             ""),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet of any data set on huggingface.co",
@@ -639,7 +639,8 @@ def run(args):
     stem = os.path.join(args.out, dataset.stem)
     val = f" -j {shell_quoted(stem + '_val_*.bin')}" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
     has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
-    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} -i {shell_quoted(stem + '_train_*.bin')}{val} ...")
+    rows = f" -t {args.row_tokens}" if args.row_tokens else ""
+    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'}{rows} -i {shell_quoted(stem + '_train_*.bin')}{val} ...")
 
 
 def shell_quoted(text):

@@ -6,6 +6,7 @@ end-of-text token is 0, and a byte is a token.
 """
 import array
 import glob
+import importlib.util
 import json
 import os
 import random
@@ -228,7 +229,7 @@ def test_the_model_knows():
     makes("--row-tokens", 64, "--restart")
     flags = {**USUAL, "-e": "L1,NH2,C16,T64,V256", "-t": 64, "-b": 2, "-n": 2}
     conversations = {"-i": "qa/qa_train_*.bin", "-j": "qa/qa_val_*.bin", "-v": 2}
-    run_ok({**flags, **conversations, "-x": 2, "-o": "taught"})
+    assert " chat taught` asks it" in run_ok({**flags, **conversations, "-x": 2, "-o": "taught"}).out
     assert word("taught/model_00000002.bin", MODEL_CHAT) == 1
     run_ok({**ALONE, "-y": 1, "-o": "taught", "-x": 4})
     assert word("taught/model_00000004.bin", MODEL_CHAT) == 1
@@ -243,6 +244,10 @@ def test_the_model_knows():
         assert code == 0, err
         settings = json.loads(read(folder + "-hf/tokenizer_config.json"))
         assert ("chat_template" in settings) == knows
+    if importlib.util.find_spec("gguf"):
+        code, _, err = run_program([sys.executable, os.path.join(ROOT, "dev/eval/export_gguf.py"), "more",
+                                    "more.gguf"])
+        assert code == 0 and b"add_generation_prompt" in read("more.gguf"), err
     llama = {"-e": "llama:L1,NH2,NKV1,HS16,C32,F32,T64,V256"}
     run_ok({**flags, **conversations, **llama, "-x": 2, "-o": "llama"})
     run_ok({**ALONE, "-y": 1, "-o": "llama", "-x": 3})
