@@ -638,9 +638,10 @@ def run(args):
     {"shards": copy_shards, "tokens": make_token_shards}.get(dataset.kind, make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
     val = f" -j {shell_quoted(stem + '_val_*.bin')}" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
-    has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
+    program = "cu" if os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or \
+        shutil.which("nvcc", path=NVCC_PATH) else "cpu"
     rows = f" -t {args.row_tokens}" if args.row_tokens else ""
-    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'}{rows} -i {shell_quoted(stem + '_train_*.bin')}{val} ...")
+    print(f"./train_gpt2{program}{rows} -i {shell_quoted(stem + '_train_*.bin')}{val} ...")
 
 
 def shell_quoted(text):

@@ -161,7 +161,8 @@ def test_gpt2_tokens():
     """Parts are encoded by themselves, as `chat` encodes a question; tokenizer.json makes the same shards."""
     said = some_conversations(3, 40)
     for number, one in enumerate(said):             # where a part's end and the next one's begin might merge
-        one[-1] = "a", random.Random(number).choice(["(x)", "'s", "...", "7", "\n\n x", "Assistant:", "é"]) * 2
+        ends = "(x)", "'s", "...", "7", "\n\n x", "Assistant:", "é"
+        one[-1] = "a", random.Random(number).choice(ends) * 2
     write_rows(said)
     makes("--row-tokens", 64, out="ours", kind=())
     tokens, mask = shards("train", "ours", 1)[0]

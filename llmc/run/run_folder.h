@@ -269,7 +269,7 @@ static inline void folder_taken_up(const Checkpoint& c, const Retention& retenti
     }
 }
 
-// A run's last lines: how to resume it if it was stopped, and how to use its folder. chats: its model answers.
+// A run's last lines: how to resume it if it was stopped, and how to use its folder. chats: by `chat`, too.
 static inline void print_folder(const char* program, bool stopped, bool chats) {
     const bool as_path = run.output_dir[0] == '-' || reads_as_descriptor(run.output_dir);
     const std::string folder = shell_quoted((as_path ? "./" : "") + std::string(run.output_dir));
