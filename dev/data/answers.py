@@ -121,7 +121,7 @@ class Set:
         return self.starts[number + 1] - self.starts[number]
 
     def drawn(self, wanted):
-        """The numbers of those for validation: as many as `wanted` tokens hold, but one at least, and not all."""
+        """The numbers of those for validation: all that `wanted` tokens hold, one at least, one left over."""
         found = set()
         for number in sorted(range(len(self)), key=draw_key)[:-1]:
             wanted -= self.length(number)
