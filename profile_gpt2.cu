@@ -63,9 +63,10 @@ WORK(MatmulBackwardInput) {             // SwiGLU: (N,2C) are read and written
     return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + act), kX, kX);
 }
 WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }
-WORK(Fp8Matmul) {                       // GELU's slope reads as much of pre_gelu as others write of out
-    const double out = a.out ? kX * (1 + !!a.residual) : width(a.grad), cast = a.cast.stats ? 2 : 0;
-    return product(a.M, a.K, a.N, 1, 1, out + cast);
+WORK(Fp8Matmul) {                       // a slope reads as many values of pre_act as it gives
+    const double of_n = a.cast.stats ? (double)a.cast.width() / a.N : 0;        // columns cast for each of N
+    const double out = a.out ? kX * (a.cast.before ? of_n : 1 + !!a.residual) : width(a.grad);
+    return product(a.M, a.K, a.N, 1, 1, out + 2 * of_n);
 }
 WORK(Fp8Cast) {                         // SwiGLU's gate and up, and what they get, count twice
     const bool gradient = a.source == Fp8Source::SwigluGrad, wide = gradient || a.source == Fp8Source::Swiglu;
@@ -83,13 +84,12 @@ WORK(Relu2Forward) { return {2 * kX * (double)a.n, 0}; }
 WORK(Relu2Backward) { return {3 * kX * (double)a.n, 0}; }
 WORK(RotateForward) { return {2 * kX * a.N * (a.NH + a.NKV) * a.HS, 0}; }
 WORK(RotateBackward) {
-    const double q_k = (double)a.N * (a.NH + a.NKV) * a.HS, v = (double)a.N * a.NKV * a.HS;
-    return {(a.rstd ? 2 : 1) * kX * q_k + (a.fp8 ? q_k + (kX + 1) * v : kX * q_k), 0};
+    return {((a.rstd ? 2 : 1) * kX + (a.fp8 ? 1 : kX)) * a.N * (a.NH + a.NKV) * a.HS, 0};
 }
 WORK(AttentionForward) { return attention_work(a, 2, 2, 2); }
 WORK(AttentionBackward) {
-    const double gradient = a.fp8 ? 1 / kX : 1;
-    return attention_work(a, 3 + gradient, 2 + 2 * gradient, 5);
+    const double v = a.fp8 ? 1 / kX : 1, q_k = a.only_v ? 1 : v;
+    return attention_work(a, 3 + q_k, 2 + q_k + v, 5);
 }
 WORK(Classifier) {
     const double grad = a.mode == ClassifierMode::LossOnly ? 0 : a.fp8_grad ? 1 : kX;

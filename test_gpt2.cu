@@ -605,6 +605,25 @@ static void test_variant(const Config& c, double dropout) {
     }
 }
 
+// The LM head's rows in three parts, the last one shorter: the same losses and gradients.
+static void test_head_chunks(const Config& c, bool grads_bf16) {
+    Options o = default_options();
+    o.grads_bf16 = grads_bf16;
+    const Batch batch = random_batch(c, 8, 0);
+    RandomModel whole(c, o, batch.B);
+    o.head_chunks = 3;
+    RandomModel parts(c, o, batch.B);
+    const int N = batch.B * batch.T, rows = head_rows(o, N);
+    CHECK(2 * rows < N && N < 3 * rows, "%d rows in parts of %d", N, rows);
+    const float want = mean_loss(&whole, batch), loss = mean_loss(&parts, batch);
+    CHECK(fabsf(loss / want - 1.0f) <= (kLowPrecision ? 1e-4f : 1e-6f), "loss %.9g, at once %.9g", loss,
+          want);
+    for (int micro_steps : {1, 2}) {
+        accumulate(&whole, batch, micro_steps), accumulate(&parts, batch, micro_steps);
+        check_grads("head in parts", &parts, host_grads(&whole), kLowPrecision ? 1e-2 : 1e-6);
+    }
+}
+
 // With one norm's weights in both, parallel branches are tied ones.
 static void test_tied(Config c) {
     const Batch batch = random_batch(c, 2, 0);
@@ -668,16 +687,15 @@ static void test_slopes(const char* name, const Config& c) {
     printf("   %s: gradients off their slopes by up to %.1e\n", name, worst);
 }
 
-// Everything that decides about the next steps, as bytes.
-static std::vector<Vector> host_state(GPT2* model) {
-    const size_t n = model->layout.state_elems;
+// Everything that decides about the next steps, as bits: what is no float compares as well.
+static std::vector<std::vector<uint32_t>> host_state(GPT2* model) {
+    const size_t n = model->layout.state_elems, width = model->options.state_bytes();
     auto words = [&](const void* data, size_t bytes) {
-        return from_device(model, (const float*)data, bytes / sizeof(float));
+        return from_device(model, (const uint32_t*)data, bytes / sizeof(uint32_t));
     };
-    const size_t width = model->options.state_bytes();
-    std::vector<Vector> all = {words(model->params, model->layout.params_bytes),
-                               words(model->opt.m, n * width),
-                               words(model->opt.v, model->layout.v_elems * width)};
+    std::vector<std::vector<uint32_t>> all = {words(model->params, model->layout.params_bytes),
+                                              words(model->opt.m, n * width),
+                                              words(model->opt.v, model->layout.v_elems * width)};
     if (model->opt.master) { all.push_back(words(model->opt.master, n * sizeof(masterX))); }
     return all;
 }
@@ -701,7 +719,7 @@ static std::vector<Fp8Tensor> fp8_state(GPT2* model) {
 static void test_fp8(const Config& c, bool head, double bound) {
     const int B = 8;
     Options o = default_options(), plain = o;
-    o.fp8 = true, o.fp8_head = head, o.recompute = 2;   // -r as in the trainer
+    o.fp8 = true, o.fp8_head = head;
     RandomModel model(c, o, B), other(c, plain, B);
     auto update = [&](double lr) {
         step_update(&model, lr, 0.0);
@@ -741,7 +759,7 @@ static void test_fp8(const Config& c, bool head, double bound) {
     check_grads("FP8, again", &model, first, 0.0);
 
     // scales that no longer fit: the update is skipped, and the next one is made with scales that do
-    const std::vector<Vector> before = host_state(&model);
+    const auto before = host_state(&model);
     std::vector<Fp8Tensor> wrong = scaled;
     const int grown = 8 * (c.L > 2) + 6;                    // the input of the first FP8 layer's fcproj
     fp8_set_scale(&wrong[grown], wrong[grown].scale * 64.0f);
@@ -757,6 +775,34 @@ static void test_fp8(const Config& c, bool head, double bound) {
     check_grads("FP8, after a skipped update", &model, want, 1.5 * bound);
     state = update(1e-3);
     CHECK(state.update.skip == SKIP_NO && host_state(&model) != before, "then skip %d", state.update.skip);
+}
+
+// The second step, the first with bytes, at each recompute level: gradients, scales and weights to the bit.
+static void test_fp8_recompute(const Config& c, double dropout) {
+    const int B = 8;
+    Options o = default_options();
+    o.fp8 = o.fp8_head = true, o.dropout = dropout;
+    std::vector<Vector> want;
+    std::vector<std::vector<uint32_t>> want_state;
+    Vector want_scales;
+    for (int recompute : {0, 1, 2, 3}) {
+        o.recompute = recompute;
+        RandomModel model(c, o, B);
+        accumulate(&model, random_batch(c, B, 0));
+        step_update(&model, 1e-3, 0.0);
+        if (c.is_llama()) { model.step = kFp8LlamaBegins; }
+        accumulate(&model, random_batch(c, B, 1), 2);
+        const std::vector<Vector> grads = host_grads(&model);
+        step_update(&model, 1e-3, 0.0);
+        const auto state = host_state(&model);
+        Vector scales = {gpt2_read_state(&model).fp8_saturated};
+        for (const Fp8Tensor& t : fp8_state(&model)) {
+            for (float x : {t.scale, t.amax[0], t.amax[1]}) { scales.push_back(x); }
+        }
+        if (recompute == 0) { want = grads, want_state = state, want_scales = scales; }
+        CHECK(grads == want && state == want_state && scales == want_scales,
+              "FP8, C=%d, block %d, dropout %g: -r %d has other bits", c.C, (int)c.block, dropout, recompute);
+    }
 }
 
 // Tokens that the batch does not have: their rows of wte's gradient are probabilities of 1/50,257 times lnf.
@@ -992,7 +1038,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     }
     full.update.losses.count = full.update.norms.count = kWindow;
     gpt2_write_state(&a, full);
-    const std::vector<Vector> then = host_state(&a);
+    const auto then = host_state(&a);
     static Logger logger;
     logger_init(&logger, folder.name.c_str());
     logger_train(&logger, {0, 1, 1, 1, 1, 1, 1});
@@ -1876,6 +1922,10 @@ static void test_fp8_cast(int N, int C, float scale) {
                          C});
         op<Fp8CastOf>(at, {at.exact_out("own out", bytes), at.exact_out("own out_t", bytes), own, own_t, {},
                          nullptr, weight, nullptr, Fp8Source::Weight, N, C});
+        op<Fp8CastOf>(at, {at.exact_out("rows alone", bytes), nullptr, own, own_t, {}, nullptr, weight,
+                         nullptr, Fp8Source::Weight, N, C});
+        op<Fp8CastOf>(at, {nullptr, at.exact_out("columns alone", bytes), own, own_t, {}, nullptr, weight,
+                         nullptr, Fp8Source::Weight, N, C});
     });
     // With an activation: a kernel's fast exp may round to the neighbour.
     for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad, Fp8Source::Swiglu, Fp8Source::SwigluGrad,
@@ -1949,10 +1999,11 @@ static void test_fp8_matmul(int M, int N, int K, Fp8Format as = Fp8Format::E4m3)
     }
 }
 
-// A product and the cast of its output, GELU or its slope, in one op. The product is of small whole numbers,
-// so that it is exact in 16 bits, in whatever order it is summed.
-static void test_fp8_matmul_gelu(int N, int K, int columns) {
-    const int n = N * columns;
+// A product and the cast of its output, an MLP's activation or its gradient, in one op. The product is of
+// small whole numbers, so that it is exact in 16 bits, in whatever order it is summed.
+static void test_fp8_matmul_act(Mlp mlp, int N, int K, int F) {
+    const bool gated = mlp == Mlp::SwiGlu;
+    const int wide = gated ? 2 * F : F;
     auto ones = [](size_t n, uint32_t id) {
         std::vector<uint8_t> b(n);
         for (size_t i = 0; i < n; i++) {
@@ -1961,33 +2012,39 @@ static void test_fp8_matmul_gelu(int N, int K, int columns) {
         }
         return b;
     };
-    const std::vector<uint8_t> a_bytes = ones((size_t)N * K, 1), b_bytes = ones((size_t)columns * K, 2);
-    const std::vector<uint8_t> filler(n, 0xFF);
-    Doubles eighths(columns);
-    for (int c = 0; c < columns; c++) { eighths[c] = c == 5 ? 12.0 : (c % 7 - 3) / 8.0; }
     std::vector<Fp8Tensor> tensors(3);              // 448/64 = 7: some saturate
     fp8_set_scale(&tensors[0], 4.0f), fp8_set_scale(&tensors[1], 2.0f), fp8_set_scale(&tensors[2], 64.0f);
     for (int form = 0; form < 4; form++) {
-        const bool forward = form % 2, nan = form >= 2;
-        Case k(format("fp8_matmul with GELU N=%d C=%d OC=%d forward=%d nan=%d", N, K, columns, forward, nan));
-        Doubles pre_gelu = k.random(n, 2.0), bias = eighths;
-        if (nan) { (forward ? bias : pre_gelu).back() = NAN; }
+        const bool forward = form % 2, nan = form >= 2, biased = forward && !gated;
+        const int of = forward ? wide : F, out = forward ? F : wide, n = N * of;        // the product; bytes
+        Case k(format("fp8_matmul mlp=%d N=%d K=%d F=%d forward=%d nan=%d", (int)mlp, N, K, F, forward, nan));
+        std::vector<uint8_t> a_bytes = ones((size_t)N * K, 1);
+        const std::vector<uint8_t> b_bytes = ones((size_t)of * K, 2), filler((size_t)N * out, 0xFF);
+        Doubles pre_act = k.random(N * wide, 2.0);
+        if (nan && forward) { a_bytes.back() = 0x7F; }
+        else if (nan) { pre_act.back() = NAN; }
+        Doubles eighths(of);
+        for (int c = 0; c < of; c++) { eighths[c] = c == 5 ? 12.0 : (c % 7 - 3) / 8.0; }
+        const Fp8Source sources[][2] = {{Fp8Source::GeluGrad, Fp8Source::Gelu},
+                                        {Fp8Source::SwigluGrad, Fp8Source::Swiglu},
+                                        {Fp8Source::Relu2Grad, Fp8Source::Relu2}};
+        const Fp8Source source = sources[(int)mlp][forward];
         compute(k, [&](auto at) {
             auto* t = at.exact("tensors", tensors);
             auto to = args<Fp8CastOf>(at);
             to.out = at.exact("bytes", filler), to.out_t = at.exact("turned", filler);
             to.stats = at.exact("stats", std::vector<Fp8Stats>{{7, 1, 0, 0}}), to.tensor = t + 2;
-            to.source = forward ? Fp8Source::Gelu : Fp8Source::GeluGrad, to.N = N, to.C = columns;
-            to.scratch = at.s("sums", Scratch(std::max(gelu_backward_scratch_bytes(N, columns),
-                                                       fp8_cast_scratch_bytes(N, columns)) / 4));
+            to.source = source, to.N = N, to.C = F;
+            to.scratch = at.s("sums", Scratch(std::max(gelu_backward_scratch_bytes(N, F),
+                                                       fp8_cast_scratch_bytes(N, F)) / 4));
             auto a = args<Fp8MatmulOf>(at);
             a.a = at.exact("a", a_bytes), a.b = at.exact("b", b_bytes), a.a_tensor = t, a.b_tensor = t + 1;
-            a.M = N, a.N = columns, a.K = K, a.fast = true;
+            a.M = N, a.N = of, a.K = K, a.fast = true;
             a.out = at.x("out", forward ? Out(n) : Scratch(n)), to.inp = a.out;
-            if (forward) { a.bias = at.x("bias", Of(bias)); }
-            else {
-                to.before = at.x("pre_gelu", Of(pre_gelu));
-                to.dbias = at.grad("dbias", In(columns, sqrt(N)), Accumulate::Yes, false);
+            if (biased) { a.bias = at.x("bias", Of(eighths)); }
+            if (!forward) { to.before = at.x("pre_act", Of(pre_act)); }
+            if (mlp == Mlp::Gelu && !forward) {
+                to.dbias = at.grad("dbias", In(F, sqrt(N)), Accumulate::Yes, false);
             }
             a.cast = to;
             call(a);
@@ -2005,12 +2062,13 @@ static void test_fp8_matmul_gelu(int N, int K, int columns) {
         CHECK((nan ? !fp8_is_finite(one.amax) : one.amax == two.amax) && one.saturated == two.saturated &&
               one.elements == two.elements, "%s: counts of two ops", k.title.c_str());
         if (nan) { continue; }
-        k[forward ? "out" : "dbias"].expect();
+        if (forward) { k["out"].expect(); }
+        else if (mlp == Mlp::Gelu) { k["dbias"].expect(); }
         expect_bytes(k, "bytes", Fp8Format::E4m3);
         expect_stats(k, "stats");
         const std::vector<uint8_t> got = k["bytes"].read<uint8_t>(), turned = k["turned"].read<uint8_t>();
         size_t wrong = 0;
-        for (int i = 0; i < n; i++) { wrong += turned[i % columns * N + i / columns] != got[i]; }
+        for (int i = 0; i < N * out; i++) { wrong += turned[(size_t)(i % out) * N + i / out] != got[i]; }
         CHECK(wrong == 0, "%s: %zu bytes of the transpose are not the rows'", k.title.c_str(), wrong);
     }
 }
@@ -2252,7 +2310,7 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, QkNorm norm) {
             a.q_weight = weight(at, "q_weight", of_q), a.k_weight = weight(at, "k_weight", of_k);
             a.N = N, a.T = T, a.NH = NH, a.NKV = NKV, a.HS = HS;
             if (fp8) {
-                a.fp8 = at.exact("bytes", std::vector<uint8_t>(n, 0xFF));
+                a.fp8 = at.exact("bytes", std::vector<uint8_t>(n, 0x38));       // 1: v's stay
                 a.tensor = at.exact("tensor", tensor), a.stats = at.exact("stats", std::vector<Fp8Stats>(1));
             }
             call(a);
@@ -2380,8 +2438,21 @@ static void test_fp8_attention(int B, int T, int NH, int NKV, int HS) {
         op<AttentionBackwardOf>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS,
                                    at.exact_out("bytes", std::vector<uint8_t>(all)),
                                    at.exact("tensor", tensor), at.exact("stats", std::vector<Fp8Stats>(1))});
+        op<AttentionBackwardOf>(at, {at.x("dqk", Of(Doubles(all, 0.5))), scratch, dout, out, qkv, lse, B, T,
+                                   NH, NKV, HS, at.exact("v bytes", std::vector<uint8_t>(all, 0x38)),
+                                   at.exact("tensor", tensor),
+                                   at.exact("v stats", std::vector<Fp8Stats>(1)), true});
     });
-    const std::vector<uint8_t> got = k["bytes"].read<uint8_t>();
+    const std::vector<uint8_t> got = k["bytes"].read<uint8_t>(), of_v = k["v bytes"].read<uint8_t>();
+    const Doubles dqkv = k["dqkv"].values(), dqk = k["dqk"].values();
+    size_t unlike = 0;                                  // only_v: each value where it belongs
+    for (size_t i = 0; i < all; i++) {
+        const bool is_v = i / HS % (NH + 2 * NKV) >= (size_t)(NH + NKV);
+        unlike += is_v ? of_v[i] != got[i] || dqk[i] != 0.5 : of_v[i] != 0x38 || dqk[i] != dqkv[i];
+    }
+    const size_t counted = k["v stats"].read<Fp8Stats>()[0].elements;
+    CHECK(unlike == 0 && counted == (size_t)B * T * NKV * HS, "%s: only v: %zu values are wrong, %zu counted",
+          k.title.c_str(), unlike, counted);
     const Fp8Stats stats = k["stats"].read<Fp8Stats>()[0];
     const double gap = 0x1p-8;                          // floatX's own rounding, and as much again
     double most = 0.0;
@@ -3071,12 +3142,15 @@ static void test_kernels() {
         test_fp8_attention_forms();
         test_fp8_nan();
         test_fp8_matmul(144, 400, 272, Fp8Format::E5m2);
-        test_fp8_matmul_gelu(48, 64, 80);               // a product, then the cast
-        test_fp8_matmul_gelu(64, 512, 256);             // from here on one sm90 kernel: half of a tile
-        test_fp8_matmul_gelu(192, 640, 512);            // half of the cluster's second tile
+        for (Mlp mlp : {Mlp::Gelu, Mlp::SwiGlu, Mlp::Relu2}) {
+            test_fp8_matmul_act(mlp, 48, 64, 80);           // a product, then the cast
+            test_fp8_matmul_act(mlp, 64, 512, 256);         // from here on one sm90 kernel: half of a tile
+            test_fp8_matmul_act(mlp, 192, 640, 512);        // half of the cluster's second tile
+            if (small_shapes) { continue; }
+            test_fp8_matmul_act(mlp, 384, 1600, 768);
+            test_fp8_matmul_act(mlp, 3136, 512, 1536);      // blocks take several tiles
+        }
         if (!small_shapes) {
-            test_fp8_matmul_gelu(384, 1600, 768);
-            test_fp8_matmul_gelu(3136, 512, 1536);      // blocks take several tiles
             test_fp8_cast(1024, 3072, 128.0f);
             test_fp8_classifier(150, 50257, 50304);         // some blocks have a second row
             test_fp8_classifier(3, 151930, 151936);
@@ -3294,6 +3368,11 @@ int main(int argc, char** argv) {
                     if (variants) { test_writing(c.llama.embed_norm ? "nano" : "llama", c); }
                 }
             }
+            TEST("LM head in parts") {
+                for (bool grads_bf16 : {false, kLowPrecision}) {
+                    for (const Config& c : {kTensorCore, kLlama8}) { test_head_chunks(c, grads_bf16); }
+                }
+            }
             TEST("recomputing, micro-steps") {
                 for (const Config& c : {kTiny, kTensorCore}) { test_variant(c, 0.0); }
                 if (kDeviceIsAsync && kLowPrecision) { test_variant(kWide, 0.0); }
@@ -3306,6 +3385,12 @@ int main(int argc, char** argv) {
                 test_fp8(deep, true, 0.07);
                 test_fp8(kLlama8, true, 0.075);     // 0.063 to 0.073 with eight seeds on the CPU
                 test_fp8(kNano8, true, 0.045);
+                for (double dropout : {0.0, 0.1}) {
+                    for (const Config& of : {deep, kLlama8, kNano8}) { test_fp8_recompute(of, dropout); }
+                    Config parallel = kTensorCore;
+                    parallel.block = Block::Parallel;
+                    test_fp8_recompute(parallel, dropout);
+                }
                 if (kDeviceIsAsync) {                         // fc's and fcproj's products with GELU (sm90)
                     Config wide = kWide;
                     wide.maxT = 72;                     // 576 rows: whole blocks of 64

@@ -151,19 +151,20 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
-// With FP8, whose layers keep bytes, the first layer then has a copy, and the others share a second one. A
+// ENDS(r) is SAVED(r), but with FP8 only the first and the last layer have copies: the others keep bytes. A
 // model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
 // tensors have no elements. IN(other): the tensor lies in the memory of another row, and lives until another
 // tensor is written there; a DEBUG build mostly fills it with NaN first. Names that are 0 or 1: `sequential`
 // and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`;
 // `embed_norm`, a norm behind the embedding; `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by
-// row; NAME_t8 the same, transposed.
+// row; NAME_t8 the same, transposed. Bytes of weights are kept for all layers only at -r 0; otherwise each
+// forward and backward casts a layer's weights when it comes to the layer.
 //    name        type    where   kept    elements
 #define GPT2_ACTS(X)                                                                                        \
     X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                   \
     X(raw,        floatX, Global, ALWAYS, embed_norm * N * C)           /* (B,T,C) rows of wte */           \
     X(raw_rstd,   float,  Global, ALWAYS, embed_norm * N)               /* (B,T) */                         \
-    X(ln1,        floatX, Block,  SAVED(2), N * C)          /* (B,T,C) */                                   \
+    X(ln1,        floatX, Block,  ENDS(2),  N * C)          /* (B,T,C) */                                   \
     X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                     \
     X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                \
     X(qkv,        floatX, Block,  SAVED(3), N * QKVC)       /* (B,T,NH+2*NKV,HS) */                         \
@@ -171,16 +172,16 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */        \
     X(atty,       floatX, Block,  SAVED(3), N * QC)         /* (B,T,NH,HS) attention's output */            \
     X(x_mid,      floatX, Block,  sequential ? SAVED(3) : 1, N * C)     /* (B,T,C) after attention */       \
-    X(ln2,        floatX, Block,  SAVED(2), second * N * C)                                                 \
+    X(ln2,        floatX, Block,  ENDS(2),  second * N * C)                                                 \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
     X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,4C) before GELU; SwiGLU (B,T,2F) */     \
-    X(act,        floatX, Block,  SAVED(1), N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
+    X(act,        floatX, Block,  ENDS(1),  N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
     X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
     X(lnf_mean,   float,  Global, ALWAYS, N)                                                                \
     X(lnf_rstd,   float,  Global, ALWAYS, N)                                                                \
-    X(logits,     floatX, Global, ALWAYS, N * Vp)           /* (B,T,Vp), then their gradient */             \
+    X(logits,     floatX, Global, ALWAYS, head_rows(o, B * T) * Vp) /* (rows,Vp), then their gradient */    \
     X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                     \
     X(dx,         floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */   \
     X(dbranch,    floatX, Global, ALWAYS, trains * dropout * N * C)     /* dx through a branch's dropout */ \
@@ -191,7 +192,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(dlnf,       floatX, Global, IN(narrow), N * C)                                                        \
     X(dln1,       floatX, Global, IN(narrow), N * C)                                                        \
     X(datty,      floatX, Global, IN(narrow), N * QC)                                                       \
-    X(dbranch_8,  uint8_t, Global, IN(narrow), fp8 * N * C)                                                 \
+    X(dbranch_8,  uint8_t, Global, dropout ? ALWAYS : IN(narrow), fp8 * N * C)      /* -r 3: waiting, too */ \
     X(narrow2,    floatX, Global, ALWAYS, parallel * N * C)                                                 \
     X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                            \
     X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                               \
@@ -200,10 +201,10 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(dfch,       floatX, Global, IN(dact), trains * N * F * gelu)      /* (B,T,4C); else it is fch */      \
     X(dqkv,       floatX, Global, IN(wide), trains * N * QKVC)          /* (B,T,NH+2*NKV,HS) */             \
     X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                   \
-    X(ln1_t8,     uint8_t, Block, ALWAYS, fp8 * N * C)      /* (C,B,T) */                                   \
+    X(ln1_t8,     uint8_t, Block, SAVED(2), fp8 * N * C)    /* (C,B,T) */                                   \
     X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                            \
-    X(ln2_t8,     uint8_t, Block, ALWAYS, fp8 * second * N * C)                                             \
-    X(act_t8,     uint8_t, Block, ALWAYS, fp8 * N * F)      /* (F,B,T) */                                   \
+    X(ln2_t8,     uint8_t, Block, SAVED(2), fp8 * second * N * C)                                           \
+    X(act_t8,     uint8_t, Block, SAVED(1), fp8 * N * F)    /* (F,B,T) */                                   \
     X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                               \
     X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                \
     X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * std::max({FCC, QKVC, fp8_head * Vp}))                  \
@@ -215,7 +216,15 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                               \
     X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * FCC)                                             \
     X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * QKVC)                                            \
-    X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)
+    X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)                                           \
+    X(qkvw_8,     uint8_t, Block, SAVED(1), fp8 * QKVC * C) /* (QKVC,C) */                                  \
+    X(qkvw_t8,    uint8_t, Block, SAVED(1), fp8 * QKVC * C) /* (C,QKVC) */                                  \
+    X(fcw_8,      uint8_t, Block, SAVED(1), fp8 * FCC * C)                                                  \
+    X(fcw_t8,     uint8_t, Block, SAVED(1), fp8 * FCC * C)                                                  \
+    X(fcprojw_8,  uint8_t, Block, SAVED(1), fp8 * C * F)                                                    \
+    X(fcprojw_t8, uint8_t, Block, SAVED(1), fp8 * C * F)                                                    \
+    X(headw_8,    uint8_t, Global, ALWAYS, fp8_head * Vp * C)           /* wte's, or headw's */             \
+    X(headw_t8,   uint8_t, Global, ALWAYS, fp8_head * Vp * C)
 
 #define X(name, ...) PARAM_##name,
 enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
@@ -271,7 +280,7 @@ struct Options : ModelSettings {
     bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
     bool muon = false;          // for the layers' matrices; AdamW for the others
     int muon_steps = 5;         // of Newton-Schulz
-    size_t muon_bytes = (size_t)576 << 20;      // that Muon may add to a step's memory: see muon_share
+    size_t muon_bytes = (size_t)576 << 20;      // that Muon may work in: see muon_share
     float loss_scale = kFirstLossScale;         // FP16: the first one
     uint64_t seed = 0;
     int text_rows = 0;          // texts that can be written at once; 0: none
@@ -281,6 +290,11 @@ struct Options : ModelSettings {
     bool graphs = true;         // on one GPU a micro-step is a CUDA graph
     size_t state_bytes() const { return state_bf16 ? 2 : sizeof(float); }       // of an element of m or v
 };
+
+// Of N rows of logits, those that are in memory at once.
+static int head_rows(const Options& o, int N) {
+    return std::min(N, round_up(ceil_div(N, o.head_chunks), 64));
+}
 
 // Fills specs, for a pass over (B,T), and returns where the activations end if they begin at `offset`.
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Options& o, size_t offset = 0) {
@@ -292,7 +306,8 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Opt
     const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
     const size_t fp8 = o.fp8, fp8_head = o.fp8_head;
     const int ALWAYS = trains ? c.L : 1;
-    auto SAVED = [=](int level) { return o.recompute < level ? ALWAYS : std::min(ALWAYS, fp8 ? 2 : 1); };
+    auto SAVED = [=](int level) { return o.recompute < level ? ALWAYS : 1; };
+    auto ENDS = [=](int level) { return fp8 ? std::min(2, SAVED(level)) : SAVED(level); };
     int i = 0;
 #define IN(other) act_in(ACT_##other)
 #define X(name_, type_, where_, kept_, elems_)                                                               \
@@ -1066,7 +1081,9 @@ __device__ __forceinline__ float gelu_grad(float x) {
     const float s = gelu_sigmoid(x), two_du = fmaf(3.0f * kGelu3, x * x, kGelu1);
     return fmaf(x * two_du, fmaf(-s, s, s), s);
 }
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2e * x)); }
+__device__ __forceinline__ float sigmoid(float x, float unit = 1.0f) {
+    return reciprocal_fast(exp2_fast(-kLog2e * x) * unit + unit);
+}
 
 // Activations of an MLP, for the kernels here and in 6.11.
 struct Gelu {
@@ -1075,10 +1092,15 @@ struct Gelu {
 };
 struct Relu2 {                                  // x < 0 is false for NaN, which so comes through
     static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x * x; }
+    static __device__ __forceinline__ float value(float x, float unit) {
+        return value(x) * reciprocal_fast(unit);
+    }
     static __device__ __forceinline__ float slope(float x) { return x < 0.0f ? 0.0f : 2.0f * x; }
 };
 struct Swiglu {
-    static __device__ __forceinline__ float value(float gate, float up) { return gate * sigmoid(gate) * up; }
+    static __device__ __forceinline__ float value(float gate, float up, float unit = 1.0f) {
+        return gate * sigmoid(gate, unit) * up;
+    }
     // of gate, of up
     static __device__ __forceinline__ float2 slopes(float dout, float gate, float up) {
         const float s = sigmoid(gate);
@@ -1189,7 +1211,7 @@ static void gelu_backward_inplace(const GeluBackward& a, Stream stream) {
 //     ActivationBackward   dinp (N,C) = (dout weight) * act'(pre_act), and dbias (+)= sums of its columns
 //     GatedForward         gate, up (N,2F) = inp weight^T, and out (N,F) = silu(gate) * up
 //     GatedBackward        dgate, dup (N,2F) from dact (N,F) = dout weight
-//     ForwardBytes, BackwardBytes    the first two in FP8
+//     ForwardBytes, BackwardBytes, GatedForwardBytes, GatedBackwardBytes      the same in FP8
 // Two warpgroups each own 64 rows of a tile, whose sums fill 128 registers of a thread. Of the third, one
 // thread starts all copies, some stages of 64 k ahead. A cluster of two blocks takes two tiles of the same
 // columns; each block fetches half of the weights' part of a stage, for both. A tile's sums are rounded into
@@ -1213,11 +1235,11 @@ constexpr int kProductCluster = 2, kProductThreads = 3 * 4 * kWarp;
 struct Product {
     const floatX *rows, *weight;        // inp or dout (N,K); (pre_columns,K), in the backward (K,columns)
     const floatX* bias;                 // forward: (columns) or null
-    const floatX *pre_act, *out;        // (N,pre_columns) (N,columns) out is written; in the forward, pre_act
+    const floatX *pre_act, *out;        // (N,pre_columns) (N,out_columns), written; in the forward, pre_act
     float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
-    int N, K, columns, pre_columns;     // of SwiGLU 2 columns: gate, up. Its backward's out is as pre_act
-    // FP8: rows (N,2K) and weight (columns,2K) are bytes. Written are out's bytes and their transpose
-    uint8_t *bytes, *transposed;        // (N,columns) (columns,N)
+    int N, K, columns, pre_columns, out_columns;        // SwiGLU's gate, up and their gradients: 2 columns
+    // FP8: rows (N,2K) and weight (..,2K) are bytes. Written are out's bytes and their transpose
+    uint8_t *bytes, *transposed;        // (N,out_columns) (out_columns,N)
     const Fp8Tensor *rows8, *weight8, *bytes8;
     Fp8Stats* stats;                    // of bytes
 };
@@ -1646,6 +1668,13 @@ struct BytesEpilogue : Epilogue {
         return *(uint2*)(block + row * 64 + chunk * 8 + lane % 2 * 4);
     }
 
+    // The n-th 16 columns into a block.
+    __device__ __forceinline__ void stage_sums(floatX* block, int n) {
+        for (int lower = 0; lower < 2; lower++) {
+            quad_of(block, n, lower) = make_uint2(packed[n][lower], packed[n][lower + 2]);
+        }
+    }
+
     // words[pair]: f[pair] as four bytes of the upper row, and four of the lower one
     __device__ __forceinline__ void round(uint32_t (&words)[2][2], const float2 (&f)[2][4]) {
         Floats all[2];                  // the upper row's four columns, the lower one's
@@ -1685,7 +1714,7 @@ struct BytesEpilogue : Epilogue {
         counts.amax *= unit8;
         const uint2 of_warp = counts.of_warp();
         if (lane == 0) { fp8_count(p.stats, so_far, of_warp.x, of_warp.y); }
-        if (blockIdx.x + threadIdx.x == 0) { p.stats->elements += (size_t)p.N * p.columns; }
+        if (blockIdx.x + threadIdx.x == 0) { p.stats->elements += (size_t)p.N * p.out_columns; }
     }
 };
 
@@ -1713,12 +1742,7 @@ template <class Act> struct ForwardBytes : BytesEpilogue {
 
         if (s % 2 == 0) { begin_block(); }
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            const auto& mine = packed[2 * s + pair];
-            for (int lower = 0; lower < 2; lower++) {
-                quad_of(staging[0], 2 * s + pair, lower) = make_uint2(mine[lower], mine[lower + 2]);
-            }
-        }
+        for (int pair = 0; pair < 2; pair++) { stage_sums(staging[0], 2 * s + pair); }
         stage_bytes(words, s % 2, 1);
         if (s % 2 == 0) { return; }
         end_block();
@@ -1775,6 +1799,96 @@ template <class Act> struct BackwardBytes : BytesEpilogue {
     }
 };
 
+// GatedForward in bytes. A slice has 32 columns of gate and of up.
+struct GatedForwardBytes : BytesEpilogue {
+    static constexpr int kColumns = kProductColumns / 2, kSlices = 4;
+    static constexpr int kStages = 3, kBuffers = 3;             // gate; up; bytes
+    using BytesEpilogue::BytesEpilogue;
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, unscale); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int row = row_of(tile), column = tile.column + s / 2 * 64;
+        float2 f[2][4];
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const int n = 2 * s + k / 4;
+            const float2 gate = unpack_pair(packed[n][k % 4]), up = unpack_pair(packed[n + 8][k % 4]);
+            f[k / 4][k % 4] = make_float2(Swiglu::value(gate.x, up.x, unit8),
+                                          Swiglu::value(gate.y, up.y, unit8));
+        }
+        uint32_t words[2][2];
+        round(words, f);
+
+        if (s % 2 == 0) { begin_block(); }
+#pragma unroll
+        for (int n = 2 * s; n < 2 * s + 2; n++) { stage_sums(staging[0], n), stage_sums(staging[1], n + 8); }
+        stage_bytes(words, s % 2, 2);
+        if (s % 2 == 0) { return; }
+        end_block();
+        if (leads) {
+            store_block(maps.pre_act, 0, row, column);
+            store_block(maps.pre_act, 1, row, column + p.columns);
+            store_bytes(2, row, column);
+            tma_store_commit();
+        }
+    }
+};
+
+// GatedBackward in bytes, which replace a block of gate and one of up in staging, once all have read these.
+struct GatedBackwardBytes : BytesEpilogue {
+    static constexpr int kStages = 3, kBuffers = 4;
+    const float scale = unscale * p.bytes8->scale;
+    uint32_t dgate[2][2][2], dup[2][2][2];              // words of a block's two slices
+    using BytesEpilogue::BytesEpilogue;
+    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<2>(tile, 0); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, scale); }
+
+    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
+        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64, buffer = i % 2 * 2;
+        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
+            if (leads) { tma_store_wait<0>(); }
+            await_pre_act<2>(tile, i);
+        }
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            const int n = 2 * s + pair;
+            uint2 gate[2], up[2];
+            for (int lower = 0; lower < 2; lower++) {
+                gate[lower] = quad_of(staging[buffer], n, lower);
+                up[lower] = quad_of(staging[buffer + 1], n, lower);
+            }
+            float2 f[2][4];
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                const float2 d = unpack_pair(packed[n][m]);
+                const float2 g = unpack_pair(m / 2 == 0 ? gate[m % 2].x : gate[m % 2].y);
+                const float2 u = unpack_pair(m / 2 == 0 ? up[m % 2].x : up[m % 2].y);
+                const float2 first = Swiglu::slopes(d.x, g.x, u.x), second = Swiglu::slopes(d.y, g.y, u.y);
+                f[0][m] = make_float2(first.x, second.x), f[1][m] = make_float2(first.y, second.y);
+            }
+            uint32_t words[2][2];
+            round(words, f);
+            for (int lower = 0; lower < 2; lower++) {
+                dgate[s % 2][pair][lower] = words[0][lower], dup[s % 2][pair][lower] = words[1][lower];
+            }
+        }
+
+        if (s % 2 == 0) { return; }
+        barrier();                      // all have read the block
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            stage_bytes(dgate[half], half, buffer);
+            stage_bytes(dup[half], half, buffer + 1);
+        }
+        end_block();
+        if (leads) {
+            store_bytes(buffer, row, column);
+            store_bytes(buffer + 1, row, column + p.columns);
+            tma_store_commit();
+        }
+    }
+};
+
 template <class E>
 __global__ void __launch_bounds__(kProductThreads, 1)
     product_sm90_kernel(const __grid_constant__ ProductMaps maps, const Product p) {
@@ -1817,8 +1931,8 @@ static bool products_activate(int K, int columns) {
     const bool whole = K % kProductK == 0 && K >= 512 && columns % kProductColumns == 0;
     return kLowPrecision && whole && sm90_kernels_run();
 }
-// The most terms of a sum in SwiGLU's forward. Of longer sums, cuBLASLt's product gains more time than the op
-// costs: K=2048 took 1.30 ms in one kernel and 1.23 apart; K=768 .73 and .89.
+// The most terms of a sum in SwiGLU's forward in 16 bits. Of longer sums, cuBLASLt's product gains more time
+// than the op costs: K=2048 took 1.30 ms in one kernel and 1.23 apart; K=768 .73 and .89.
 constexpr int kMaxGatedTerms = 1024;
 
 // Where a model computes its MLP's activation, for the printed line. Both passes have sums of C terms.
@@ -1847,14 +1961,15 @@ template <class E> static bool product_sm90([[maybe_unused]] const Product& p, S
         ProductMaps maps = {.pre_act = tensor_map(p.pre_act, 1, p.N, p.pre_columns / 64)};
         if (E::kFp8) {
             maps.rows = product_bytes_map<true>(p.rows, p.N, p.K);
-            maps.weight = product_bytes_map<false>(p.weight, p.columns, p.K);
-            maps.out = tensor_map(p.bytes, 1, p.N, p.columns / 64, 64, 1, 32);
-            maps.out_t = tensor_map(p.transposed, 1, p.columns, p.N / 64, 64, 1, 32);
+            const int rows = p.columns * kProductColumns / E::kColumns;         // of weight
+            maps.weight = product_bytes_map<false>(p.weight, rows, p.K);
+            maps.out = tensor_map(p.bytes, 1, p.N, p.out_columns / 64, 64, 1, 32);
+            maps.out_t = tensor_map(p.transposed, 1, p.out_columns, p.N / 64, 64, 1, 32);
         } else {
             maps.rows = tensor_map(p.rows, 1, p.N, p.K / 64, kProductRows);
             maps.weight = E::kTransB ? tensor_map(p.weight, 1, p.K, p.columns / 64, kProductK, kPart / 64)
                                      : tensor_map(p.weight, 1, p.pre_columns, p.K / 64, kPart);
-            maps.out = tensor_map(p.out, 1, p.N, (E::kTransB ? p.pre_columns : p.columns) / 64);
+            maps.out = tensor_map(p.out, 1, p.N, p.out_columns / 64);
         }
         const auto kernel = product_sm90_kernel<E>;
         constexpr int kShared = sizeof(ProductShared<E>);
@@ -1875,19 +1990,19 @@ template <class E> static bool product_sm90([[maybe_unused]] const Product& p, S
 // Whether the product with its activation was one kernel.
 static bool matmul_forward_sm90(const MatmulForward& a, Stream stream) {
     Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act, .out = a.out,
-                 .N = a.N, .K = a.C, .columns = a.OC, .pre_columns = a.OC};
+                 .N = a.N, .K = a.C, .columns = a.OC, .pre_columns = a.OC, .out_columns = a.OC};
     if (a.mlp == Mlp::Gelu) { return product_sm90<ActivationForward<Gelu>>(p, stream); }
     if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationForward<Relu2>>(p, stream); }
-    p.columns = a.OC / 2;
+    p.columns = p.out_columns = a.OC / 2;
     return !a.bias && p.K <= kMaxGatedTerms && product_sm90<GatedForward>(p, stream);
 }
 static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stream) {
     Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
                  .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC, .columns = a.C,
-                 .pre_columns = a.C};
+                 .pre_columns = a.C, .out_columns = a.C};
     if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationBackward<Relu2>>(p, stream); }
     if (a.mlp == Mlp::SwiGlu) {
-        p.pre_columns = 2 * a.C;
+        p.pre_columns = p.out_columns = 2 * a.C;
         return product_sm90<GatedBackward>(p, stream);
     }
     if (!product_sm90<ActivationBackward<Gelu>>(p, stream)) { return false; }
@@ -1958,7 +2073,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int row_0 = blockIdx.y * kCastTile, column_0 = blockIdx.x * kCastTile;
     const bool first = blockIdx.x + blockIdx.y + threadIdx.x == 0;
-    const bool sets_scale = a.source == Fp8Source::Weight && a.out;
+    const bool casts = a.out || a.out_t, sets_scale = a.source == Fp8Source::Weight && casts;
     const float scale = sets_scale ? fp8_scale(__uint_as_float(a.stats->amax), 0) : a.tensor->scale;
     const uint32_t so_far = fp8_amax_so_far(a.stats);
     Fp8Counts counts;
@@ -2003,7 +2118,7 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
                 store(out + (size_t)half * a.C, c, a.out ? end : 0, bytes[half]);
             }
         }
-        if (!a.out) { continue; }
+        if (!casts) { continue; }
         if (a.dbias.data) {                         // lanes of one group have 4 quads, one below the other
             for (int k = 0; k < kWidth; k++) {
                 for (int distance = 8; distance < kWarp; distance *= 2) {
@@ -2022,18 +2137,18 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         constexpr unsigned kLanes = (1u << kWarps) - 1;
         const uint32_t most = __reduce_max_sync(kLanes, stats[lane].x);
         const uint32_t count = __reduce_add_sync(kLanes, stats[lane].y);
-        if (lane == 0) { fp8_count(a.stats, so_far, most, a.out ? count : 0); }
+        if (lane == 0) { fp8_count(a.stats, so_far, most, casts ? count : 0); }
     }
     if (first) { a.stats->elements += (size_t)a.N * kHalves * a.C; }
     if (first && sets_scale) { fp8_set_scale(a.tensor, scale); }
-    if (!a.out) { return; }
+    if (!casts) { return; }
     const int column = column_0 + threadIdx.x;
     if (a.dbias.data && threadIdx.x < kCastTile && column < a.C) {
         float sum = 0.0f;
         for (int i = 0; i < 8; i++) { sum += sums[i][threadIdx.x]; }
         a.scratch[(size_t)blockIdx.y * a.C + column] = sum;
     }
-    for (int h = 0; h < kHalves; h++) {
+    for (int h = 0; h < kHalves && a.out_t; h++) {
         store_columns<kWidth>(a.out_t + (size_t)h * a.C * a.N, tiles[h], a.N, a.C);
     }
 }
@@ -2109,15 +2224,23 @@ static void fp8_transpose(const Fp8Transpose& a, Stream stream) {
 // Whether the product and the cast of its output were one kernel (6.4).
 static bool fp8_matmul_sm90(const Fp8Matmul& a, Stream stream) {
     const Fp8Cast& to = a.cast;
-    if (!to.stats || !a.fast || a.a_format != Fp8Format::E4m3 || a.residual) { return false; }
-    const bool is_gelu = to.source == Fp8Source::Gelu;
-    if (!to.out || !(is_gelu || to.source == Fp8Source::GeluGrad)) { return false; }
+    if (!to.stats || !to.out || !a.fast || a.a_format != Fp8Format::E4m3 || a.residual) { return false; }
+    const bool gated = to.source == Fp8Source::Swiglu || to.source == Fp8Source::SwigluGrad;
     const Product p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
-                       .pre_act = is_gelu ? a.out : to.before,
+                       .pre_act = to.before ? to.before : a.out,
                        .partial = to.dbias.data ? to.scratch : nullptr, .N = a.M, .K = a.K / 2,
-                       .columns = a.N, .pre_columns = a.N, .bytes = to.out, .transposed = to.out_t,
-                       .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor, .stats = to.stats};
-    if (is_gelu) { return product_sm90<ForwardBytes<Gelu>>(p, stream); }
+                       .columns = to.C, .pre_columns = (gated ? 2 : 1) * to.C, .out_columns = to.width(),
+                       .bytes = to.out, .transposed = to.out_t, .rows8 = a.a_tensor, .weight8 = a.b_tensor,
+                       .bytes8 = to.tensor, .stats = to.stats};
+    switch (to.source) {
+        case Fp8Source::Plain: case Fp8Source::Weight: return false;
+        case Fp8Source::Gelu: return product_sm90<ForwardBytes<Gelu>>(p, stream);
+        case Fp8Source::Relu2: return product_sm90<ForwardBytes<Relu2>>(p, stream);
+        case Fp8Source::Swiglu: return !a.bias && product_sm90<GatedForwardBytes>(p, stream);
+        case Fp8Source::SwigluGrad: return product_sm90<GatedBackwardBytes>(p, stream);
+        case Fp8Source::Relu2Grad: return product_sm90<BackwardBytes<Relu2>>(p, stream);
+        case Fp8Source::GeluGrad: break;
+    }
     if (!product_sm90<BackwardBytes<Gelu>>(p, stream)) { return false; }
     if (p.partial) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
     return true;
@@ -2997,18 +3120,19 @@ struct ToFp8 {
     __device__ __forceinline__ Pack<uint8_t> operator()(const Floats& x) { return counts.round(x, scale); }
 };
 
-// Ends a warp's backward: calls store(dqkv, round) for an output of floatX, or of FP8 bytes.
-template <class Block, class Store>
-__device__ __forceinline__ void store_gradients(const Block& block, const AttentionBackward& a,
-                                                Store store) {
-    if (!a.fp8) { return store(a.dqkv, ToFloatX()); }
+// Ends a warp's backward with one of its gradients: calls store(dqkv, round) for an output of floatX, or of
+// FP8 bytes.
+enum class Gradient { Q, K, V };
+template <class Store>
+__device__ __forceinline__ void store_gradient(const AttentionBackward& a, Gradient of, Store store) {
+    if (!a.fp8 || (a.only_v && of != Gradient::V)) { return store(a.dqkv, ToFloatX()); }
     const uint32_t so_far = fp8_amax_so_far(a.stats);
     ToFp8 round = {a.tensor->scale};
     store(a.fp8, round);
     const uint2 of_warp = round.counts.of_warp();
     if (threadIdx.x % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
     if (blockIdx.x + blockIdx.y + blockIdx.z + threadIdx.x > 0) { return; }
-    a.stats->elements += (block.kQueries ? a.NH : 2 * a.NKV) * (size_t)a.B * a.T * a.HS;
+    a.stats->elements += (of == Gradient::Q ? a.NH : a.NKV) * (size_t)a.B * a.T * a.HS;
 }
 
 // ---- plain: any element type and head size up to 512, fp32 arithmetic ----
@@ -3148,9 +3272,12 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
             plain_add(grad_a[warp], 1.0f, ds, other.a, first, lane);
         }
     }
-    store_gradients(block, a, [&](auto* dqkv, auto&& round) {
+    store_gradient(a, kQueries ? Gradient::Q : Gradient::K, [&](auto* dqkv, auto&& round) {
         plain_store(kQueries ? block.q(dqkv) : block.k(dqkv), row, grad_a[warp], scale, lane, round);
-        if (!kQueries) { plain_store(block.v(dqkv), row, grad_b[warp], 1.0f, lane, round); }
+    });
+    if (kQueries) { return; }
+    store_gradient(a, Gradient::V, [&](auto* dqkv, auto&& round) {
+        plain_store(block.v(dqkv), row, grad_b[warp], 1.0f, lane, round);
     });
 }
 
@@ -3683,13 +3810,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         to_fragments(frag, dp);
         mma_times_columns<kHS>(grad_a, frag, shared.a[stage], lane);
     }
-    store_gradients(block, a, [&](auto* dqkv, auto&& round) {
+    store_gradient(a, kQueries ? Gradient::Q : Gradient::K, [&](auto* dqkv, auto&& round) {
         store_tile<Padded<kHS>>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, a_rows, grad_a, scale, lane,
                                 round);
-        if constexpr (!kQueries) {
-            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, 1.0f, lane, round);
-        }
     });
+    if constexpr (!kQueries) {
+        store_gradient(a, Gradient::V, [&](auto* dqkv, auto&& round) {
+            store_tile<Padded<kHS>>(block.v(dqkv), row0, b_rows, grad_b, 1.0f, lane, round);
+        });
+    }
 }
 
 // ---- sm90: Hopper's tensor cores (wgmma) and copy engine (TMA) ---- A warpgroup (4 warps) owns 64 rows.
@@ -4003,13 +4132,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         else { wgmma_end<0>(grad_b, grad_a, p_frag, ds_frag); }
         shared.release(block, it, other, all_stats);
     }
-    store_gradients(block, args, [&](auto* dqkv, auto&& round) {
+    store_gradient(args, kQueries ? Gradient::Q : Gradient::K, [&](auto* dqkv, auto&& round) {
         sm90_store<Shape>(kQueries ? block.q(dqkv) : block.k(dqkv), row0, shared.own[0], grad_a, scale,
                           round);
-        if constexpr (!kQueries) {
-            sm90_store<Shape>(block.v(dqkv), row0, shared.own[1], grad_b, 1.0f, round);
-        }
     });
+    if constexpr (!kQueries) {
+        store_gradient(args, Gradient::V, [&](auto* dqkv, auto&& round) {
+            sm90_store<Shape>(block.v(dqkv), row0, shared.own[1], grad_b, 1.0f, round);
+        });
+    }
 #else
     __trap();
 #endif
@@ -4564,15 +4695,13 @@ __global__ void __launch_bounds__(kRotateThreads) rotate_forward_inplace_kernel(
 }
 
 // A block takes heads of places blockIdx.x, blockIdx.x + gridDim.x, ... A lane's sums for dweight stay in
-// registers; the block's, of all its heads of q and of all of k, are a row of partials. With FP8 v has heads
-// here, too, which are only rounded.
+// registers; the block's, of all its heads of q and of all of k, are a row of partials.
 __global__ void __launch_bounds__(kRotateThreads, 2)
     rotate_backward_inplace_kernel(RotateBackward a, float* partial /*(blocks,2,HS) or null*/) {
     __shared__ float shared[kRotateThreads * 2 * kWidth];               // (blockDim.y,HS)
     const int first = blockIdx.y * blockDim.y, h = first + threadIdx.y, i = threadIdx.x * kWidth;
     const int HS = a.HS, half = HS / 2, NH = a.NH, heads = NH + a.NKV;
-    const bool turned = h < heads;              // else of v
-    const int end = turned || (a.fp8 && h < heads + a.NKV) ? half : 0;
+    const int end = h < heads ? half : 0;
     const float scale = a.fp8 ? a.tensor->scale : 1.0f;
     const uint32_t so_far = a.fp8 ? fp8_amax_so_far(a.stats) : 0;
     Fp8Counts counts;
@@ -4587,17 +4716,17 @@ __global__ void __launch_bounds__(kRotateThreads, 2)
         for (int n = begin; n < min(begin + kRotateTexts * a.T, a.N); n += a.T) {
             const size_t head = ((size_t)n * (heads + a.NKV) + h) * HS;
             Halves dy = load_halves(a.dqkv + head, i, half, end);
-            Halves y = load_halves(a.qkv + head, i, half, a.rstd && turned ? half : 0);
-            if (turned) { dy = rotated(dy, turn, -1.0f); }
+            Halves y = load_halves(a.qkv + head, i, half, a.rstd ? end : 0);
+            dy = rotated(dy, turn, -1.0f);
             if (a.rstd) {
                 y = rotated(y, turn, -1.0f);
-                const float rstd = turned ? a.rstd[(size_t)n * heads + h] : 0.0f;
+                const float rstd = h < heads ? a.rstd[(size_t)n * heads + h] : 0.0f;
                 const float mean = head_mean(dy, y, HS);
                 for (int k = 0; k < 2 * kWidth; k++) {
                     const int s = k / kWidth, e = k % kWidth;
                     float &d = dy.at[s].at[e], y_k = y.at[s].at[e];
                     sums.at[s].at[e] = fmaf(d, y_k, sums.at[s].at[e]);
-                    if (turned) { d = rstd * (d * w.at[s].at[e] - y_k * w_inverse.at[s].at[e] * mean); }
+                    d = rstd * (d * w.at[s].at[e] - y_k * w_inverse.at[s].at[e] * mean);
                 }
             }
             if (a.fp8) {
@@ -4613,9 +4742,7 @@ __global__ void __launch_bounds__(kRotateThreads, 2)
         const uint2 of_warp = counts.of_warp();
         const int thread = threadIdx.y * blockDim.x + threadIdx.x;
         if (thread % kWarp == 0) { fp8_count(a.stats, so_far, of_warp.x, of_warp.y); }
-        if (blockIdx.x + blockIdx.y + thread == 0) {
-            a.stats->elements += (size_t)a.N * (heads + a.NKV) * HS;
-        }
+        if (blockIdx.x + blockIdx.y + thread == 0) { a.stats->elements += (size_t)a.N * heads * HS; }
     }
     if (!partial) { return; }
 
@@ -4661,7 +4788,7 @@ static size_t rotate_backward_scratch_bytes(int HS) { return rotate_blocks(kWarp
 
 static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
     OpScope scope(a, stream);
-    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV * (a.fp8 ? 2 : 1), a.HS);
+    const RotateGrid grid = rotate_grid(op_name(a), a.NH + a.NKV, a.HS);
     const int most = rotate_blocks(grid.block.x * grid.block.y) / grid.slabs;
     const int blocks = std::min(most, rotate_places(a.N, a.T));
     float* partial = a.dq_weight.data || a.dk_weight.data ? a.scratch : nullptr;
@@ -4754,7 +4881,7 @@ struct Inputs {
 struct Optimizer {              // state. From ZeRO stage 1 on, a rank has that of its shards only
     masterX* master;            // null at -w 0 and in FP32 builds; fp32 parameters leave their part empty
     char *m, *v;                // v lies behind m, in one array; fp32, or bf16 with state_bf16
-    char *muon_updates, *muon_products;         // null without Muon; see MuonShare
+    char* muon_updates;         // null without Muon and on one GPU, see gpt2_update_muon
     ChunkRange* ranges;         // (buckets)
 };
 
@@ -4765,8 +4892,9 @@ struct Grads {
 
 struct Activations {
     ActSpec specs[NUM_ACTS];
-    char* data;                 // see GPT2_ACTS; between steps texts are written in this memory
-    size_t bytes, text_bytes;   // of data; of these, what only texts need
+    char* data;                 // see GPT2_ACTS; Muon works in this memory, too, and between steps texts are
+                                // written there
+    size_t bytes, muon_bytes, text_bytes;       // of data; of these, what only Muon needs, and only texts
     float* scratch;             // one op at a time uses it: the largest need of any op. With bf16 gradients
                                 // wte's is at its start, see gpt2_backward
     void* workspace;            // cuBLASLt's
@@ -4806,7 +4934,6 @@ struct Exchange {
 struct Fp8 {
     int linears;                // the layers' linear layers, then the LM head
     Fp8Tensor* tensors;         // (3*linears), of which (2*linears) are saved
-    uint8_t* weights;           // room for each matrix in e4m3 and its transpose
 };
 
 struct GPT2 {
@@ -4908,13 +5035,8 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
     visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor),
           Memory::Zeroed);
-    visit("FP8 weights", &model->fp8.weights,
-          o.fp8 * 2 * (c.L * layout.buckets[layout.layer(0)].elems +
-                       o.fp8_head * model->param_specs[PARAM_wte].padded), Memory::Plain);
-    if (!o.muon) { return; }
-    const MuonShare& share = model->muon;
-    visit("Muon's updates", &model->opt.muon_updates, share.elems * bytes_floatX, shared);
-    visit("Muon's products", &model->opt.muon_products, 4 * share.product + share.sums, Memory::Plain);
+    visit("Muon's updates", &model->opt.muon_updates,
+          o.muon && o.split.world > 1 ? model->muon.elems * bytes_floatX : 0, shared);
 }
 
 // Fills in the model's description and the sizes of its parts; allocates nothing.
@@ -4928,12 +5050,14 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
     // tokens, which have the most digits to lose
     model->layout = param_layout(model->param_specs, config.L, options.split, options.grads_bf16,
                                  options.muon);
-    Activations& acts = model->acts;
-    const size_t passes = act_specs(acts.specs, config, B, T, options);
-    acts.bytes = std::max(passes, decoder_bytes(config, T, options.text_rows));
-    acts.text_bytes = acts.bytes - passes;
     model->muon = muon_share(model->layout, model->param_specs, options.split, bytes_floatX,
                              options.muon_bytes);
+    Activations& acts = model->acts;
+    const size_t passes = act_specs(acts.specs, config, B, T, options);
+    const size_t muon = options.trains && options.muon ? model->muon.bytes(bytes_floatX) : 0;
+    acts.bytes = std::max({passes, muon, decoder_bytes(config, T, options.text_rows)});
+    acts.muon_bytes = std::max(passes, muon) - passes;
+    acts.text_bytes = acts.bytes - passes - acts.muon_bytes;
     model->fp8.linears = 4 * config.L + 1;
     Exchange& e = model->exchange;
     e.losses_at = model->layout.shard_elems / kChunk * sizeof(double);
@@ -4952,6 +5076,7 @@ static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& 
     for (const ActSpec& a : model.acts.specs) {
         if (!a.is_shared) { plan.push_back({a.name, round_up(a.elems * a.elem_bytes, kAlign) * a.copies}); }
     }
+    plan.push_back({"Muon's products", model.acts.muon_bytes});
     plan.push_back({"keys and values of texts", model.acts.text_bytes});
     if (kDeviceIsCuda) { return plan; }
     if (bytes_floatX != sizeof(floatX)) {       // of the CUDA program
@@ -4983,6 +5108,7 @@ static const MemoryFlag kMemoryFlags[] = {
     {"-zs 1", true, [](Options* o) { o->split.zero = std::max(o->split.zero, (int)(o->split.world > 1)); }},
     {"-r 1", true, [](Options* o) { o->recompute = std::max(o->recompute, 1); }},
     {"-r 2", true, [](Options* o) { o->recompute = std::max(o->recompute, 2); }},
+    {"--head-chunks 8", false, [](Options* o) { if (!o->fp8_head) { o->head_chunks = 8; } }},
     {"--state-dtype bf16", false, [](Options* o) { o->state_bf16 = true; }},
     {"--grad-dtype bf16", false, [](Options* o) {
         o->grads_bf16 = kDeviceIsCuda || bytes_floatX == 2;
@@ -5376,7 +5502,8 @@ struct Operand {
     Fp8Tensor* tensor = nullptr;        // its scale; null: it is not FP8 in this pass
     Fp8Stats* stats = nullptr;          // what this step's casts of it record
     Fp8Format format = Fp8Format::E4m3;
-    bool kept = true;                   // in a backward: data is as the forward wrote it
+    bool kept = true;                   // in a backward: what is multiplied is as the forward wrote it; a
+                                        // weight: its bytes are those of the step's first micro-step
 };
 
 // weight: (OC,C). bias: (OC), null in the LM head.
@@ -5409,8 +5536,9 @@ struct Head {
     Operand lnf;                        // (B,T,C)
     Norm w_lnf;
     Linear w;                           // wte, or headw
-    floatX* logits;                     // (B,T,Vp), then their gradient
+    floatX* logits;                     // (B,T,Vp), then their gradient; of a part of the rows at a time
     float* losses;                      // (B,T)
+    const int* targets;                 // (B,T)
     Operand dlogits;
     floatX* dlnf;
 };
@@ -5476,12 +5604,10 @@ struct Pass {
         if (model->step >= (c.is_llama() ? kFp8LlamaBegins : 1)) { y.bytes = bytes, y.bytes_t = bytes_t; }
         return y;
     }
-    Linear linear_of(ParamId weight, ParamId bias, int l, int linear) const {
+    Linear linear_of(ParamId weight, ParamId bias, int l, int linear, uint8_t* bytes = nullptr,
+                     uint8_t* bytes_t = nullptr) const {
         const ParamSpec& s = model->param_specs[weight];
-        const Layout& layout = model->layout;
-        const size_t at = 2 * (linear / 4 * layout.buckets[layout.layer(0)].elems + s.offset);
-        uint8_t* bytes = model->options.fp8 ? model->fp8.weights + at : nullptr;
-        return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes ? bytes + s.padded : nullptr),
+        return {operand(param<floatX>(weight, l), linear, kWeight, bytes, bytes_t),
                 param<floatX>(bias, l), (int)s.cols, (int)s.rows, grad(weight, l), grad(bias, l)};
     }
     Norm norm_of(ParamId weight, ParamId bias, int l, float* mean, float* rstd) const {
@@ -5508,8 +5634,9 @@ struct Pass {
         const int head = 4 * config().L;
         return {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
                 norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
-                linear_of(exists(PARAM_headw) ? PARAM_headw : PARAM_wte, NUM_PARAMS, 0, head), a.logits,
-                a.losses,
+                linear_of(exists(PARAM_headw) ? PARAM_headw : PARAM_wte, NUM_PARAMS, 0, head, a.headw_8,
+                          a.headw_t8),
+                a.logits, a.losses, model->feed.inputs.targets,
                 operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
     }
     Layer layer_of(int l) const {
@@ -5523,16 +5650,21 @@ struct Pass {
         y.ln2 = operand(a.ln2, first + kFc, kInput, a.ln2_8, a.ln2_t8);
         y.atty = {.data = a.atty};
         y.act = operand(a.act, first + kFcProj, kInput, a.act_8, a.act_t8);
-        y.ln1.kept = kept(ACT_ln1, l), y.ln2.kept = kept(ACT_ln2, l), y.act.kept = kept(ACT_act, l);
+        y.ln1.kept = kept(y.ln1.bytes ? ACT_ln1_t8 : ACT_ln1, l);
+        y.ln2.kept = kept(y.ln2.bytes ? ACT_ln2_t8 : ACT_ln2, l);
+        y.act.kept = kept(y.act.bytes ? ACT_act_t8 : ACT_act, l);
         y.qkv = a.qkv, y.fch = a.fch;
         y.att = {a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
                  cache ? cache->values + l * cache->layer_stride : nullptr};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
         y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd);
-        y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv);
+        y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv, a.qkvw_8, a.qkvw_t8);
         y.w_attproj = linear_of(PARAM_attprojw, PARAM_attprojb, l, kIn16Bits);
-        y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc);
-        y.w_fcproj = linear_of(PARAM_fcprojw, PARAM_fcprojb, l, first + kFcProj);
+        y.w_fc = linear_of(PARAM_fcw, PARAM_fcb, l, first + kFc, a.fcw_8, a.fcw_t8);
+        y.w_fcproj = linear_of(PARAM_fcprojw, PARAM_fcprojb, l, first + kFcProj, a.fcprojw_8, a.fcprojw_t8);
+        for (Linear* w : {&y.w_qkv, &y.w_fc, &y.w_fcproj}) {
+            w->weight.kept = model->options.recompute == 0;
+        }
         y.dfch = operand(config().is_llama() ? a.fch : a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
         y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
         y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty, y.dact = a.dact;
@@ -5560,6 +5692,18 @@ struct Pass {
                                                {Fp8Source::Swiglu, Fp8Source::SwigluGrad},
                                                {Fp8Source::Relu2, Fp8Source::Relu2Grad}};
         return sources[(int)config().shape().mlp][(int)slope];
+    }
+    // What an MLP's activation gives, as bytes, from what it reads
+    Fp8Cast activation_cast(const Operand& out, const floatX* fch) const {
+        return cast_to(out, {.inp = fch, .source = activation_source(Slope::No), .N = N(),
+                             .C = config().shape().F});
+    }
+    // bytes or bytes_t, or both, of a weight whose largest element stats have; neither: finds that element
+    void cast_weight(const Linear& w, uint8_t* bytes, uint8_t* bytes_t) const {
+        Operand to = w.weight;
+        to.bytes = bytes, to.bytes_t = bytes_t;
+        fp8_cast(cast_to(to, {.inp = w.weight.data, .source = Fp8Source::Weight, .N = w.OC, .C = w.C}),
+                 stream());
     }
     // bytes_t from bytes
     void transpose(const Operand& y, int C) const {
@@ -5652,8 +5796,7 @@ struct Forward : Pass {
                            stream());
             return cast(out, config().shape().F);
         }
-        fp8_product(fch, inp, w, nullptr, cast_to(out, {.inp = fch, .source = activation_source(Slope::No),
-                                                        .N = N(), .C = config().shape().F}));
+        fp8_product(fch, inp, w, nullptr, activation_cast(out, fch));
     }
 
     // out = before + (inp weight^T + bias)
@@ -5689,6 +5832,7 @@ struct Forward : Pass {
     // out = act(fch), without the product
     void activate(const Operand& out, const floatX* fch) {
         const Config::Shape s = config().shape();
+        if (out.bytes) { return fp8_cast(activation_cast(out, fch), stream()); }
         fresh(out.data);
         switch (s.mlp) {
             case Mlp::Gelu: return gelu_forward({out.data, fch, (size_t)N() * s.F}, stream());
@@ -5700,11 +5844,10 @@ struct Forward : Pass {
     // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
     void fp8_product(floatX* out, const Operand& inp, const Linear& w, const floatX* residual,
                      const Fp8Cast& then) {
-        if (micro->casts_weights) {             // records the largest element, then casts with its scale
-            const Fp8Cast weight = {.inp = w.weight.data, .source = Fp8Source::Weight, .N = w.OC, .C = w.C};
-            fp8_cast(cast_to({.tensor = w.weight.tensor, .stats = w.weight.stats}, weight), stream());
-            fp8_cast(cast_to(w.weight, weight), stream());
-        }
+        const Operand& weight = w.weight;
+        if (micro->casts_weights) { cast_weight(w, nullptr, nullptr); }
+        if (!weight.kept) { cast_weight(w, weight.bytes, nullptr); }
+        else if (micro->casts_weights) { cast_weight(w, weight.bytes, weight.bytes_t); }
         fp8_matmul({.out = out, .a = inp.bytes, .b = w.weight.bytes, .a_tensor = inp.tensor,
                     .b_tensor = w.weight.tensor, .bias = w.bias, .residual = residual, .M = N(), .N = w.OC,
                     .K = w.C, .fast = true, .cast = then}, stream());
@@ -5773,44 +5916,6 @@ static void gpt2_forward(Forward& e) {
     e.norm(head.lnf, head.x, head.w_lnf);
 }
 
-// ---- loss ----
-// An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
-// 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
-// shapes occur, each of whole tiles.
-static void gpt2_counted_losses(GPT2* model, int N, int count) {
-    const Config& c = model->config;
-    const int rows = std::min(N, round_up(count, 256));
-    Forward e({model, 1, rows});
-    Head head = e.head_of();
-    floatX* counted = e.acts(0).counted;
-    encoder_forward({.out = counted, .tokens = model->feed.inputs.counted, .wte = head.lnf.data,
-                     .wpe = nullptr, .B = 1, .T = rows, .C = c.C}, model->stream);   // rows of lnf
-    head.lnf.data = counted;
-    e.linear(head.logits, head.lnf, head.w);
-    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
-                .dloss = 0.0f, .loss_scale = nullptr, .N = count, .V = c.V, .Vp = c.Vp,
-                .mode = ClassifierMode::LossOnly, .softcap = c.shape().softcap}, model->stream);
-}
-
-// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step,
-// the gradient of the mean replaces the logits, or its FP8 bytes go to dlogits.
-static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
-                      const MicroStep* micro) {
-    const Config& c = model->config;
-    const int N = B * T;
-    Forward e({model, B, T, micro});
-    gpt2_forward(e);
-    const Head head = e.head_of();
-    e.linear(head.logits, head.lnf, head.w);
-    const Operand& dlogits = head.dlogits;
-    classifier({.logits = head.logits, .losses = head.losses, .targets = model->feed.inputs.targets,
-                .dloss = weight, .loss_scale = &model->state->update.loss_scale, .N = N, .V = c.V,
-                .Vp = c.Vp, .mode = micro ? ClassifierMode::LossAndGrad : ClassifierMode::LossOnly,
-                .fp8_grad = dlogits.bytes, .fp8_tensor = dlogits.bytes ? dlogits.tensor : nullptr,
-                .softcap = c.shape().softcap}, model->stream);
-    loss_sum({mean, head.losses, weight, acc, N}, model->stream);
-}
-
 // ---- the backward's verbs ----
 // A bias's gradient is the column sums of its linear layer's dout. The verb that computes this dout sums it,
 // too: linear_activate_backward for fc, attention_backward for qkv, norm_backward for attproj and fcproj.
@@ -5871,16 +5976,20 @@ struct Backward : Pass {
         cast(dfch, config().shape().mlp == Mlp::SwiGlu ? 2 * w.C : w.C);
     }
 
-    // dqkv from datty, and its column sums, the gradient of the bias of qkv
+    // dqkv from datty, and its column sums, the gradient of the bias of qkv. Rotated: q and k are not done
+    // before rotate_backward, so of them there are no bytes yet
+    enum class Rotated { No, Yes };
     void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
-                            const Attention& att, const Grad& dbias) {
+                            const Attention& att, const Grad& dbias, Rotated rotated = Rotated::No) {
         const Config::Shape s = config().shape();
         const int OC = (config().NH + 2 * s.NKV) * s.HS;
         AttentionBackward a = {.dqkv = dqkv.data, .scratch = scratch, .dout = datty, .out = atty, .qkv = qkv,
                                .lse = att.lse, .B = B, .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS};
         fresh(dqkv.data);
-        if (dqkv.bytes) { a.fp8 = dqkv.bytes, a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
+        if (dqkv.bytes) { a.fp8 = fresh(dqkv.bytes), a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
+        a.only_v = rotated == Rotated::Yes;
         ::attention_backward(a, stream());
+        if (rotated == Rotated::Yes) { return; }
         if (dqkv.bytes) {
             return fp8_transpose({.out = dqkv.bytes_t, .inp = dqkv.bytes, .N = N(), .C = OC,
                                   .dbias = dbias, .scratch = scratch, .tensor = dqkv.tensor, .of_qkv = true},
@@ -5900,7 +6009,7 @@ struct Backward : Pass {
                                  .scratch = scratch, .qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr,
                                  .q_weight = r.q_weight, .k_weight = r.k_weight, .table = model->rotation,
                                  .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS,
-                                 .fp8 = fresh(dqkv.bytes), .tensor = dqkv.tensor, .stats = dqkv.stats},
+                                 .fp8 = dqkv.bytes, .tensor = dqkv.tensor, .stats = dqkv.stats},
                                 stream());
         const int OC = (config().NH + 2 * s.NKV) * s.HS;
         if (dqkv.bytes) { transpose(dqkv, OC); }
@@ -5942,6 +6051,7 @@ struct Backward : Pass {
 
     void fp8_product(floatX* out, const Operand& dout, const Linear& w, const floatX* residual,
                      const Fp8Cast& then) {
+        if (!w.weight.kept) { cast_weight(w, nullptr, w.weight.bytes_t); }
         fp8_matmul({.out = out, .a = dout.bytes, .b = w.weight.bytes_t, .a_tensor = dout.tensor,
                     .b_tensor = w.weight.tensor, .residual = residual, .M = N(), .N = w.C, .K = w.OC,
                     .fast = dout.format == Fp8Format::E4m3, .a_format = dout.format, .cast = then}, stream());
@@ -5979,27 +6089,24 @@ static void llama_layer_backward(Backward& e, int l) {
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward({a.dqkv.data}, a.datty, a.atty.data, a.qkv, a.att, {});
+    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, {}, Backward::Rotated::Yes);
     e.rotate_backward(a.dqkv, a.qkv, a.rotation);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
     e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
 
 // The engine that recomputes by the forward's pages what -r has not kept: norms and activations, or at -r 3
-// all of a layer but x_out, its end. Where FP8 has kept the bytes of norms and activations, the backward
-// needs nothing else.
+// all of a layer but x_out, its end.
 struct Recompute : Forward {
     bool whole = false;                 // this layer has lost all but x_out; set before its page
     explicit Recompute(const Pass& pass) : Forward(pass) {}
     // a second norm's rows are kept where the first's are
-    static bool lacks(const Operand& y) { return !y.kept && !y.bytes; }
     void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2, const Norm& w2) override {
-        if (whole) { Forward::norm(out, x, w, out2, w2); }
-        else if (lacks(out)) { norm_forward(norms(out, x, w, out2, w2), stream()); }
+        if (whole || !out.kept) { Forward::norm(out, x, w, out2, w2); }
     }
     void linear_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
         if (whole) { Forward::linear_activate(out, fch, inp, w); }
-        else if (lacks(out)) { activate(out, fch); }
+        else if (!out.kept) { activate(out, fch); }
     }
     void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* residual) override {
         if (whole) { Forward::linear(out, inp, w, residual); }
@@ -6016,27 +6123,92 @@ struct Recompute : Forward {
     }
 };
 
+// ---- LM head and loss ----
+// The logits are a model's largest tensor: (B,T,151936) of Qwen3. So --head-chunks N takes the rows of lnf in
+// N parts: a part's logits, losses and gradients are complete before the next part's logits take their place.
+// The head's weight then has the sum of N parts' gradients.
+
+// What lies in rows, from row `first` on.
+static Head head_part(Head head, int first, int C) {
+    const size_t at = (size_t)first * C;
+    head.lnf.data += at, head.dlnf += at, head.losses += first, head.targets += first;
+    if (first > 0) { head.w.dweight.acc = Accumulate::Yes; }
+    return head;
+}
+
+// Losses of `count` of the pass's rows. With a micro-step, the gradient of weight * their sum replaces their
+// logits, or its FP8 bytes go to dlogits.
+static void head_losses(const Pass& pass, const Head& head, float weight, int count) {
+    const Config& c = pass.config();
+    const Operand& dlogits = head.dlogits;
+    Forward(pass).linear(head.logits, head.lnf, head.w);
+    classifier({.logits = head.logits, .losses = head.losses, .targets = head.targets, .dloss = weight,
+                .loss_scale = &pass.model->state->update.loss_scale, .N = count, .V = c.V, .Vp = c.Vp,
+                .mode = pass.micro ? ClassifierMode::LossAndGrad : ClassifierMode::LossOnly,
+                .fp8_grad = dlogits.bytes, .fp8_tensor = dlogits.bytes ? dlogits.tensor : nullptr,
+                .softcap = c.shape().softcap}, pass.stream());
+}
+
+// An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
+// 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
+// shapes occur, each of whole tiles.
+static void gpt2_counted_losses(GPT2* model, int N, int count) {
+    const Config& c = model->config;
+    const int rows = std::min(N, round_up(count, 256)), part = head_rows(model->options, N);
+    const Pass pass = {model, 1, rows};
+    Head head = pass.head_of();
+    floatX* counted = pass.acts(0).counted;
+    encoder_forward({.out = counted, .tokens = model->feed.inputs.counted, .wte = head.lnf.data,
+                     .wpe = nullptr, .B = 1, .T = rows, .C = c.C}, model->stream);   // rows of lnf
+    head.lnf.data = counted;
+    for (int first = 0; first < count; first += part) {
+        const int n = std::min(part, rows - first);
+        head_losses({model, 1, n}, head_part(head, first, c.C), 0.0f, std::min(n, count - first));
+    }
+}
+
+// dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
+// parts are summed in fp32, at the start of scratch; other ops use the rest.
+static Grad dwte_sum(Backward* e) {
+    if (!e->model->options.grads_bf16) { return e->grad(PARAM_wte, 0); }
+    const Grad sum = {e->scratch, Accumulate::No};
+    e->scratch += e->model->param_specs[PARAM_wte].elems;
+    return sum;
+}
+
+// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step
+// also the gradients of the LM head's weight and of lnf.
+static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
+                      const MicroStep* micro) {
+    const int N = B * T, part = head_rows(model->options, N), C = model->config.C;
+    const Pass pass = {model, B, T, micro, model->acts.scratch};
+    Forward forward(pass);
+    gpt2_forward(forward);
+    Backward backward(pass);
+    Head head = pass.head_of();
+    if (micro && model->config.shape().tied) { head.w.dweight = dwte_sum(&backward); }
+    for (int first = 0; first < N; first += part) {
+        const Pass rows = {model, 1, std::min(part, N - first), micro, backward.scratch};
+        const Head h = head_part(head, first, C);
+        head_losses(rows, h, weight, rows.N());
+        if (!micro) { continue; }
+        Backward e(rows);
+        e.transpose(h.dlogits, h.w.OC);
+        e.linear_backward(h.dlnf, h.dlogits, h.lnf, h.w);
+    }
+    loss_sum({mean, head.losses, weight, acc, N}, model->stream);
+}
+
 // ---- backward ----
-// Gradients of every parameter from dlogits, in the forward's order reversed.
+// Gradients of every other parameter, in the forward's order reversed.
 static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     const Config& c = model->config;
     const Layout& layout = model->layout;
-    const bool grads_bf16 = model->options.grads_bf16;
-    Backward e({model, B, T, &micro, model->acts.scratch});
-    Head head = e.head_of();
-    // dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
-    // parts are summed in fp32, at the start of scratch; other ops use the rest.
     const size_t wte_elems = model->param_specs[PARAM_wte].elems;
-    const bool tied = c.shape().tied;
-    Grad dwte = e.grad(PARAM_wte, 0), sum = dwte;
-    if (grads_bf16) {
-        sum = {e.scratch, Accumulate::No};
-        e.scratch += wte_elems;
-    }
-    if (tied) { head.w.dweight = sum; }
-    e.transpose(head.dlogits, head.w.OC);
-    e.linear_backward(head.dlnf, head.dlogits, head.lnf, head.w);
-    if (!tied) {
+    Backward e({model, B, T, &micro, model->acts.scratch});
+    const Head head = e.head_of();
+    Grad sum = dwte_sum(&e);
+    if (!c.shape().tied) {
         gpt2_bucket_complete(model, layout.head(), micro);
         if (sum.acc == Accumulate::No) { device_zero(sum.data, wte_elems * sizeof(float), e.stream()); }
     }
@@ -6058,7 +6230,8 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     encoder_backward({.dwte = sum, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
                       .dout = e.embed_backward(e.after_layer(-1).added[0].dout.data),
                       .buckets = model->feed.buckets, .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
-    if (grads_bf16) { grad_accumulate({dwte, sum.data, wte_elems}, e.stream()); }
+    const Grad dwte = e.grad(PARAM_wte, 0);
+    if (dwte.data != sum.data) { grad_accumulate({dwte, sum.data, wte_elems}, e.stream()); }
     gpt2_bucket_complete(model, layout.embedding(), micro);
     e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);        // layer 0's qkv
     gpt2_bucket_complete(model, layout.layer(0), micro);
@@ -6256,7 +6429,8 @@ template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
 // the first of these layers.
 static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
-    auto product = [&](int i) { return model->opt.muon_products + i * model->muon.product; };
+    char* products = model->acts.data + model->muon.elems * sizeof(muonX);
+    auto product = [&](int i) { return products + i * model->muon.product; };
     for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
         muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
                             .gram = (muonX*)product(2), .poly = (muonX*)product(3),
@@ -6267,14 +6441,15 @@ static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
 }
 
 // Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
-// a whole matrix, so its bits do not depend on the number of ranks.
+// a whole matrix, so its bits do not depend on the number of ranks. No activation lives while weights are
+// updated, so all but what the ranks exchange is in the activations' memory.
 static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare& share = model->muon;
     const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
     const RoundKey key = {o.seed, model->step, 0, kRoundParams};
-    muonX* updates = (muonX*)model->opt.muon_updates;
+    muonX* updates = (muonX*)(split.world > 1 ? model->opt.muon_updates : model->acts.data);
     for (int first = 0; first < model->config.L; first += share.together) {
         const int layers = std::min(share.together, model->config.L - first);
         const int bucket = model->layout.layer(first);
@@ -6698,7 +6873,6 @@ static Options run_options() {
     o.state_bf16 = run.state_dtype == StateDtype::Bf16;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    if (o.fp8) { o.recompute = 2; }             // in FP8's layers: in the first step alone
     o.muon = run.optimizer == OptimizerKind::Muon;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
     o.seed = (uint64_t)run.seed;
@@ -6794,6 +6968,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
                {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
                 {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
                 {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
+    t->logger.copied = t->data.tokenizer_files;
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->data.max_steps;
         const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
@@ -6856,9 +7031,9 @@ static void print_plan() {
     plan_print_batch(largest, advice, options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
-                    {run.B, run.T, comm.world, rank_micro_steps(), options.fp8 ? 0 : run.recompute,
-                     options.muon, options.split.zero > 0, options.fp8, options.fp8_head,
-                     options.state_bf16}, run_max_steps(), run.price);
+                    {run.B, run.T, comm.world, rank_micro_steps(), run.recompute, options.muon,
+                     options.split.zero > 0, options.fp8, options.fp8_head, options.state_bf16},
+                    run_max_steps(), run.price);
 }
 
 // == 12 training loop ==

@@ -38,7 +38,9 @@ fi
 
 recipe+=(--train-data "$data/*_train_*.bin" --val-data "$data/*_val_*.bin")
 recipe+=(--output-dir "runs/$run" --resume 1)
-if [ -e dev/data/hellaswag/hellaswag_val.bin ]; then
+if [[ " ${recipe[*]} " == *" --evaluate "* ]]; then
+    :                                                               # the recipe says when
+elif [ -e dev/data/hellaswag/hellaswag_val.bin ]; then
     recipe+=(--evaluate 1 --eval-every 1000)
 else
     echo "note: no HellaSwag: python3 dev/data/get.py hellaswag would fetch it" >&2

@@ -5,7 +5,7 @@
     make bench SIZES="d12:64 d48:16" WHO=pytorch,llm.c LLMC=../llm.c/train_gpt2cu DATA=train.bin
     make bench WHO="./train_gpt2cu --block parallel"        # any program with the trainer's flags
     make profile                            # ncu's counters of every op; `make bench-ops` needs none
-    python3 dev/bench/bench.py table build/bench.json --write       # into README.md and docs/performance.md
+    python3 dev/bench/bench.py table build/bench.json --write       # into docs/performance.md
 
 WHO: who takes turns with ours, separated by commas; what is not here is left out. A time is the median step
 of 5 s, after 2 s in which the clock settles; a ratio is to the mean of ours just before and just after. All
@@ -37,7 +37,7 @@ NAMES = {"d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M"}
 KINDS = {"PyTorch, pure bf16": "bfloat16", "PyTorch, autocast": "autocast"}
 WARM_S, LIMIT_S = 2.0, 400
 TRAIN, PROFILE, SHARD = "./train_gpt2cu", "./profile_gpt2cu", "build/bench.bin"
-PAGES = "README.md", "docs/performance.md"
+PAGES = ["docs/performance.md"]
 NCU_METRICS = ["gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
                "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed"]
 

@@ -68,9 +68,9 @@ class Conversations(Reader):
 
 # ---- tokens ----
 
-def tool_tokens(tool, prefix, in_bytes, texts):
+def tool_tokens(tool, prefix, flags, texts):
     """(all tokens of the texts, the tokenizer's number); END is in front of each document."""
-    run_tool(tool, prefix, ["--bytes", int(in_bytes), "--val-tokens", 0, "--shard-tokens", 0], texts)
+    run_tool(tool, prefix, [*flags, "--val-tokens", 0, "--shard-tokens", 0], texts)
     path = prefix + "_train.bin"
     with open(path, "rb") as f:
         tokenizer = struct.unpack("<4I", f.read(HEADER_BYTES)[:16])[3]
@@ -176,11 +176,12 @@ def put(stem, conversations, numbers, T, shard_tokens, tokenizer):
 
 def write_shards(prefix, args, val_tokens, texts, tool):
     """PREFIX_val_000000.bin, PREFIX_train_000000.bin and so on. texts: what Conversations reads."""
-    if args.tokenizer:
-        kind, tokenizer = args.tokenizer.kind, getattr(args.tokenizer, "id", 0)
-        conversations = Set(kind.code, args.tokenizer.documents(texts))
+    if args.tokenizer and not args.tokenizer.by_tool:
+        tokenizer = args.tokenizer.id
+        conversations = Set(args.tokenizer.kind.code, args.tokenizer.documents(texts))
     else:
-        tokens, tokenizer = tool_tokens(tool, prefix, args.bytes, texts)
+        flags = args.tokenizer.flags if args.tokenizer else ["--bytes", int(args.bytes)]
+        tokens, tokenizer = tool_tokens(tool, prefix, flags, texts)
         conversations = Set("H", documents_of(tokens))
     total, T = len(conversations.tokens), args.row_tokens
     wanted = min(100_000, total // 10) if val_tokens == "auto" else val_tokens

@@ -1,41 +1,80 @@
-"""Token shards by any tokenizer.json, such as Qwen3's or Llama 3's: what build/tokenize does with GPT-2's. A
-vocabulary above 65,536 makes shards of 32-bit tokens. Needs the package tokenizers.
+"""What --tokenizer names: a folder by `get.py tokenizer`, by which build/tokenize encodes, or any
+tokenizer.json, such as Qwen3's or Llama 3's. By such a file the package tokenizers encodes, and shards are
+made here. Those of a vocabulary above 65,536 have 32-bit tokens.
 
-    tokenizer = AnyTokenizer("Qwen3-0.6B/tokenizer.json", "<|endoftext|>")
+    tokenizer = any_tokenizer("Qwen3-0.6B/tokenizer.json", "<|endoftext|>")     # or a folder that has one
     lines = tokenizer.write_shards("data/qwen", 100000, 0, texts)       # qwen_train.bin, qwen_val.bin
+    text = train(["some.txt"], 32768)                                   # a new tokenizer.json
 """
-import hashlib
 import itertools
+import json
 import os
 import struct
+import sys
 import tempfile
 from array import array
 
 from fetch import Problem, need
 from shards import KINDS, replace_file
+from tokenizer_files import (END_OF_TEXT, GPT2_ID, MERGES_LISTED, read_head, tokenizer_bin, tokenizer_id,
+                             tokenizer_json, vocabulary)
 
+NAMES = "tokenizer.json", "tokenizer.bin"
+TOKEN_BYTES = 128           # of the longest token that is learned, as of GPT-2's
 AT_ONCE = 1000              # documents that the package encodes side by side
+
+
+def read(path):
+    try:
+        with open(path, "rb") as f:
+            return f.read()
+    except OSError as error:
+        raise Problem(f"'{path}': {error.strerror}", "--tokenizer takes a tokenizer.json, or its folder") \
+            from error
+
+
+def any_tokenizer(path, first):
+    """OwnTokenizer or AnyTokenizer. first: the token that goes in front of each document."""
+    if not os.path.isdir(path):
+        return AnyTokenizer(path, first)
+    text, head = read(os.path.join(path, NAMES[0])), read_head(os.path.join(path, NAMES[1]))
+    if head and head.id == tokenizer_id(text) and head.merges == MERGES_LISTED and first == END_OF_TEXT:
+        return OwnTokenizer(path, head)
+    return AnyTokenizer(os.path.join(path, NAMES[0]), first)
+
+
+class OwnTokenizer:
+    """A folder whose tokenizer.bin build/tokenize encodes by."""
+    by_tool = True
+
+    def __init__(self, folder, head):
+        self.id, self.first, self.V, self.kind = head.id, head.eot, head.V, KINDS[0]
+        self.files = {name: read(os.path.join(folder, name)) for name in NAMES}
+        self.flags = ["--vocab", os.path.join(folder, NAMES[1])]
 
 
 class AnyTokenizer:
     """first: the token that goes in front of each document."""
+    by_tool = False
 
     def __init__(self, path, first):
         tokenizers = need("tokenizers", "no tokenizer.json can be read", "tokenizers")
+        text = read(path)
         try:
-            with open(path, "rb") as f:
-                text = f.read()
             self.tokenizer = tokenizers.Tokenizer.from_buffer(text)
-        except OSError as error:
-            raise Problem(f"'{path}': {error.strerror}", "--tokenizer takes a tokenizer.json") from error
+            self.tokenizer.encode_special_tokens = True         # in a text they are text
         except Exception as error:                  # pylint: disable=W0718
             raise Problem(f"'{path}' is no tokenizer.json: {error}") from error
-        self.first, self.sha256 = self.tokenizer.token_to_id(first), hashlib.sha256(text).hexdigest()
+        self.first, self.id = self.tokenizer.token_to_id(first), tokenizer_id(text)
         if self.first is None:
             raise Problem(f"'{path}' has no token '{first}' to begin a document",
                           "--document-token TEXT names another one")
-        largest = max(self.tokenizer.get_vocab().values())
-        self.kind = next(kind for kind in KINDS if largest < kind.most)
+        self.V = 1 + max(self.tokenizer.get_vocab().values())
+        self.kind = next(kind for kind in KINDS if self.V <= kind.most)
+        flat = tokenizer_bin(text, first)
+        self.files = {} if self.id == GPT2_ID else dict(zip(NAMES, [text, flat] if flat else [text]))
+        if not flat:
+            print(f"note: samples will be token ids: how '{path}' decodes is not known here", file=sys.stderr)
 
     def encode(self, texts):
         """The ids of each text, alone."""
@@ -77,7 +116,7 @@ class AnyTokenizer:
 
     def blocks(self, spans, at, count, waiting):
         """A shard's bytes: its header, and `count` tokens from `at` on of the spans' tokens."""
-        yield struct.pack("<256I", self.kind.magic, self.kind.version, count % 2**32, *[0] * 253)
+        yield struct.pack("<256I", self.kind.magic, self.kind.version, count % 2**32, self.id, *[0] * 252)
         for begin, end in spans:
             skipped = min(at, end - begin)
             at, begin = at - skipped, begin + skipped
@@ -86,6 +125,20 @@ class AnyTokenizer:
                 waiting.seek(self.kind.bytes * begin)
                 yield waiting.read(self.kind.bytes * some)
                 begin, count = begin + some, count - some
+
+
+def train(texts, size):
+    """The tokenizer.json of a byte-level BPE with GPT-2's pattern, of at most `size` tokens."""
+    tokenizers = need("tokenizers", "no tokenizer can be made", "tokenizers")
+    bytes_as_characters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = bytes_as_characters
+    tokenizer.train_from_iterator(split(texts), tokenizers.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=bytes_as_characters.alphabet(),
+        max_token_length=TOKEN_BYTES, show_progress=sys.stderr.isatty()))
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    return tokenizer_json(*vocabulary(" ".join(merge) if isinstance(merge, list) else merge
+                                      for merge in merges))
 
 
 def batches(items, size):

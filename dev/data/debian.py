@@ -18,17 +18,27 @@ import zlib
 from fetch import Problem
 
 # Whole names, as regular expressions: versions differ between releases; what a release lacks is left out, and
-# of several versions all but the last.
-PACKAGES = """
+# of several versions all but the last. The RFCs are in non-free, which apt's sources need not have.
+PACKAGES = r"""
     debian-(reference-en|handbook|policy|faq|history|kernel-handbook|edu-doc-en) developers-reference
-    linux-doc-[0-9.]+ python3\\.[0-9]+-doc python-(django|sqlalchemy|pandas|numpy|scipy|matplotlib|flask)-doc
+    linux-doc-[0-9.]+ python3\.[0-9]+-doc python-(django|sqlalchemy|pandas|numpy|scipy|matplotlib|flask)-doc
     postgresql-doc-[0-9]+ sqlite3-doc git-doc perl-doc apache2-doc nodejs-doc cmake-doc octave-doc maxima-doc
     golang-[0-9.]+-doc rust-doc erlang-doc gimp-help-en samba-doc aptitude-doc-en zsh-doc vim-doc gnuplot-doc
     libboost[0-9.]+-doc r-doc-html sbcl-doc gap-doc mercurial-common subversion-doc
+    installation-guide-amd64 debmake-doc maint-guide live-manual-html jargon-text docutils-doc sphinx-doc
+    bind9-doc kea-doc postfix-doc exim4-doc-html haproxy-doc varnish-doc icinga2-doc frr-doc ntpsec-doc
+    krb5-doc slurm-wlm-doc openvswitch-doc dpdk-doc ganeti-doc lava-server-doc mailman3-doc buildbot-doc
+    borgbackup2-doc snakemake-doc (nova|neutron|cinder|ironic|keystone|heat|swift|octavia|manila)-doc
+    llvm-[0-9]+-doc clang-[0-9]+-doc c\+\+-annotations-html cppreference-doc-en-html emscripten-doc nim-doc
+    swi-prolog-doc mit-scheme-doc ruby[0-9.]+-doc racket-doc imagemagick-[0-9]+-doc postgis-doc weechat-doc
+    python-(astropy|dask|distributed|celery|pytest|sklearn|sympy|statsmodels|biopython)-doc numba-doc
+    twisted-doc doc-rfc-(std|fyi-bcp|experimental)
     """.split()
 ENDINGS = re.compile(r"\.(html?|xhtml|html\.en|txt|text|md|pod|rst)(\.gz)?$")
 LEFT_OUT = re.compile(r"/(_sources|_static|changelog[^/]*|copyright|NEWS[^/]*|genindex[^/]*|search\.html|"
-                      r"(?!en[-_])[a-z]{2}[-_][a-z]{2})(/|$)", re.I)       # the last: fr-FR, half translated
+                      r"(?!en[-_])[a-z]{2}[-_][a-z]{2}|"                 # fr-FR, half translated
+                      r"rfc\d+\.html(\.gz)?)(/|$)", re.I)               # an RFC is there as text, too
+PAGE_BREAK = re.compile(r"\n*[^\n]*\[Page \w+\]\s*(RFC[^\n]*\n+)?")       # an RFC's foot, and the next head
 SMALLEST, LARGEST = 400, 2_000_000          # bytes of a document: less says little, more is a table or a log
 COMMON = frozenset("the of and to a in is that for it as be are with this on or not can if you by".split())
 
@@ -154,8 +164,18 @@ class Text(html.parser.HTMLParser):
             self.out.append(data if self.pre else re.sub(r"\s+", " ", data))
 
 
+def without_pages(text):
+    """An RFC in one piece: a paragraph goes on over the end of a page. Text begins in the first column."""
+    def joint(found):
+        before, after = text[:found.start()][-1:], text[found.end():].lstrip()[:1]
+        return "\n" if before not in ".:;" and after.islower() else "\n\n"
+    return re.sub(r"(?m)^   ", "", PAGE_BREAK.sub(joint, text))
+
+
 def plain(name, data):
     text = data.decode("utf-8", "replace")
+    if re.search(r"/rfc\d+\.txt", name):
+        text = without_pages(text)
     if re.search(r"\.x?html?(\.en)?(\.gz)?$", name):
         page = Text()
         page.feed(text)

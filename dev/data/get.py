@@ -7,9 +7,11 @@
     python3 dev/data/get.py answers --from my/chats.jsonl --out data/qa # rows of messages, for fine-tuning
     python3 dev/data/get.py hub --repo OWNER/NAME --pattern 'data/*.parquet' --out data/theirs
 
-The C++ tokenizer (build/tokenize, made if it is not there) does all encoding, but with --tokenizer FILE the
-package tokenizers does, by any tokenizer.json. It makes shards of a source at
-a time: of a downloaded file, or of all your own. Whatever interrupts this, the same command goes on with the
+    python3 dev/data/get.py tokenizer --from my/texts --vocab 32768 --out my-tok    # then --tokenizer my-tok
+
+The C++ tokenizer (build/tokenize, made if it is not there) does all encoding, but by other people's
+tokenizer.json (--tokenizer FILE) the package tokenizers does. It makes shards of a source at a time: of a
+downloaded file, or of all your own. Whatever interrupts this, the same command goes on with the
 first source that dataset.json does not count as done, to the same bytes. A shard, STEM_val_000000.bin or
 STEM_train_000001.bin and so on, has its name only when it is whole. The hub takes huggingface_hub, parquet
 and zstd pyarrow (scripts/setup.sh data); all else is Python's standard library.
@@ -39,12 +41,13 @@ sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
 import answers                                      # noqa: E402
-from any_tokenizer import AnyTokenizer              # noqa: E402
+from any_tokenizer import NAMES, any_tokenizer, train      # noqa: E402
 from documents import (Reader, exists, first_line, kind_of, looks_like_texts, need_pyarrow,   # noqa: E402
                        size_of)
 from fetch import File, Problem, is_url, of_each    # noqa: E402
 from token_files import write_token_shard           # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
+from tokenizer_files import END_OF_TEXT, tokenizer_bin, tokenizer_config            # noqa: E402
 
 TOOL = os.path.join(ROOT, "build", "tokenize")
 NVCC_PATH = os.environ.get("PATH", "") + ":/usr/local/cuda/bin"         # as the Makefile looks for it
@@ -98,11 +101,13 @@ DATASETS = [
     Dataset("fineweb-edu10B-shards", "shards", "kjj0/finewebedu10B-gpt2", "fineweb-edu10B, likewise", ODC,
             "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
     Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
-            "each package's, free", "300 MB, 75M tokens", "", "", "debian_docs", 500_000),
+            "each package's", "740 MB, 143M tokens", "", "", "debian_docs", 500_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, packed or not",
             "yours", "", "", "", "", "auto"),
     Dataset("answers", "files", "--from", "conversations: .jsonl or .parquet of messages", "yours", "", "",
             "", "", "auto"),
+    Dataset("tokenizer", "tokenizer", "--from", "a tokenizer of your own texts, for --tokenizer", "yours",
+            ""),
     Dataset("tokens", "tokens", "--from", "nanoGPT's train.bin and val.bin, build-nanogpt's .npy", "theirs",
             ""),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet of any data set on huggingface.co",
@@ -238,6 +243,10 @@ def need_tool():
         raise Problem("the tokenize tool cannot be built", "scripts/setup.sh installs what it takes")
 
 
+def by_tool(args):
+    return not args.tokenizer or args.tokenizer.by_tool
+
+
 @contextlib.contextmanager
 def alone(folder):
     """The only get.py at work in this folder."""
@@ -341,8 +350,8 @@ def make_source(dataset, args, facts, split, files, work, reader):
             said = answers.write_shards(prefix, args, drawn, texts, TOOL)
             print(said.pop(0))
         else:
-            said = args.tokenizer.write_shards(prefix, drawn, flags[-1], texts) if args.tokenizer else \
-                run_tool(TOOL, prefix, flags, texts)
+            said = run_tool(TOOL, prefix, flags + (args.tokenizer.flags if args.tokenizer else []), texts) \
+                if by_tool(args) else args.tokenizer.write_shards(prefix, drawn, flags[-1], texts)
         print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
     new = {**facts, "done": number + 1, "shards": {**facts["shards"]},
            "replaced": facts.get("replaced", 0) + reader.replaced}
@@ -370,7 +379,7 @@ def make_shards(dataset, args):
     if args.encoding != "utf-8":
         recipe["encoding"] = args.encoding
     if args.tokenizer:
-        recipe["tokenizer"], recipe["document_token"] = args.tokenizer.sha256, args.document_token
+        recipe["tokenizer"], recipe["document_token"] = args.tokenizer.id, args.document_token
     if dataset.name == "answers":
         recipe["chat_template"], recipe["row_tokens"] = answers.CHAT_TEMPLATE, args.row_tokens
     reader = (answers.Conversations if dataset.name == "answers" else Reader)(
@@ -387,7 +396,7 @@ def make_shards(dataset, args):
         if complete:
             print(f"'{args.out}' is complete; --restart makes it anew")
         else:
-            if not args.tokenizer:
+            if by_tool(args):
                 need_tool()
             every = [file for _, files in sources for file in files]
             if any(kind_of(file.name) == "parquet" or file.name.endswith(".zst") for file in every):
@@ -398,6 +407,8 @@ def make_shards(dataset, args):
                 for old in made_before(args.out, dataset.stem):
                     os.unlink(old)
                 shutil.rmtree(work + "/fetched", ignore_errors=True)
+            for name, data in args.tokenizer.files.items() if args.tokenizer else ():
+                replace_file(os.path.join(args.out, name), [data])
         while facts["done"] < len(facts["sources"]):
             if args.shards and facts["shards"]["train"] >= args.shards:
                 print(f"{args.shards} shards, as asked for; the same command with more of them goes on")
@@ -505,7 +516,7 @@ def make_choices(dataset, args):
     if first.get("source") == name and first["sha256"] != sha256:
         raise Problem(f"'{source}' is another file than at first: its sha256 is {sha256}, it was "
                       f"{first['sha256']}", "remove it and run again; or --restart takes it as it is")
-    choices.write_choices(dataset.name, source, path, args.tokenizer or TOOL, os.path.join(args.out, "tmp"),
+    choices.write_choices(dataset.name, source, path, TOOL, args.tokenizer, os.path.join(args.out, "tmp"),
                           dataset.questions)
     write_facts(facts, {"name": dataset.name, "source": name, "licence": dataset.licence, "sha256": sha256})
     print(f"{path}: {dataset.questions} questions")
@@ -540,8 +551,10 @@ def arguments():
     option("--row-tokens", type=int, metavar="N",
            help="answers: what the trainer gets as -t; whole conversations fill each row (default: 1024)")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
-    option("--tokenizer", metavar="FILE", help="tokens of this tokenizer.json, of any vocabulary")
-    option("--document-token", metavar="TEXT", default="<|endoftext|>",
+    option("--tokenizer", metavar="FOLDER",
+           help="tokens by this folder that `get.py tokenizer` made, or by any tokenizer.json")
+    option("--vocab", type=int, metavar="V", help="tokenizer: how many tokens it has (default: 32768)")
+    option("--document-token", metavar="TEXT", default=END_OF_TEXT,
            help="--tokenizer: what goes in front of each document (default: <|endoftext|>)")
     option("--restart", action="store_true", help="forget what is there, its shards too")
     return parser.parse_args()
@@ -550,8 +563,10 @@ def arguments():
 OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": "text"}
 OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
 OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
-OF_TOKENIZERS = {"tokenizer": None, "document_token": "<|endoftext|>"}
+OF_TOKENIZERS = {"tokenizer": None, "document_token": END_OF_TEXT}
 UNUSED = {"debian": OF_ROWS, "shards": {**OF_SHARDS, **OF_TOKENIZERS}, "choices": OF_SETS,      # and defaults
+          "tokenizer": {"bytes": False, "shard_tokens": SHARD_TOKENS, "shards": 0, "val_tokens": None,
+                        **OF_TOKENIZERS},
           "tokens": {**OF_SETS, **OF_TOKENIZERS}, "plays": {**OF_SETS, **OF_TOKENIZERS}}
 
 
@@ -576,9 +591,16 @@ def check_arguments(dataset, args):
     if given := ["--" + name.replace("_", "-") for name, default in UNUSED.get(dataset.kind, {}).items()
                  if getattr(args, name) != default]:
         raise Problem(f"{', '.join(given)}: {dataset.name} has no use for this", "leave it out")
-    if dataset.kind in ("files", "tokens") and (not args.origin or is_url(args.origin)):
+    if dataset.kind != "tokenizer" and args.vocab is not None:
+        raise Problem(f"--vocab: {dataset.name} has no use for this", "get.py tokenizer makes a tokenizer")
+    args.vocab = 32768 if args.vocab is None else args.vocab
+    if not 257 < args.vocab <= 2**16:
+        raise Problem(f"--vocab {args.vocab}: 258 (the bytes, the end of text and a merge) to 65536")
+    if dataset.kind in ("files", "tokens", "tokenizer") and (not args.origin or is_url(args.origin)):
         raise Problem(f"{dataset.name} are yours: --from says where they are",
-                      f"get.py {dataset.name} --from my/{dataset.name} --out data/mine")
+                      f"get.py {dataset.name} --from my/texts --out data/mine")
+    if dataset.kind == "tokenizer" and not args.out:
+        raise Problem("tokenizer needs a place: --out FOLDER")
     if dataset.name == "hub":
         if not args.repo or not args.pattern:
             raise Problem("hub takes --repo OWNER/NAME and --pattern 'data/*.parquet'",
@@ -595,7 +617,7 @@ def check_arguments(dataset, args):
     if args.tokenizer and args.bytes:
         raise Problem("--bytes and --tokenizer name two tokenizers", "leave one out")
     if args.tokenizer:
-        args.tokenizer = AnyTokenizer(args.tokenizer, args.document_token)
+        args.tokenizer = any_tokenizer(args.tokenizer, args.document_token)
     args.out = args.out or os.path.relpath(os.path.join(HERE, dataset.name))
     if args.val_tokens is None:
         args.val_tokens = dataset.val_tokens
@@ -625,23 +647,51 @@ def make_token_shards(dataset, args):
         print(f"{path}: {tokens} tokens of {source}" + ", whose tokenizer is not known" * (not is_gpt2))
 
 
+# ---- a tokenizer of one's own ----
+
+def make_tokenizer(dataset, args):
+    """tokenizer.json and its configuration, for Hugging Face, and tokenizer.bin, for the C++ programs."""
+    there = [name for name in NAMES if exists(os.path.join(args.out, name))]
+    if there and not args.restart:
+        raise Problem(f"'{args.out}' holds {there[0]}", "another --out, or --restart")
+    reader = Reader(args.text_field, args.encoding, args.errors)
+    files = own_files(args, reader.look)
+    say_guesses(files)
+    text = train(reader.texts([file.path for file in files]), args.vocab).encode()
+    data = tokenizer_bin(text, END_OF_TEXT)
+    os.makedirs(args.out, exist_ok=True)
+    config = tokenizer_config("PreTrainedTokenizerFast", END_OF_TEXT, None)
+    for name, content in (*zip(NAMES, (text, data)), ("tokenizer_config.json", config.encode())):
+        replace_file(os.path.join(args.out, name), [content])
+    made = any_tokenizer(args.out, END_OF_TEXT)
+    if made.V < args.vocab:
+        print(f"note: {made.V} tokens instead of {args.vocab}: the texts hold no more pairs", file=sys.stderr)
+    print(f"{args.out}: tokenizer {made.id}, {made.V} tokens\n"
+          f"python3 dev/data/get.py files --from {shell_quoted(args.origin)} --tokenizer "
+          f"{shell_quoted(args.out)} --out ...")
+
+
 def run(args):
     dataset = next((d for d in DATASETS if d.name == args.name), None)
     if not dataset:
         raise Problem(f"there is no data set '{args.name}', but {', '.join(d.name for d in DATASETS)}")
     check_arguments(dataset, args)
+    if dataset.kind == "tokenizer":
+        make_tokenizer(dataset, args)
+        return
     if dataset.kind in ("plays", "choices"):
-        if not args.tokenizer:
+        if by_tool(args):
             need_tool()
         (make_plays if dataset.kind == "plays" else make_choices)(dataset, args)
         return
     {"shards": copy_shards, "tokens": make_token_shards}.get(dataset.kind, make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
     val = f" -j {shell_quoted(stem + '_val_*.bin')}" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
-    program = "cu" if os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or \
-        shutil.which("nvcc", path=NVCC_PATH) else "cpu"
-    rows = f" -t {args.row_tokens}" if args.row_tokens else ""
-    print(f"./train_gpt2{program}{rows} -i {shell_quoted(stem + '_train_*.bin')}{val} ...")
+    has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
+    model = f"-e d12,V{args.tokenizer.V} " if args.tokenizer and by_tool(args) else ""
+    model += f"-t {args.row_tokens} " if args.row_tokens else ""
+    train_files = shell_quoted(stem + "_train_*.bin")
+    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} {model}-i {train_files}{val} ...")
 
 
 def shell_quoted(text):

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from venv_python import take_the_venv               # noqa: E402
@@ -263,7 +264,8 @@ def draw(runs, lines=(), seconds=False, loss_alone=False):
             if unit == "tokens":
                 axes.xaxis.set_major_formatter(short)
         names = [", ".join(run.name for run in runs)] if len(runs) == 1 or not common else []
-        figure.suptitle(" · ".join(names + common), x=0.01, ha="left")
+        title = textwrap.fill(" · ".join(names + common), 64 if loss_alone else 110)
+        figure.suptitle(title, x=0.01, ha="left")
         figure.supxlabel("seconds of training" if seconds else unit)
     return figure
 

@@ -58,7 +58,7 @@ static double seconds() {
 struct ShardWriter {
     std::string stem;           // PREFIX_NAME
     int64_t shard_tokens;       // limit of one file; 0: one file takes all
-    TokenizerId tokenizer;
+    uint32_t tokenizer;         // its id
     AtomicFile file;            // file.f is null between two shards
     int64_t in_file, total;     // tokens
     int files;
@@ -473,7 +473,7 @@ static const FlagTable kFlags = {
     {"", "bytes", FLAG_BOOL, &cfg.bytes, "0", 0, 0, nullptr,
      "tokens are bytes (V=256, end of text is byte 0); 0: GPT-2's; --decode: as the shard says"},
     {"", "vocab", FLAG_STRING, &cfg.vocab, "", 0, 0, nullptr,
-     "GPT-2's merges, if not dev/data/gpt2_bpe/vocab.bpe"},
+     "a tokenizer.bin, or GPT-2's merges, if not dev/data/gpt2_bpe/vocab.bpe"},
     {"j", "threads", FLAG_INT, &cfg.threads, "0", 0, 1024, nullptr,
      "threads that encode; 0: one per core"},
     {"", "decode", FLAG_STRING, &cfg.decode, "", 0, 0, nullptr,
@@ -555,7 +555,15 @@ static int64_t inputs_check(const std::vector<std::string>& files) {
 
 // ---- shard back to text ----
 
-// The tokenizer of a shard: what --bytes says, else what its header says, else GPT-2's. first: some tokens.
+// The tokenizer that the flags name.
+static void flags_tokenizer(Tokenizer* tok) {
+    if (cfg.bytes) { tokenizer_init_bytes(tok); }
+    else if (tokenizer_head(cfg.vocab).magic == kTokenizerMagic) { tokenizer_read(tok, cfg.vocab); }
+    else { tokenizer_init_bpe(tok, cfg.vocab); }
+}
+
+// The tokenizer of a shard: what --bytes says, else what its header says, with tokenizer.bin beside the shard
+// or in --vocab, else GPT-2's. first: some tokens.
 static void shard_tokenizer(Tokenizer* tok, const std::string& path, uint32_t id,
                             const std::vector<uint16_t>& first) {
     if (flags_given(kFlags, "bytes")) {
@@ -568,8 +576,13 @@ static void shard_tokenizer(Tokenizer* tok, const std::string& path, uint32_t id
         case TOKENIZER_BYTES: tokenizer_init_bytes(tok); return;
         case TOKENIZER_UNKNOWN: case TOKENIZER_GPT2: tokenizer_init_bpe(tok, cfg.vocab); return;
     }
-    die("'%s' holds tokens of the tokenizer %u; known are 0 (not said), 1 (GPT-2) and 2 (bytes)",
-        shown(path).c_str(), id);
+    const std::string folder = path.substr(0, path.rfind('/') + 1);
+    const std::string file = cfg.vocab[0] ? cfg.vocab : folder + "tokenizer.bin";
+    if (tokenizer_head(file).id != id) {
+        die("'%s' holds tokens of the tokenizer %u, and there is no tokenizer.bin of it beside them\n"
+            "hint: --vocab FILE names it", shown(path).c_str(), id);
+    }
+    tokenizer_read(tok, file.c_str());
 }
 
 static void decode_shard(const char* path) {
@@ -623,7 +636,11 @@ static void convert(const std::vector<std::string>& files) {
     const bool all_trains = val_tokens(INT64_MAX) == 0;
     Progress progress = {inputs_check(files), 0, 0, 0, 0, 0, isatty(STDERR_FILENO) == 1};
     Tokenizer tok;
-    if (cfg.bytes) { tokenizer_init_bytes(&tok); } else { tokenizer_init_bpe(&tok, cfg.vocab); }
+    flags_tokenizer(&tok);
+    if (tok.pairs.empty()) {
+        die("'%s' only decodes: its tokenizer does not cut text by GPT-2's pattern\n"
+            "hint: dev/data/get.py files --tokenizer makes its shards", cfg.vocab);
+    }
     std::string prefix = cfg.output;
     size_t slash = prefix.rfind('/');
     if (slash != std::string::npos) { mkdir_check(prefix.substr(0, slash + 1).c_str()); }

@@ -7,7 +7,6 @@ long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin. Host onl
     tokenizer_encode(&tok, text.data(), text.size(), ids, &cache);      // appends
     if (tokenizer_can_cut(&tok, text.data(), text.size(), i)) { ... }   // [0, i) and [i, size) by themselves
     tokenizer_write(&tok, "gpt2_tokenizer.bin");
-    tokenizer_read(&tok, "gpt2_tokenizer.bin");
 */
 #pragma once
 
@@ -20,7 +19,7 @@ long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin. Host onl
 #include <vector>       // gives: std::vector
 
 #include "llmc/check.h"             // gives: die, AtomicFile
-#include "llmc/data/tokenizer.h"    // gives: Tokenizer, tokenizer_merge, tokenizer_piece
+#include "llmc/data/tokenizer.h"    // gives: Tokenizer, TokenizerHead, tokenizer_merge, tokenizer_piece
 
 // ---- what is no text ----
 
@@ -200,49 +199,18 @@ static inline size_t tokenizer_cut_inside(const Tokenizer* tok, const uint8_t* p
     return 0;
 }
 
-// ---- gpt2_tokenizer.bin ----
-// 256 int32 header {magic, version, V, eot, 0...}, then for each token one length byte and its bytes.
+// ---- tokenizer.bin ----
 
-static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2;
-
+// As llm.c's gpt2_tokenizer.bin: tokenizer_read derives the merges from the tokens.
 static inline void tokenizer_write(const Tokenizer* tok, const char* path) {
     AtomicFile out = atomic_open(path);
-    uint32_t header[256] = {kTokenizerMagic, kTokenizerVersion, (uint32_t)tok->bytes.size(), tok->eot};
-    atomic_write(&out, header, sizeof(header));
+    TokenizerHead head = {kTokenizerMagic, kTokenizerVersion, (uint32_t)tok->bytes.size(), tok->eot, 0,
+                          MERGES_ALL, {}};
+    atomic_write(&out, &head, sizeof(head));
     for (const std::string& token : tok->bytes) {
         uint8_t length = (uint8_t)token.size();         // GPT-2's longest is 128
         atomic_write(&out, &length, 1);
         atomic_write(&out, token.data(), token.size());
     }
     atomic_commit(&out);
-}
-
-// The merges follow from the tokens, so a tokenizer that was read can encode.
-static inline void tokenizer_read(Tokenizer* tok, const char* path) {
-    std::string data = tokenizer_read_file(path, "tokenize --write-vocab FILE makes one");
-    uint32_t header[256];
-    if (data.size() < sizeof(header)) {
-        die("'%s' is truncated: its header takes 1024 bytes, the file has %zu", path, data.size());
-    }
-    memcpy(header, data.data(), sizeof(header));
-    if (header[0] != kTokenizerMagic || header[1] != kTokenizerVersion) {
-        die("'%s' is no tokenizer file: it begins %u %u, expected %u %u", path, header[0], header[1],
-            kTokenizerMagic, kTokenizerVersion);
-    }
-    uint32_t V = header[2];
-    if (V < 256 || V > 65536 || header[3] >= V) {
-        die("'%s' has %u tokens and end of text %u; allowed are 256 to 65536 tokens and an id below that",
-            path, V, header[3]);
-    }
-    *tok = Tokenizer();
-    tok->eot = header[3];
-    size_t pos = sizeof(header);
-    while (tok->bytes.size() < V && pos < data.size() && pos + 1 + (uint8_t)data[pos] <= data.size()) {
-        tok->bytes.push_back(data.substr(pos + 1, (uint8_t)data[pos]));
-        pos += 1 + (uint8_t)data[pos];
-    }
-    if (tok->bytes.size() < V || pos != data.size()) {
-        die("'%s' has %zu bytes; its %u tokens end after %zu of them", path, data.size(), V, pos);
-    }
-    tokenizer_build(tok, path);
 }

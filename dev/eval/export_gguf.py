@@ -6,15 +6,15 @@ is a Llama or a Qwen3 to Hugging Face. GGUF names no architecture with NanoChat'
     python3 dev/eval/export_gguf.py model_00019073.bin mine.gguf --type q8_0
 
 Matrices are f32, f16 or q8_0; vectors and positions always f32, and rows that are no multiple of 32 f16 in
-place of q8_0. The tokenizer goes into the file where the vocabulary is GPT-2's (V=50257) or single bytes
-(V=256), and says that <|endoftext|> goes before each text. Needs numpy and gguf, which .venv has.
+place of q8_0. The tokenizer goes into the file, GPT-2's (V=50257 or 50304), bytes' (V=256), or the run's own,
+and says that <|endoftext|> goes before each text. Needs numpy and gguf, which .venv has.
 """
 import argparse
 import os
 import stat
 
-from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die, end_of_text,
-                       last_model, mode, np, read_model, take_the_venv, vocabulary)
+from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die, last_model, mode,
+                       np, read_model, take_the_venv, words_of)
 
 try:
     import gguf
@@ -85,33 +85,36 @@ def add_shape(out, d):
     out.add_layer_norm_rms_eps(d.eps)
 
 
-def add_tokenizer(out, V, chat_template):
-    end = end_of_text(V)
-    if end is None:
+def add_tokenizer(out, V, words, chat_template=None):
+    """Tokens that the model has and the tokenizer lacks are padding."""
+    if words.merges is None:
         out.add_tokenizer_model("none")
         return
-    vocab, merges = vocabulary(V)
+    padding = [f"[PAD{i}]" for i in range(len(words.vocab), V)]
+    kinds = gguf.TokenType
+    types = [kinds.NORMAL] * len(words.vocab) + [kinds.UNUSED] * len(padding)
+    types[words.end] = kinds.CONTROL
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("gpt-2")
-    out.add_token_list(list(vocab))
-    out.add_token_types([gguf.TokenType.CONTROL if i == end else gguf.TokenType.NORMAL for i in range(V)])
+    out.add_token_list([*words.vocab, *padding])
+    out.add_token_types(types)
     # llama.cpp insists on a list of merges, and gguf writes no empty one: byte 0, U+0100, is in no text
-    out.add_token_merges(merges or ["\u0100 \u0100"])
-    out.add_bos_token_id(end)
-    out.add_eos_token_id(end)
+    out.add_token_merges(words.merges or ["\u0100 \u0100"])
+    out.add_bos_token_id(words.end)
+    out.add_eos_token_id(words.end)
     out.add_add_bos_token(True)
     if chat_template:
         out.add_chat_template(chat_template)
 
 
-def write(path, name, d, params, kind, chat_template=None):
+def write(path, name, d, params, kind, words, chat_template=None):
     gguf_type, file_type = TYPES[kind]
     out = gguf.GGUFWriter(path, ARCHITECTURES[class_of(d)])
     out.add_name(name)
     out.add_file_type(gguf.LlamaFileType[file_type])
     out.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(out, d)
-    add_tokenizer(out, d.V, chat_template)
+    add_tokenizer(out, d.V, words, chat_template)
     for tensor, array in tensors(d, params).items():
         data, raw = stored(tensor, array, gguf_type)
         out.add_tensor(tensor, data, raw_dtype=raw)
@@ -136,7 +139,8 @@ def main():
             die(f"'{source}' is a {class_of(dims)}, and GGUF has no architecture that computes it\n"
                 "hint: dev/eval/export_hf.py writes it for transformers")
         name = os.path.basename(args.file).removesuffix(".gguf")
-        write(part, name, dims, params, args.type, CHAT_TEMPLATES.get(chat_template_of(source)))
+        words = words_of(dims.V, os.path.dirname(source))
+        write(part, name, dims, params, args.type, words, CHAT_TEMPLATES.get(chat_template_of(source)))
         os.replace(part, args.file)
     except OSError as e:
         die(f"'{e.filename or args.file}': {e.strerror}")
@@ -144,7 +148,8 @@ def main():
         if os.path.exists(part):
             os.unlink(part)
     print(f"wrote {args.file}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {args.type}"
-          + ("" if end_of_text(dims.V) is not None else f"; no tokenizer: there is none for V={dims.V}"))
+          + ("" if words.merges is not None else f"; no tokenizer: there is none for V={dims.V}"
+             if not words.vocab else "; no tokenizer: GGUF takes one that cuts text by GPT-2's pattern"))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ GPT2LMHeadModel; the family of Llama, by its shape, a Llama-, Qwen3- or NanoChat
     python3 dev/eval/export_hf.py runs/mine gpt2-mine               # a run's last model
     python3 dev/eval/export_hf.py model_00019073.bin gpt2-mine --dtype fp32
 
-The folder has model.safetensors, config.json, generation_config.json, a model card (README.md) and, where
-the vocabulary is GPT-2's (V=50257) or single bytes (V=256), tokenizer.json, tokenizer_config.json, vocab.json
-and merges.txt, made from dev/data/gpt2_bpe: nothing is downloaded. The weights keep their bits unless --dtype
-names another type. It appears whole or not at all. Needs numpy, neither torch nor transformers.
+The folder has model.safetensors, config.json, generation_config.json, a model card (README.md) and the
+tokenizer, by tokenizer.json and tokenizer_config.json: that of the run's folder, else GPT-2's (V=50257 or
+50304) or bytes' (V=256), these also by vocab.json and merges.txt. Nothing is downloaded. The weights keep
+their bits unless --dtype names another type. It appears whole or not at all. Needs numpy, neither torch nor
+transformers.
 """
 import argparse
 import json
@@ -19,10 +20,11 @@ import shutil
 import signal
 import stat
 import sys
+from dataclasses import dataclass
 
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
-                 for more in ((), ("reference",))]
-from venv_python import ROOT, take_the_venv         # noqa: E402
+                 for more in ((), ("reference",), ("data",))]
+from venv_python import take_the_venv               # noqa: E402
 
 
 def die(message):
@@ -46,15 +48,16 @@ except ImportError:             # .venv, which setup.sh has filled, has one: the
 
 from formats import (NAMES, chat_template_of, param_shape, read_checkpoint,     # noqa: E402
                      read_checkpoint_header, to_bf16_bits)
+from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_characters,     # noqa: E402
+                             gpt2_vocabulary, merges_of, read_head, token_ids, tokenizer_config,
+                             tokenizer_json)
 
-MERGES = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
-END_OF_TEXT = "<|endoftext|>"
+OWN_NAMES = "tokenizer.json", "tokenizer.bin"       # as get.py has put them beside the shards
 CHAT_TEMPLATES = {0: None, 1: (                     # as llmc/data/chat_template.h writes conversations
     "{{ eos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ 'Assistant: ' ~ message['content'] | trim ~ eos_token }}{% else %}"
     "{{ ('System: ' if message['role'] == 'system' else 'User: ') ~ message['content'] | trim ~ '\\n\\n' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}")}
-TOKENIZER_NAMES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
 DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16"}
 LAYER = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
@@ -175,9 +178,9 @@ def class_of(dims, path=None):
           "NanoChat has relu2, qk_norm and embed_norm, and norms without weights")
 
 
-def llama_config(d, dtype):
+def llama_config(d, dtype, end):
     """As model_config. Versions of transformers before 5 read rope_theta, the others rope_parameters."""
-    end, kind = end_of_text(d.V), class_of(d)
+    kind = class_of(d)
     config = {
         "architectures": [kind + "ForCausalLM"], "model_type": kind.lower(), "vocab_size": d.V,
         "max_position_embeddings": d.maxT, "hidden_size": d.C, "num_hidden_layers": d.L,
@@ -204,11 +207,11 @@ def shortest(x):
     return float(str(np.float32(x)))
 
 
-def model_config(dims, dtype):
-    """What transformers must be told; whatever it could take otherwise by default is spelled out."""
+def model_config(dims, dtype, end):
+    """What transformers must be told; whatever it could take otherwise by default is spelled out. end: the
+    token between documents."""
     if dims.is_llama:
-        return llama_config(dims, dtype)
-    end = end_of_text(dims.V)
+        return llama_config(dims, dtype, end)
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
         "vocab_size": dims.V, "n_positions": dims.maxT, "n_ctx": dims.maxT,
@@ -224,61 +227,57 @@ def model_config(dims, dtype):
 
 # ---- the tokenizer ----
 
-def end_of_text(V):
-    """The token between documents, or None where the vocabulary is neither GPT-2's nor bytes."""
-    return {50257: 50256, 256: 0}.get(V)
+@dataclass
+class Words:
+    """What a model's tokens are."""
+    vocab: dict             # {token: id}, as tokenizer.json has them; empty: not known
+    merges: list            # None: text is not cut by GPT-2's pattern
+    end: int                # the token between documents, or None
+    files: dict             # {name: bytes} of the run's own tokenizer
+
+    def end_text(self):
+        return next((token for token, i in self.vocab.items() if i == self.end), "")
 
 
-def byte_characters():
-    """{byte: character} in the order of GPT-2's ids. It writes every byte as a visible character: those of
-    Latin-1 as they are, the others from U+0100 on."""
-    visible = [b for b in range(256) if 0x21 <= b <= 0x7E or b >= 0xA1 and b != 0xAD]
-    hidden = [b for b in range(256) if b not in visible]
-    return {**{b: chr(b) for b in visible}, **{b: chr(0x100 + i) for i, b in enumerate(hidden)}}
-
-
-def vocabulary(V):
-    """({token: id}, merges). Token 0 of a byte model is the end of a text, and no text has such a byte."""
-    characters = byte_characters()
+def words_of(V, folder):
+    """The tokenizer in the model's folder, else the vocabulary's: 256 are bytes, of which 0 ends a text;
+    50257 are GPT-2's, and 50304 those and padding."""
+    if head := read_head(os.path.join(folder, "tokenizer.bin")):
+        files = {}
+        for name in OWN_NAMES:
+            with open(os.path.join(folder, name), "rb") as f:
+                files[name] = f.read()
+        fast = json.loads(files["tokenizer.json"])
+        vocab = sorted(token_ids(fast).items(), key=lambda item: item[1])
+        return Words(dict(vocab), None if head.merges == MERGES_NONE else merges_of(fast), head.eot, files)
     if V == 256:
-        return {END_OF_TEXT if b == 0 else characters[b]: b for b in range(256)}, []
-    with open(MERGES, encoding="utf-8") as f:
-        merges = f.read().split("\n")[1:-1]
-    tokens = [*characters.values(), *(merge.replace(" ", "") for merge in merges), END_OF_TEXT]
-    if len(set(tokens)) != V or len(tokens) != V:
-        die(f"'{MERGES}' is damaged: {len(tokens)} tokens, expected {V}\nhint: git checkout {MERGES}")
-    return {token: i for i, token in enumerate(tokens)}, merges
+        characters = byte_characters()
+        return Words({END_OF_TEXT if b == 0 else characters[b]: b for b in range(256)}, [], 0, {})
+    if V not in (50257, 50304):
+        return Words({}, None, None, {})
+    vocab, merges = gpt2_vocabulary()
+    if len(vocab) != 50257:
+        die(f"'{GPT2_MERGES}' is damaged: {len(vocab)} tokens, expected 50257")
+    return Words(vocab, merges, 50256, {})
 
 
-def tokenizer_files(dims, chat_template=None):
-    """{file name: text}"""
-    if end_of_text(dims.V) is None:
+def tokenizer_files(dims, words, chat_template=None):
+    """{file name: bytes}"""
+    if not words.vocab:
         return {}
-    vocab, merges = vocabulary(dims.V)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    special = {"content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
-               "normalized": False, "special": True}
-    fast = {
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": vocab[END_OF_TEXT], **special}],
-        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": byte_level, "decoder": byte_level,
-        "model": {"type": "BPE", "dropout": None, "unk_token": END_OF_TEXT, "continuing_subword_prefix": "",
-                  "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "vocab": vocab,
-                  "merges": merges},
-    }
-    settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": dims.maxT, "add_prefix_space": False,
-                "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
-                "clean_up_tokenization_spaces": False}
-    if chat_template:
-        settings["chat_template"] = chat_template
-    texts = json.dumps(fast, ensure_ascii=False), json.dumps(settings, indent=2) + "\n", \
-        json.dumps(vocab, ensure_ascii=False), "\n".join(["#version: 0.2", *merges]) + "\n"
-    return dict(zip(TOKENIZER_NAMES, texts))
+    kind = "PreTrainedTokenizerFast" if words.files else "GPT2Tokenizer"
+    files = {"tokenizer_config.json": tokenizer_config(kind, words.end_text(), dims.maxT,
+                                                       chat_template).encode()}
+    if words.files:
+        return {**files, **words.files}
+    return {**files, "tokenizer.json": tokenizer_json(words.vocab, words.merges).encode(),
+            "vocab.json": json.dumps(words.vocab, ensure_ascii=False).encode(),
+            "merges.txt": "\n".join(["#version: 0.2", *words.merges, ""]).encode()}
 
 
 # ---- the folder ----
 
-def model_card(name, dims, dtype, source):
+def model_card(name, dims, dtype, source, words):
     """Short: what the files are; what it was trained on, its maker has to say."""
     loss = validation_loss(source)
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", f"# {name}", "",
@@ -289,10 +288,10 @@ def model_card(name, dims, dtype, source):
              "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer",
              "model = AutoModelForCausalLM.from_pretrained(folder)",
              "tokenizer = AutoTokenizer.from_pretrained(folder)", "```", "",
-             f"The trainer begins each text with `{END_OF_TEXT}`, which the tokenizer does not add: "
+             f"The trainer begins each text with `{words.end_text()}`, which the tokenizer does not add: "
              "put it in front of a prompt.", "",
              "Training data and licence: to be filled in by who publishes it."]
-    if end_of_text(dims.V) is None:
+    if not words.vocab:
         lines[-6:-2] = ["```", "", "Its tokenizer is not known, and none is here."]
     return "\n".join(lines) + "\n"
 
@@ -334,17 +333,19 @@ def main():
         dims, params, dtype = read_model(source)
         dtype = DTYPES.get(args.dtype, dtype)
         check_folder(args.folder)
-        config = model_config(dims, dtype)
+        words = words_of(dims.V, os.path.dirname(source))
+        config = model_config(dims, dtype, words.end)
         generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
         generation["pad_token_id"] = config["eos_token_id"]
         texts = {"config.json": json.dumps(config, indent=2) + "\n",
                  "generation_config.json": json.dumps(generation, indent=2) + "\n",
-                 "README.md": model_card(os.path.basename(folder), dims, dtype, source),
-                 **tokenizer_files(dims, CHAT_TEMPLATES.get(chat_template_of(source)))}
+                 "README.md": model_card(os.path.basename(folder), dims, dtype, source, words)}
+        files = {**{name: text.encode() for name, text in texts.items()},
+                 **tokenizer_files(dims, words, CHAT_TEMPLATES.get(chat_template_of(source)))}
         os.makedirs(made)
-        for name, text in texts.items():
-            with open(os.path.join(made, name), "w", encoding="utf-8") as f:
-                f.write(text)
+        for name, data in files.items():
+            with open(os.path.join(made, name), "wb") as f:
+                f.write(data)
         write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
         os.rename(made, folder)                 # fails if others have written into the folder since
     except OSError as e:
@@ -352,8 +353,8 @@ def main():
     finally:
         shutil.rmtree(made, ignore_errors=True)
     print(f"wrote {args.folder}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {dtype}"
-          + ("" if end_of_text(dims.V) is not None else
-             f"; no tokenizer: there is none for V={dims.V} (50257: GPT-2, 256: bytes)"))
+          + ("" if words.vocab else
+             f"; no tokenizer: there is none for V={dims.V} (50257, 50304: GPT-2, 256: bytes)"))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ SUITES = [
     (r"llmc/files/(saver|resume)\.h", ["host host", "runs", "resume", "memory", "ranks"]),
     (r"llmc/files/hf_file\.h", ["hf", "runs"]),
     (r"\w+/data/(tokenizer|tokenizer_tool|unicode_tables)\.h|dev/data/tokenize\.cpp",
-     ["host tokenizer", "stories", "tiktoken", "datasets"]),
+     ["host tokenizer", "own_tokenizer", "stories", "tiktoken", "datasets"]),
     (r"llmc/data/loss_mask\.h", ["host dataloader", "answers"]),
     (r"dev/data/answers\.py|llmc/data/chat_template\.h", ["conversations", "host host"]),
     (r"llmc/data/(dataloader|evalloader)\.h", ["host {name}", *MODEL]),
@@ -48,7 +48,7 @@ SUITES = [
     (r"train_gpt2\.cu", MODEL),
     (r"dev/eval/.*\.py", ["hf", "gguf", "llama2c"]),
     (r"dev/data/(plot_log|tensorboard_log)\.py", ["plots"]),
-    (r"dev/data/.*\.py", ["datasets", "scripts"]),
+    (r"dev/data/.*\.py", ["datasets", "own_tokenizer", "scripts"]),
     (r"dev/(data|tools)/.*\.cpp", ["stories", "resume", "datasets"]),
 ]
 TOOLS = ["build/tokenize", "build/stories", "build/bigram", "build/checkpoint"]

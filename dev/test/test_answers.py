@@ -89,10 +89,10 @@ def test_micro_steps():
     dims, p = doubles(start)
     want = masked_mean(token_losses(dims, p, rows_of()), mask_of())
     norms = []
-    for rows in (12, 4, 2, 1):
-        folder = f"cut{rows}"
+    for rows, parts in ((12, 1), (12, 2), (4, 1), (2, 1), (1, 1)):
+        folder = f"cut{rows}-{parts}"
         flags = {"-e": start, "-z": 12 * T, "-b": rows, "-l": "1e-3", "-x": 3, "-o": folder}
-        result = run_ok(flags)
+        result = run_ok({**flags, "--head-chunks": parts})
         assert ", of which %d count" % mask_of().sum() in result.out
         assert_close(result.losses()[:1], [want], tolerance(1e-5, 3e-2), "the loss")
         norms.append(log_columns(folder)["norm"])

@@ -3,9 +3,11 @@
     pytest dev/test/test_bench.py
 """
 import argparse
+import glob
 import itertools
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -14,6 +16,7 @@ from checks import ROOT, read, write
 
 sys.path.insert(0, os.path.join(ROOT, "dev/bench"))
 import bench                                        # noqa: E402
+import small_card                                   # noqa: E402
 
 PROFILED = """NVIDIA H200, d12, B=64, T=1024, BF16
 step 106.000 ms, of it its matrix products alone 74.200 ms
@@ -99,3 +102,50 @@ def test_page():
         "a\n<!-- make bench -->\nd\n<!-- its end -->\nc\n")
     pages = [read(os.path.join(ROOT, page)).decode() for page in bench.PAGES]
     assert all(bench.with_table(page, "") != page for page in pages)
+
+
+# ---- a smaller card ----
+
+@pytest.mark.parametrize("said, flags", [
+    ("-b 4 fits; the largest that fits is -b 6\n", []),
+    ("-b 8 does not fit; the largest that fits is -b 6\n-b 8 fits with -r 1\n", ["-r", "1"]),
+    ("-b 9 does not fit; the largest that fits is -b 1\n-b 2 fits with -r 1; -b 8 fits with -w 0\n", None),
+    ("error: not even -b 1 fits\nhint: -b 4 fits with -r 2 -w 0\n", ["-r", "2", "-w", "0"]),
+    ("error: not even -b 1 fits\nhint: choose a smaller model or -t\n", None)])
+def test_advised(said, flags):
+    assert small_card.advised(said) == flags
+
+
+def test_small_card(monkeypatch, capsys):
+    """With a program that fits with -r 2 and is then a quarter slower."""
+    class Held(small_card.Held):
+        def __enter__(self):
+            print(f"leaves {self.left}")
+
+        def __exit__(self, *_):
+            print("all")
+    monkeypatch.setattr(small_card, "Held", Held)
+    monkeypatch.setattr(bench, "ROOT", os.getcwd())
+    monkeypatch.setattr(bench, "WARM_S", 0.0)
+    write("card", b"#!/bin/sh\nms=100\ncase \"$*\" in *--plan*) echo '-b 8 fits with -r 2'; exit;; "
+                  b"*-r\\ 2*) ms=125;; esac\nwhile :; do echo \"step 1/9 | $ms ms |\"; done\n")
+    os.chmod("card", 0o755)
+    small_card.main(["--only", "774M", "--program", "./card", "--left", "1"])
+    out = capsys.readouterr().out
+    assert re.search(r"^leaves 1073741824\n774M, AdamW; -r 2; 262,144 in .*\nall$", out, re.M), out
+    line = r"^\| 774M, AdamW \| `-e d36 -b 8 -r 2` \| 262,144 in \S+ GiB \| 0.80 \| 262,144 in .* \| 327,680"
+    assert re.search(line, out, re.M), out
+
+
+def test_readme_figures():
+    """README's table has rows of docs/performance.md's, and its counts of lines are right within a tenth."""
+    readme, page = (read(os.path.join(ROOT, name)).decode() for name in ("README.md", "docs/performance.md"))
+    rows = re.findall(r"^\|.*K \(.*\|$", readme, re.M)
+    assert rows and all(row in page.splitlines() for row in rows)
+    headers = glob.glob(os.path.join(ROOT, "llmc", "**", "*.h"), recursive=True)
+    for pattern, paths in ((r"train_gpt2.cu\), ([\d,]+) lines", [os.path.join(ROOT, "train_gpt2.cu")]),
+                           (r"Around it ([\d,]+) lines of headers", headers),
+                           (r"([\d,]+) of\s+these are the kernels' twins", [f"{ROOT}/llmc/ops/cpu_ops.h"])):
+        said = int(re.search(pattern, readme)[1].replace(",", ""))
+        lines = sum(read(path).count(b"\n") for path in paths)
+        assert abs(said - lines) < lines / 10, f"README says {said} lines, {lines} are there"

@@ -191,7 +191,8 @@ def test_gpt2_tokens():
     sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
     import types                                    # pylint: disable=C0415
     import export_hf                                # pylint: disable=C0415
-    write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(V=50257, maxT=8))["tokenizer.json"])
+    words = export_hf.words_of(50257, "")
+    write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(maxT=8), words)["tokenizer.json"])
     makes("--row-tokens", 64, "--tokenizer", "gpt2.json", out="theirs", kind=())
     from tokenizers import Tokenizer                # pylint: disable=C0415
     tokens = " ".join(str(token) for split in ("val", "train") for some, _ in shards(split, "ours", 1)
@@ -199,7 +200,7 @@ def test_gpt2_tokens():
     for one in said:                                # a whole conversation's tokens are those of its parts
         text = expected(one)[0].decode().replace("\0", "<|endoftext|>")
         assert " ".join(map(str, Tokenizer.from_file("gpt2.json").encode(text).ids)) in tokens
-    for path in glob.glob("ours/ours_*"):
+    for path in glob.glob("ours/ours_*"):           # but for the tokenizer's number
         other = read(path.replace("ours", "theirs"))
         want = read(path)
         assert other[:12] + other[16:] == want[:12] + want[16:], path

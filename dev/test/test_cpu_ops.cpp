@@ -303,18 +303,21 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, bool norm, bool w
     auto loss = [&] { forward(nullptr); return dot(qkv, dout, n); };
     if (!weights) {
         backward({}, {});
-        const Doubles want = dqkv;              // as bytes: these numbers, rounded, and v's as they are
-        std::vector<uint8_t> bytes(n);
+        const Doubles want = dqkv;              // as bytes: these numbers, rounded; v's are not written
+        std::vector<uint8_t> bytes(n, 0xFF);
         Fp8Tensor tensor = {};
         Fp8Stats stats = {};
         fp8_set_scale(&tensor, 64.0f);
         dqkv = dout;
         rotate_backward_inplace_cpu<double>({dqkv, {}, {}, nullptr, qkv, stored, q, k, table, N, T, NH, NKV,
                                              HS, bytes.data(), &tensor, &stats}, 0);
-        size_t wrong = 0;
-        for (size_t i = 0; i < n; i++) { wrong += bytes[i] != fp8_encode((float)want[i] * 64.0f); }
-        CHECK(wrong == 0 && stats.elements == n && stats.amax > 0, "%s: %zu bytes are wrong", shape.c_str(),
-              wrong);
+        size_t wrong = 0, written = 0;
+        for (size_t i = 0; i < n; i++) {
+            const bool is_v = i / HS % (NH + 2 * NKV) >= (size_t)(NH + NKV);
+            wrong += bytes[i] != (is_v ? 0xFF : fp8_encode((float)want[i] * 64.0f)), written += !is_v;
+        }
+        CHECK(wrong == 0 && stats.elements == written && stats.amax > 0, "%s: %zu bytes are wrong",
+              shape.c_str(), wrong);
         CHECK_GRADIENT(raw, want, loss);
         return;
     }
@@ -573,6 +576,13 @@ static void test_fp8_cast(int N, int C) {
               stats.saturated == 0, "a weight's scale is %g", tensor.scale);
     for (size_t i = 0; i < n; i++) { wrong += out[i] != fp8_encode((float)inp[i] * tensor.scale); }
     CHECK(wrong == 0, "%zu weights are wrong", wrong);
+    std::vector<uint8_t> rows(n), columns(n);
+    for (uint8_t* one : {rows.data(), columns.data()}) {
+        fp8_set_scale(&tensor, 1.0f);
+        fp8_cast_cpu<double>({one == rows.data() ? one : nullptr, one == rows.data() ? nullptr : one, &stats,
+                              &tensor, {}, nullptr, inp, nullptr, Fp8Source::Weight, N, C}, 0);
+    }
+    CHECK(rows == out && columns == out_t, "a weight's rows or columns alone");
 
     // GELU and its slope, and the sums of columns
     fp8_set_scale(&tensor, 64.0f);
@@ -726,6 +736,16 @@ static void test_attention(int B, int T, int NH, int NKV, int HS) {
     for (size_t i = 0; i < all; i++) { wrong += bytes[i] != fp8_encode((float)dqkv[i] * 64.0f); }
     CHECK(wrong == 0 && stats.elements == all, "%s: %zu bytes of %lld are wrong", shape.c_str(), wrong,
           (long long)stats.elements);
+    Doubles dqk(all);                           // bytes of v alone
+    std::vector<uint8_t> of_v(all);
+    stats = {};
+    attention_backward_cpu<double>({dqk, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, of_v.data(),
+                                    &tensor, &stats, true}, 0);
+    for (size_t i = 0; i < all; i++) {
+        const bool is_v = i / HS % (NH + 2 * NKV) >= (size_t)(NH + NKV);
+        wrong += is_v ? of_v[i] != bytes[i] : of_v[i] != 0 || dqk[i] != dqkv[i];
+    }
+    CHECK(wrong == 0 && stats.elements == (size_t)B * T * NKV * HS, "%s: bytes of v alone", shape.c_str());
     auto loss = [&] { forward(); return dot(out, dout, n); };
     CHECK_GRADIENT(qkv, dqkv, loss);
     if (NKV < NH) { return; }

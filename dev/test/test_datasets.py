@@ -42,6 +42,7 @@ import debian                                       # noqa: E402
 import get                                          # noqa: E402
 from any_tokenizer import draw                      # noqa: E402
 import shards as made                               # noqa: E402
+from tokenizer_files import tokenizer_bin, tokenizer_id     # noqa: E402
 
 
 def start(*words, prepare=lambda: None, tool=TOOL, limit=None, **env):
@@ -957,6 +958,11 @@ def test_html():
     assert text.startswith("Head & tail\n\nIt is known") and "gone" not in text
     assert "can be seen.\n" in text and "\n  two  blanks\nline\n" in text and "\n- It is" in text
     assert debian.plain("a.txt", b"a\t\r\n\n\n\n\nb\0 ") == "a\n\nb\n"
+    rfc = ("1.  Head\n\n   The end of\n\n\nPostel   Standards Track   [Page 1]\n\f\nRFC 793  TCP  1981\n\n\n"
+           "   a page.\n\n\n\nPostel   [Page 2]\n\fRFC 793  TCP  1981\n\n      code\n\nPostel   [Page 3]\n")
+    assert debian.plain("RFC/rfc793.txt.gz", rfc.encode()) == "1.  Head\n\nThe end of\na page.\n\n   code\n"
+    assert debian.plain("RFC/other.txt", rfc.encode()) != debian.plain("RFC/rfc793.txt", rfc.encode())
+    assert not debian.LEFT_OUT.search("RFC/rfc793.txt.gz") and debian.LEFT_OUT.search("RFC/rfc793.html.gz")
     assert debian.is_prose(PROSE * 3) and not debian.is_prose("int main void return " * 50)
     names = ["linux-doc-6.1", "linux-doc-6.12", "linux-doc-6.9", "git-doc", "python3.9-doc", "python3.11-doc"]
     assert debian.newest(names) == ["git-doc", "linux-doc-6.12", "python3.11-doc"]
@@ -1006,7 +1012,8 @@ def test_table():
     _, out, _ = run_program([sys.executable, GET])
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
-        assert d.kind in ("text", "shards", "debian", "files", "tokens", "choices", "plays")
+        assert d.kind in ("text", "shards", "debian", "files", "tokens", "tokenizer", "choices",
+                          "plays")
         assert d.kind != "choices" or d.questions and d.stem
     assert not [line for line in out.splitlines() if len(line) > 80 and "from https://" not in line]
     names = [d.name for d in get.DATASETS]
@@ -1019,18 +1026,23 @@ def test_table():
 
 # ---- other tokenizers ----
 
+def flat_id(path):
+    """As headers of shards and of questions have it."""
+    return tokenizer_id(read(path)).to_bytes(4, "little")
+
+
 def with_tokenizer(out, path, *words, of="texts"):
     return works(*files(of, out), "--tokenizer", path, *words)
 
 
 def test_any_tokenizer():
-    """GPT-2's tokenizer.json makes the shards that build/tokenize makes, but for the tokenizer's number."""
+    """GPT-2's tokenizer.json makes the shards that build/tokenize makes."""
     pytest.importorskip("tokenizers")
     sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
     import export_hf                                # pylint: disable=C0415
-    dims = types.SimpleNamespace(V=50257, maxT=8)
-    write("tokenizer.json", export_hf.tokenizer_files(dims)["tokenizer.json"])
-    texts = [text.replace("<|endoftext|>", "end") for text in some_texts(8, 700)]
+    dims = types.SimpleNamespace(maxT=8)
+    write("tokenizer.json", export_hf.tokenizer_files(dims, export_hf.words_of(50257, ""))["tokenizer.json"])
+    texts = some_texts(8, 700)
     write("texts/a.jsonl", jsonl(texts[:400]))
     write("texts/b.jsonl", jsonl(texts[400:]))
     for words in (("--val-tokens", 500, "--shard-tokens", 900), (), ("--val-tokens", 0)):
@@ -1043,25 +1055,31 @@ def test_any_tokenizer():
                      for folder in ("ours", "theirs"))
         assert want.keys() == got.keys() and len(want) >= 1
         for name, data in want.items():
-            assert got[name] == data[:12] + bytes(4) + data[16:], name
+            assert got[name] == data, name
 
 
 def test_any_tokenizer_of_questions():
-    """GPT-2's makes the same file, but for the tokenizer's number; of a wide one all words have 32 bits."""
+    """GPT-2's makes the same file; of a wide one all words have 32 bits."""
     pytest.importorskip("tokenizers")
     rows = [{"ctx": f"w{100 * i} w{i} He", "label": i % 4, "endings": [f"w{k} w{7 * i}" for k in range(4)]}
             for i in range(5)]
     write("copy/hellaswag_val.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
     import export_hf                                # pylint: disable=C0415
-    write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(V=50257, maxT=8))["tokenizer.json"])
+    words = export_hf.words_of(50257, "")
+    write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(maxT=8), words)["tokenizer.json"])
     words_tokenizer("wide.json", 70000)
     get_it = "hellaswag", "--from", "copy", "--out"
     five = published_as("hellaswag", 5)
     works(*get_it, "ours", **five)
     works(*get_it, "theirs", "--tokenizer", "gpt2.json", **five)
     want = read("ours/hellaswag_val.bin")
-    assert read("theirs/hellaswag_val.bin") == want[:16] + bytes(4) + want[20:]
+    assert read("theirs/hellaswag_val.bin") == want
+    write("own/tokenizer.json", text := read(os.path.join(ROOT, "dev/test/fixtures/own.json")))
+    write("own/tokenizer.bin", tokenizer_bin(text, "<|endoftext|>"))
+    works(*get_it, "by-tool", "--tokenizer", "own", **five)
+    works(*get_it, "by-package", "--tokenizer", "own/tokenizer.json", **five)
+    assert read("by-tool/hellaswag_val.bin") == read("by-package/hellaswag_val.bin")
     works(*get_it, "wide", "--tokenizer", "wide.json", "--document-token", "<start>", **five)
     data, words = read("wide/hellaswag_val.bin"), []
     for i in range(5):
@@ -1069,8 +1087,8 @@ def test_any_tokenizer_of_questions():
         body = flat([len(part), *part] for part in parts)
         words += [65535, 4 * (5 + len(body)), i, i % 4, 4, *body]
     longest = 4 * (5 + 5 + 3 + 4 * 2)
-    assert data == array.array("i", [20240522, 2, 5, longest, *[0] * 252]).tobytes() + \
-        array.array("I", words).tobytes()
+    assert data == array.array("i", [20240522, 2, 5, longest]).tobytes() + flat_id("wide.json") + \
+        bytes(4 * 251) + array.array("I", words).tobytes()
 
 
 def words_tokenizer(path, count):
@@ -1090,14 +1108,16 @@ def test_wide_tokens(count, magic, version, code):
     words_tokenizer("tokenizer.json", count)
     numbers = [[7 * i % count for i in range(j, 3 * j + 1)] + [count - 1] for j in range(40)]
     write("texts/a.jsonl", jsonl(" ".join(f"w{i}" for i in some) for some in numbers))
-    words = "--document-token", "<start>", "--val-tokens", 0, "--shard-tokens", 700
+    words, number = ("--document-token", "<start>", "--val-tokens", 0, "--shard-tokens", 700), \
+        tokenizer_id(read("tokenizer.json"))
     out = with_tokenizer("set", "tokenizer.json", *words)
     tokens, want = [], flat([count, *some] for some in numbers)
     for name, data in sorted(contents("set").items()):
         head, body = array.array("i", data[:1024]), array.array(code, data[1024:])
-        assert list(head) == [magic, version, len(body), *[0] * 253] and f"{name}: {len(body)} tokens" in out
+        assert list(head) == [magic, version, len(body), number, *[0] * 252]
+        assert f"{name}: {len(body)} tokens" in out
         tokens += body
-    assert tokens == want and made.shard_tokens("set/set_train_000001.bin") == (700, 0)
+    assert tokens == want and made.shard_tokens("set/set_train_000001.bin") == (700, number)
     assert "is complete" in with_tokenizer("set", "tokenizer.json", *words)
     refused(*files("texts", "set"), "--tokenizer", "tokenizer.json", *words[2:], said=["<|endoftext|>"])
     refused(*files("texts", "set"), *words[2:], said=["'set' was begun with"])

@@ -28,22 +28,23 @@ from gpus import list_gpus
 TINY = "L2,NH2,C32,T32,V50257"
 LIMIT_S = 900                           # of a command; only a hang meets it
 NAMELESS = "dev/data/NAME", "dev/test/test_X.cpp"      # paths that stand for others
-PROGRAMS = "pip hf lm_eval llama-completion ollama echo mpirun srun torchrun git ncu"
+PROGRAMS = "cd docker pip hf lm_eval llama-completion ollama echo mpirun srun torchrun git ncu"
 TRAINER = r"(^|&& |-np \d+ |-node \d+ )\./train_gpt2c[up]u?\b"
 
 # pattern, what stands there on a CPU, and on a GPU (None: what it is)
 SMALLER = [
     (r"--nnodes 2 --nproc-per-node 8 \.\.\.", "--nproc-per-node 2", "--nproc-per-node {gpus}"),
     (r"-x \d+ \.\.\.", "-x 8 -v 0 -s 0", "-x 8 -v 0 -s 0"),
-    (r"(--max-steps|-x) (19073|1000|500|400|100|50)\b", r"\1 6", r"\1 6"),
+    (r"(--max-steps|-x) (600000|19073|1000|500|400|100|50)\b", r"\1 6", r"\1 6"),
     (r"model_00019073", "model_00000008", "model_00000008"),
     (r"(-u|--warmup) \d+", r"\1 2", r"\1 2"),
     (r" \.\.\.", " -x 8 -v 0 -s 0", " -x 8 -v 0 -s 0"),
     (r"(tensorboard_log.py \S+) --follow & .*", r"\1", r"\1"),        # the two go on until they are stopped
-    (r"-b \d+", "-b 2", None),
-    (r"-t \d+", "-t 32", None),
-    (r"-z \d+", "-z 512", None),
-    (r"-e d(12|48)(?= )", "-e " + TINY, None),
+    (r"(-b|--micro-batch) \d+", r"\1 2", None),
+    (r"(-t|--sequence-length) \d+", r"\1 32", None),
+    (r"(-z|--total-batch) \d+", r"\1 512", None),
+    (r"(-e|--model) d(12|48)(?= )", r"\1 " + TINY, None),
+    (r"-e d12,V32768", "-e " + TINY.replace("50257", "32768"), None),
     (r"--gpus 8", "--gpus 2", "--gpus {gpus}"),
     # mpirun wants an ssh to be there (else exit code 243), if only on other machines it would need one
     (r"mpirun -np 16", "mpirun --allow-run-as-root --mca plm_rsh_agent sh --oversubscribe -np 2",
@@ -60,7 +61,9 @@ NOT_HERE = [
     (r"make test\b", lambda: False, "runs this very check"),
     (r"get.py fineweb10B( |$)|get.py hub |make tinyshakespeare$|--from pypi", lambda: False,
      "needs the network"),
-    (r"get.py debian-docs", lambda: False, "asks apt for 38 packages"),
+    (r"get.py debian-docs", lambda: False, "asks apt for 99 packages"),
+    (r"git clone ADDRESS", lambda: False, "ADDRESS stands for where you found it"),
+    (r"gpt2-hf|sample runs/tuned", lambda: os.path.exists("gpt2-hf"), "GPT-2's weights are the hub's"),
     (r"pip install|hf download", lambda: False, "installs or downloads"),
     (r"pytest|build/(asan/)?test_|setup.sh", lambda: False, "installs, or runs this very check"),
     (r"make (bench|profile)", lambda: False, "takes minutes of a GPU"),
@@ -68,11 +71,13 @@ NOT_HERE = [
     (r"check_gpu|muon.py pytorch", lambda: False, "needs PyTorch, and takes minutes"),
     (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),
     (r"HOST:PORT", lambda: False, "HOST stands for one of yours"),
+    (r"docker ", lambda: False, "builds and runs a container"),
     (r"mpirun", lambda: shutil.which("mpirun"), "no mpirun"),
     (r"srun", lambda: shutil.which("srun"), "no SLURM"),
     (r"torchrun|dev/reference/train_gpt2.py", lambda: has_module("torch"), "no PyTorch"),
     (r"export_gguf", lambda: has_module("gguf"), "no gguf"),
     (r"llama-completion|ollama", lambda: False, "needs llama.cpp, ollama"),
+    (r"get.py tokenizer|my-tok|[a-z]+/own\b", lambda: has_module("tokenizers"), "no tokenizers"),
     (r"qwen3/", lambda: False, "needs a tokenizer of the hub's"),
     (r"import_llama2c", lambda: False, "no model of llama2.c is here"),
     (r"lm_eval", lambda: shutil.which("lm_eval"), "no lm-eval"),
@@ -192,7 +197,8 @@ def prepare(folder):
                              ("dev/data/tinyshakespeare/tiny_shakespeare", "train", "val")):
         write(f"{stem}_{train}.bin", read("made/stories_train.bin"))
         write(f"{stem}_{val}.bin", read("made/stories_val.bin"))
-    write("my/nanoGPT/data/openwebtext/train.bin", read("made/stories_val.bin")[1024:])
+    for part in ("train", "val"):
+        write(f"my/nanoGPT/data/openwebtext/{part}.bin", read("made/stories_val.bin")[1024:])
     endings = ["she went home.", "it rained.", "all was well.", "he sang."]
     write("made/hellaswag/hellaswag_val.jsonl", "".join(
         json.dumps({"ctx": f"Mei counted to {i}, and then", "label": i % 4, "endings": endings}) + "\n"
@@ -206,7 +212,8 @@ def smaller(line, gpus):
         instead = on_gpu if gpus else on_cpu
         if instead is not None:
             line = re.sub(pattern, instead.replace("{gpus}", str(gpus)), line, count=1)
-    begins = re.search(TRAINER, line) and not re.search(r" -e | (eval|sample|chat) |-y 1 -o \S+$", line)
+    begins = re.search(TRAINER, line) and not re.search(
+        r" (-e|--model) | (eval|sample|chat) |(-y|--resume) 1 (-o|--output-dir) \S+$", line)
     return line + " -e " + TINY if begins and not gpus else line
 
 
@@ -229,6 +236,19 @@ def run_line(line, limit=LIMIT_S):
 def test_commands_exist():
     seen = look(all_text())
     assert seen and not [(what, error) for what, error in seen if error]
+
+
+def test_other_trainers():
+    """A name of nanoGPT's and nanochat's in the table is one of ours, or is answered; ours exist."""
+    page = read(f"{ROOT}/docs/coming-from-nanogpt.md").decode()
+    rows = [line.strip("|").split("|") for line in page.splitlines() if re.match(r"\| (\| )?`--", line)]
+    assert len(rows) > 15
+    for *theirs, ours in rows:
+        for name in re.findall(r"--[\w-]+", " ".join(theirs)):
+            _, _, err = run_program([ROOT + "/train_gpt2cpu", name, "..."])
+            assert "--help all" not in err, f"{name} is not answered"
+        for name in re.findall(r"--[\w-]+", ours):
+            assert "unknown flag" not in run_program([ROOT + "/train_gpt2cpu", name, "x"])[2], name
 
 
 # a line, and what is wrong with it

@@ -750,6 +750,11 @@ static void test_run() {
             CHECK(c.L == m.L && c.NH == m.NH && c.C == m.C && c.maxT == m.T && c.V == 50257 && c.Vp == 50304,
                   "%s: L%d,NH%d,C%d,T%d,V%d", m.name, c.L, c.NH, c.C, c.maxT, c.V);
         }
+        for (const char* name : {"d12", "m12", "smollm2:135M"}) {
+            const Config c = descriptor_config(name);
+            const Config own = descriptor_config((name + std::string(",V32768")).c_str());
+            CHECK(own.V == 32768 && own.Vp == 32768 && own.C == c.C && own.L == c.L, "%s,V32768", name);
+        }
     }
     TEST("run: numbers of a state to resume from") {
         const Facts facts = {{"n", "7"}, {"short", "1e9"}, {"huge", "1099511627776"}};
@@ -1424,7 +1429,9 @@ static void test_text_out() {
         CHECK_TEXT(spoken.err, one + "|" + two + "|" + three + "|" + three + "dZUser: On\n\nAssistant:|");
         CHECK_TEXT(spoken.out, "a\n bc\nd\ne\n");
         CHECK_HOLDS(run_child([&] { asks(""); }).err, "ZUser: Hi\n\nAssistant:|");
-        check_dies("no tokenizer", [] { prompt_tokens(nullptr, "a", 300, 8); }, {"V=300"});
+        check_dies("no tokenizer", [] { prompt_tokens(nullptr, "a", 300, 8); }, {"V=300", "tokenizer.bin"});
+        tokenizer.pairs.clear();
+        check_dies("another pattern", [&] { prompt_tokens(&tokenizer, "a", 256, 8); }, {"GPT-2's pattern"});
         tokenizer_free(&tokenizer);
     }
 }

@@ -24,7 +24,7 @@ VALUES = """
 --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
 --top-k -1 | --top-p 1.5 | --verbose 2 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
---state-dtype fp8 | --matmul-dtype fp16 | -pi udp | -pn 4097
+--head-chunks 0 | --state-dtype fp8 | --matmul-dtype fp16 | -pi udp | -pn 4097
 -pg -1 | --cooldown 1.1 | --muon-warmup -1
 """
 
@@ -53,6 +53,7 @@ REFUSED = f"""
 --learning_rate -1          => -l (--learning-rate) wants a number | not '-1'
 --weight_decay=11 1         => -c (--weight-decay) wants | not '11'
 -d 524288 -z 1              => given twice | -z and -d are both the total batch | ZeRO stage is -zs
+--matmul-dtype fp8-head --head-chunks 2 => --head-chunks 2 is not for --matmul-dtype fp8-head
 -l 1 --lr 2                 => given twice: '-l' and '--lr' | hint: keep one of them
 -b 65537                    => 1 to 65536
 -x 1e5                      => -x | digits only: 100000

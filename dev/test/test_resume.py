@@ -312,7 +312,7 @@ FIXED = flags_of("""
 --grad-clip 2 --seed 3 --shuffle 0 --overfit 1 --tf32 1 --master-weights 0 --kernels portable
 --grad-dtype bf16 --state-dtype bf16 --lanes 4 --optimizer muon --muon-lr 0.03 --muon-momentum 0.9
 --muon-decay 0.1 --block parallel --norm rmsnorm --dropout 0.1
---matmul-dtype fp8-head --cooldown 0.6 --muon-warmup 9 --embedding-rate 3 --head-rate 0.5""")
+--matmul-dtype fp8-head --cooldown 0.6 --muon-warmup 9 --embedding-rate 3 --head-rate 0.5 --head-chunks 2""")
 
 
 def stopped_run(folder):

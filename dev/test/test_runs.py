@@ -74,6 +74,7 @@ CHANGES = [
     *[(flag, {"samples"}, set()) for flag in ("-s 1", "-g 3", "--prompt ab", "--num-samples 2",
                                               "--temperature 0.1", "--top-k 2", "--top-p 0.5")],
     ("-r 1", {"memory"}, set()), ("-r 2", {"memory"}, set()), ("-r 3", {"memory"}, set()),
+    ("--head-chunks 2", set(), set()),          # a part has 64 rows or more
     ("--block parallel", ALL_NUMBERS | {"memory"}, SHOWN),
     ("--block parallel-tied", ALL_NUMBERS | {"memory"}, SHOWN),
     ("--norm rmsnorm", ALL_NUMBERS, SHOWN | {"memory"}),

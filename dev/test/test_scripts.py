@@ -27,6 +27,7 @@ def stand_in(name, text=""):
 
 # What the Makefile, the scripts and the stand-ins take from the environment; a machine may have some of it.
 SETTINGS = "CXX CAPS FIRST GPUS ID LACKS LAST MODE OFFLINE PNG RUN RUNS TEXT data gpus hosts launch".split()
+SETTINGS += ["model", "questions"]
 SETTINGS += ["MAKEFLAGS", "MFLAGS", "MAKELEVEL"]            # of the make that may have started this
 SETTINGS += re.findall(r"^(\w+) \?=", read(os.path.join(ROOT, "Makefile")).decode(), re.M)
 
@@ -137,23 +138,27 @@ def test_quickstart_fails(mode, env, expected, said):
 # ---- run_*.sh: the recipes ----
 
 RECIPES = sorted(os.path.basename(path) for path in glob.glob(os.path.join(ROOT, "scripts/run_*.sh")))
-NUMBERS = {"parameters": r"([\d,]+): (\d+) layers, \d+ heads, C=(\d+), T=(\d+), V=50,257",
-           "tokens": r"tokens +([\d,]+) steps x ([\d,]+) = ([\d.]+e9)",
-           "warm-up": r"warm-up +(\d+) steps, ([\d.]+e9) tokens", "flop": r"([\d.]+e\d\d)\s*(?:#\s*)?flop"}
+NUMBERS = {"parameters": r"([\d,]+): (\d+) layers, \d+ heads, C=(\d+), (?:F=(\d+), )?T=(\d+), V=50,257",
+           "tokens": r"tokens +([\d,]+) steps x ([\d,]+) = ([\d.]+)e(\d)",
+           "warm-up": r"warm-up +(\d+) steps, ([\d.]+)e(\d) tokens", "flop": r"([\d.]+e\d\d)\s*(?:#\s*)?flop"}
 
 
 @pytest.fixture
 def recipes():
     copy("scripts/pretrain.sh", *("scripts/" + name for name in RECIPES))
-    write("train_gpt2cu", '#!/bin/sh\nfor word; do echo "$word"; done\n')
+    write("train_gpt2cu", '#!/bin/sh\n[ $1 != eval ] || echo "questions: 100, 400 rows in 2 batches\n'
+          'eval acc_norm 0.250000 | acc 0.360000 | loss 5.3"\nfor word; do echo "$word"; done\n')
     write("dev/data/hellaswag/hellaswag_val.bin", "")
+    for run in ("m12", "d12"):
+        os.makedirs(f"runs/{run}_9min")                 # where the trainer would write
+    stand_in("python3", 'echo "python3 $*" >>called.log\n')
     stand_in("nvidia-smi", GPUS)
 
 
 def recipe(name, *words, **env):
     """(exit code, {flag: value}, stderr) of a recipe, with one GPU if GPUS does not say another number."""
     code, out, err = call(["bash", "scripts/" + name, *words], **{"GPUS": "1", **env})
-    lines = out.splitlines()
+    lines = out.partition("== questions\n")[0].splitlines()
     return code, dict(zip(lines[::2], lines[1::2])), err
 
 
@@ -188,18 +193,19 @@ def check_plan(text, *runs):
 def check_arithmetic(text, flags):
     """A recipe's comment says what its flags make."""
     said = {name: re.search(form, text) for name, form in NUMBERS.items()}
-    parameters, L, C, T, steps, batch, warmup = (
-        float(said[name][group].replace(",", "")) for name, group in
-        [("parameters", i) for i in (1, 2, 3, 4)] + [("tokens", 1), ("tokens", 2), ("warm-up", 1)])
-    assert parameters == 12 * L * C * C + (50257 + T) * C + 13 * L * C + 2 * C
+    parameters, L, C, F, T, steps, batch, warmup = (
+        float((said[name][group] or "0").replace(",", "")) for name, group in
+        [("parameters", i) for i in (1, 2, 3, 4, 5)] + [("tokens", 1), ("tokens", 2), ("warm-up", 1)])
+    assert parameters == (2 * 50257 * C + C + L * (4 * C * C + 3 * C * F + 2 * C + 2 * 128) if F else
+                          12 * L * C * C + (50257 + T) * C + 13 * L * C + 2 * C)
     names = ("--sequence-length", "--max-steps", "--total-batch", "--warmup")
     assert [float(flags[name]) for name in names] == [T, steps, batch, warmup]
     total = steps * batch
-    assert said["tokens"][3] == f"{total / 1e9:.2f}e9"
-    assert said["warm-up"][2] == f"{warmup * batch / 1e9:.2f}e9"
+    for name, group, tokens in (("tokens", 3, total), ("warm-up", 2, warmup * batch)):
+        assert said[name][group] == f"{tokens / 10 ** int(said[name][group + 1]):.2f}"
     assert said["flop"][1] == f"{6 * parameters * total:.1e}".replace("e+", "e")
     times = re.findall(r"([\d.]+e9) / \(?(8 x )?([\d.,]+)K.*? = ([\d.]+) (hours|days)", text)
-    assert len(times) == 2
+    assert len(times) == (0 if "9min" in text else 2)
     for tokens, eight, speed, time, unit in times:
         seconds = float(tokens) / (float(speed.replace(",", "")) * 1e3 * (8 if eight else 1))
         wanted = seconds / {"hours": 3600, "days": 86400}[unit]
@@ -217,10 +223,12 @@ def test_recipe(recipes, name):
     code, flags, err = recipe(name)
     assert code == 0 and flag_error(flags) == ""
     assert flags["--resume"] == "1" and flags["--output-dir"] == "runs/" + name[4:-3]
-    assert flags["--evaluate"] == "1" and "--gpus" not in flags
+    assert flags["--evaluate"] == ("0" if "9min" in name else "1") and "--gpus" not in flags
     check_arithmetic(text, flags)
     tokens = float(flags["--max-steps"]) * float(flags["--total-batch"])
     assert tokens <= 1e8 * int(wanted[3] or 1e9), "fewer shards than it trains on"
+    if "9min" in name:
+        return                                          # one GPU's, and test_nine_minutes looks at the rest
     alone = flags
     code, flags, err = recipe(name, GPUS="8")
     check_plan(text, alone, flags)
@@ -230,7 +238,7 @@ def test_recipe(recipes, name):
 
 
 def test_recipes_take_words(recipes):
-    assert len(RECIPES) == 5
+    assert len(RECIPES) == 8
     name = "run_gpt2_124M.sh"
     shards("elsewhere")
     os.remove("dev/data/hellaswag/hellaswag_val.bin")
@@ -251,6 +259,27 @@ def test_recipes_take_words(recipes):
     os.remove("train_gpt2cu")
     code, _, err = recipe(name, data="elsewhere")
     assert code == 1 and err.endswith("hint: make train_gpt2cu\n")
+
+
+def test_nine_minutes(recipes):
+    """Nine minutes at the measured ms a step, for both models; then questions with standard errors."""
+    name = "run_m12_9min.sh"
+    text = read("scripts/" + name).decode()
+    shards("dev/data/debian-docs")
+    lines = r"(one H100|d12) +([\d,]+) (?:steps )?x ([\d.]+) ms \(measured\) = 9.0 minutes"
+    for model, steps, ms in re.findall(lines, text):
+        env = {"model": "d12"} if model == "d12" else {}
+        code, flags, err = recipe(name, **env)
+        assert code == 0 and flag_error(flags) == "", err
+        assert flags["--max-steps"] == steps.replace(",", "")
+        assert round(int(flags["--max-steps"]) * float(ms) / 60e3, 1) == 9.0
+        assert flags["--output-dir"] == f"runs/{env.get('model', 'm12')}_9min"
+        assert f"{int(flags['--max-steps']) * int(flags['--total-batch']) / 1e6:.2f}e6" in text
+    scores = b"hellaswag: acc_norm 0.2500 +- 0.0433, acc 0.3600 +- 0.0480, 100 questions\n"
+    assert [read(f"runs/{model}_9min/scores.txt") for model in ("m12", "d12")] == [scores, scores]
+    assert err.count("python3 dev/data/get.py lambada makes it") == 1 and "export_hf.py runs/d12" in called()
+    code, _, err = recipe(name, model="d13")
+    assert code == 1 and "error: model=d13: m12 or d12\nhint: " in err
 
 
 MULTI_NODE = sorted(os.path.basename(path) for path in glob.glob(os.path.join(ROOT, "scripts/multi_node/*")))

@@ -372,13 +372,86 @@ static void test_files() {
     check_dies("id too large", [] { tokenizer_decode(&bpe, 50257); }, {"50257"});
 }
 
+// ---- tokenizer.bin ----
+
+// bytes, then "bc", "ab", "abc", an added token and the end of text. lefts: of these, with MERGES_LISTED.
+static std::string own_file(uint32_t id, uint32_t merges, const std::string& lefts = "") {
+    const Strings more = {"bc", "ab", "abc", "a b", "<|endoftext|>"};
+    const uint32_t V = 256 + (uint32_t)more.size();
+    TokenizerHead head = {kTokenizerMagic, kTokenizerVersion, V, V - 1, id, merges, {}};
+    std::string data((const char*)&head, sizeof(head));
+    for (int b = 0; b < 256; b++) { data += std::string("\1") + (char)b; }
+    for (const std::string& token : more) { data += (char)token.size() + token; }
+    return merges == MERGES_LISTED ? data + std::string(256, '\0') + lefts : data;
+}
+
+static void test_own_merges() {
+    auto ids_of = [](const std::string& file, const std::string& text) {
+        write_text("own.bin", file);
+        Tokenizer own;
+        tokenizer_read(&own, "own.bin");
+        CHECK(own.id == 7 && own.eot == 260 && own.bytes[259] == "a b", "a token is not as written");
+        Ids ids;
+        if (own.pairs.empty()) { return ids; }
+        tokenizer_encode(&own, text.data(), text.size(), ids);
+        return ids;
+    };
+    const std::string lefts = std::string("\1\1\2\0\0", 5);
+    // "abc" is "ab" and "c" alone: where "bc" comes first, "a" is left over. In llm.c's file any pair merges.
+    CHECK_TEXT(numbers(ids_of(own_file(7, MERGES_LISTED, lefts), "abc")), "97 256");
+    CHECK_TEXT(numbers(ids_of(own_file(7, MERGES_LISTED, lefts), "ab")), "257");
+    CHECK_TEXT(numbers(ids_of(own_file(7, MERGES_ALL), "abc")), "258");
+    CHECK_TEXT(numbers(ids_of(own_file(7, MERGES_LISTED, lefts), "a b")), "97 32 98");
+    CHECK_TEXT(numbers(ids_of(own_file(7, MERGES_NONE), "abc")), "");
+}
+
+static void test_own_found() {
+    auto put = [](const char* folder, uint32_t id) {
+        mkdir_check(folder);
+        write_text(std::string(folder) + "/tokenizer.bin", own_file(id, MERGES_ALL));
+    };
+    put("seven", 7); put("eight", 8);
+    mkdir_check("none");
+    typedef std::vector<TokensOf> Reads;
+    const TokensOf seven = {"seven/*", "seven/a.bin", 7}, eight = {"eight/*", "eight/a.bin", 8};
+    const TokensOf gpt2 = {"g/*", "seven/g.bin", 1}, lone = {"none/*", "none/a.bin", 7};
+    const TokensOf unsaid = {"u/*", "seven/u.bin", 0};
+    const struct { const char* model; int V; Reads reads; const char* file; uint32_t named; } good[] = {
+        {"", 300, {seven}, "seven/tokenizer.bin", 7}, {"", 50257, {seven}, "seven/tokenizer.bin", 7},
+        {"", 261, {unsaid, lone, seven}, "seven/tokenizer.bin", 7}, {"", 300, {lone}, "", 7},
+        {"", 300, {gpt2}, "", 1}, {"", 50304, {gpt2}, "", 1}, {"", 300, {unsaid}, "", 0},
+        {"seven/m.bin", 300, {}, "seven/tokenizer.bin", 7}, {"seven/", 300, {lone}, "seven/tokenizer.bin", 7},
+        {"none/m.bin", 300, {eight}, "eight/tokenizer.bin", 8},
+        {"seven/m.bin", 50257, {lone}, "seven/tokenizer.bin", 7}, {"m.bin", 300, {lone}, "", 7}};
+    for (const auto& g : good) {
+        const TokenizerFile found = tokenizer_find(g.model, g.V, g.reads);
+        CHECK_TEXT(found.file, g.file);
+        CHECK(found.named == g.named && (found.head.V == 261) == (g.file[0] != 0), "V %u", found.head.V);
+    }
+    const struct { const char* model; int V; Reads reads; Strings words; } bad[] = {
+        {"", 300, {seven, eight}, {"'seven/*' is of tokenizer 7", "'eight/*' of tokenizer 8"}},
+        {"", 300, {seven, gpt2}, {"'seven/*'", "'g/*' of GPT-2's tokenizer"}},
+        {"eight/m.bin", 300, {seven}, {"'eight/tokenizer.bin' is of tokenizer 8", "'seven/*' of"}},
+        {"eight/m.bin", 300, {gpt2}, {"'eight/tokenizer.bin' is of tokenizer 8", "GPT-2's"}},
+        {"none/m.bin", 50257, {seven}, {"'seven/*' holds tokens of tokenizer 7", "put its tokenizer.bin"}},
+        {"none/m.bin", 50304, {seven}, {"'seven/*' holds tokens of tokenizer 7", "GPT-2's"}},
+        {"", 256, {gpt2}, {"the byte tokenizer"}},
+        {"", 260, {seven}, {"'seven/tokenizer.bin' has 261 tokens", "vocabulary 260", "V261"}},
+        {"seven/m.bin", 260, {}, {"'seven/tokenizer.bin' has 261 tokens"}}};
+    for (const auto& b : bad) {
+        check_dies(b.words[0], [&] { tokenizer_find(b.model, b.V, b.reads); }, b.words);
+    }
+}
+
 static void test_whose_tokens() {
     auto check = [](uint32_t id, int V) { return [=] { tokenizer_check(id, V, "a_*.bin"); }; };
-    const uint32_t good[][2] = {{0, 256}, {0, 50257}, {1, 50257}, {2, 256}, {1, 60000}, {2, 300}, {3, 300}};
+    const uint32_t good[][2] = {{0, 256}, {0, 50257}, {1, 50257}, {1, 50304}, {2, 256}, {1, 60000}, {2, 300},
+                                {3, 300}};
     for (auto [id, V] : good) {
         check_lives(format("tokenizer %u, V=%u", id, V), check(id, (int)V));
     }
     check_dies("bytes", check(2, 50257), {"'a_*.bin'", "the byte tokenizer", "50257", "GPT-2", "--bytes 0"});
+    check_dies("padding", check(2, 50304), {"the byte tokenizer", "50304", "GPT-2"});
     check_dies("GPT-2", check(1, 256), {"'a_*.bin'", "GPT-2", "256", "the byte tokenizer", "--bytes 1"});
     check_dies("a third", check(3, 256), {"tokenizer 3", "the byte tokenizer"});
 }
@@ -703,6 +776,8 @@ int main() {
     TEST("long runs") { test_long_runs(); }
     TEST("vocabulary files") { test_files(); }
     TEST("whose tokens") { test_whose_tokens(); }
+    TEST("tokenizer.bin: merges") { test_own_merges(); }
+    TEST("tokenizer.bin: where it is found") { test_own_found(); }
     if (tool.empty()) {
         SKIP(7, "build/tokenize is not built");
     } else {

@@ -265,7 +265,7 @@ static inline void data_same_tokenizer(DataLoader* loader, const DataShard& shar
         const DataShard* first = nullptr;
         for (const DataShard& s : loader->prefetch->shards) { if (!first && s.tokenizer) { first = &s; } }
         die("'%s' holds tokens of tokenizer %u, '%s' of %u (1: GPT-2, 2: bytes)\n"
-            "hint: name one of them only with -i and -j, or make both with the same --bytes",
+            "hint: name one of them only with -i and -j, or make both with the same tokenizer",
             first->path.c_str(), first->tokenizer, shard.path.c_str(), shard.tokenizer);
     }
     if (shard.tokenizer) { loader->tokenizer = shard.tokenizer; }
@@ -361,6 +361,11 @@ static inline const char* dataloader_shared_file(const DataLoader* a, const Data
         }
     }
     return nullptr;
+}
+
+// The path of the first shard, "" without data.
+static inline std::string dataloader_path(const DataLoader& loader) {
+    return loader.prefetch ? loader.prefetch->shards[0].path : "";
 }
 
 // Names and sizes of the shards in one line, "" without data. Ranks compare it: their folders may differ.

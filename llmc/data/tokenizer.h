@@ -1,8 +1,8 @@
 /*
-GPT-2's byte-level BPE, text to token ids and back, and the byte tokenizer (V=256). Host only.
+Byte-level BPE, GPT-2's or any other's, text to token ids and back, and the byte tokenizer (V=256). Host only.
 
     Tokenizer tok;
-    tokenizer_init_bpe(&tok, nullptr);                          // or tokenizer_init_bytes(&tok)
+    tokenizer_init_bpe(&tok, nullptr);                          // or tokenizer_init_bytes, or tokenizer_read
     std::vector<uint32_t> ids = {tok.eot};
     tokenizer_encode(&tok, text.data(), text.size(), ids);      // appends; text may hold any bytes
     for (uint32_t id : ids) { fputs(tokenizer_decode(&tok, id).c_str(), stdout); }
@@ -15,9 +15,10 @@ Encoding has two steps. The text is cut into pieces by GPT-2's pattern, here a s
     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 Then the bytes of each piece are merged. As long as two neighbours together form a token, the pair whose token
 has the lowest id is replaced by that token; among equal pairs, the leftmost. On valid UTF-8 the ids are those
-of tiktoken's encode_ordinary. A byte outside any well-formed UTF-8 sequence (no overlong forms, no
-surrogates) counts as one character of class other, like U+FFFD. Its id keeps the byte, so every string of
-bytes decodes exactly. No text becomes the end-of-text token: the caller adds it.
+of tiktoken's encode_ordinary, and by a tokenizer.bin those of the package tokenizers. A byte outside any
+well-formed UTF-8 sequence (no overlong forms, no surrogates) counts as one character of class other, like
+U+FFFD. Its id keeps the byte, so every string of bytes decodes exactly. No text becomes the end-of-text
+token: the caller adds it.
 */
 #pragma once
 
@@ -32,16 +33,17 @@ static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
 static const uint32_t kNoMerge = 0xFFFFFFFFu;       // above any id, so "lowest id" needs no special case
 
 // Word 3 of a shard's header, after the count. tokenize writes it, and --decode reads it. llm.c's shards hold
-// 0, which is accepted.
+// 0, which is accepted. A larger one is that of a tokenizer.bin, which get.py takes from its contents.
 enum TokenizerId : uint32_t { TOKENIZER_UNKNOWN = 0, TOKENIZER_GPT2 = 1, TOKENIZER_BYTES = 2 };
 
 struct Tokenizer {
-    TokenizerId id;                     //            unknown if the vocabulary is not the repository's
+    uint32_t id;                        //            unknown for merges that are not the repository's
     std::vector<std::string> bytes;     // (V)        the bytes of each token
     size_t longest;                     //            bytes of the longest token
     uint32_t eot;                       //            goes before every document: 50256, or byte 0
     uint16_t byte_id[256];              //            the id of each single byte
-    std::vector<uint64_t> pairs;        // (2^k)      hash table: left << 48 | right << 32 | merged; ~0: free
+    std::vector<uint64_t> pairs;        // (2^k)      hash table: left << 48 | right << 32 | merged; ~0: free;
+                                        //            empty: the tokenizer only decodes
     int pair_shift;                     //            a 32-bit hash >> pair_shift is a slot
     std::vector<uint8_t> char_class;    // (0x110000) CharClass of every code point
 };
@@ -62,9 +64,10 @@ static inline uint32_t tokenizer_pair(const Tokenizer* tok, uint32_t left, uint3
     return (uint32_t)tok->pairs[tokenizer_pair_slot(tok, left, right)];
 }
 
-// Fills all fields that follow from tok->bytes and tok->eot. As in tiktoken, a pair merges whenever its bytes
-// are a token, even if the vocabulary lists another pair for that token.
-static inline void tokenizer_build(Tokenizer* tok, const char* path) {
+// Fills all fields that follow from tok->bytes and tok->eot. lefts: of each token that a pair forms, how many
+// bytes are the left one's, else 0. Null: as in tiktoken, a pair merges whenever its bytes are a token, even
+// if the vocabulary lists another pair for that token.
+static inline void tokenizer_build(Tokenizer* tok, const char* path, const uint8_t* lefts = nullptr) {
     size_t V = tok->bytes.size();
     std::unordered_map<std::string_view, uint32_t> ids;
     std::vector<bool> byte_seen(256);
@@ -74,7 +77,8 @@ static inline void tokenizer_build(Tokenizer* tok, const char* path) {
             tok->byte_id[(uint8_t)tok->bytes[id][0]] = (uint16_t)id;
             byte_seen[(uint8_t)tok->bytes[id][0]] = true;
         }
-        if (id == tok->eot && V > 256) { continue; }        // text never merges into end of text
+        const bool is_apart = lefts && lefts[id] == 0 && tok->bytes[id].size() != 1;
+        if (is_apart || (id == tok->eot && V > 256)) { continue; }      // text never merges into these
         if (!ids.emplace(tok->bytes[id], (uint32_t)id).second) {
             die("'%s' has the same token twice: id %zu\nhint: the file is damaged", path, id);
         }
@@ -89,6 +93,7 @@ static inline void tokenizer_build(Tokenizer* tok, const char* path) {
     for (const auto& entry : ids) {
         std::string_view whole = entry.first;
         for (size_t cut = 1; cut < whole.size(); cut++) {
+            if (lefts && cut != lefts[entry.second]) { continue; }
             auto left = ids.find(whole.substr(0, cut)), right = ids.find(whole.substr(cut));
             if (left == ids.end() || right == ids.end()) { continue; }
             found.push_back((uint64_t)left->second << 48 | (uint64_t)right->second << 32 | entry.second);
@@ -323,7 +328,71 @@ static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
     tokenizer_build(tok, path);
 }
 
+// ---- tokenizer.bin ----
+// llm.c's gpt2_tokenizer.bin, with two more words in its header: 256 int32 {20240328, 2, V, end of text, id,
+// merges, 0...}, then for each token one length byte and its bytes. dev/data/get.py writes such files.
+
+enum TokenizerMerges : uint32_t {
+    MERGES_ALL = 0,         // any two tokens whose bytes are a token merge (llm.c's file)
+    MERGES_LISTED = 1,      // V bytes follow, the `lefts` of tokenizer_build
+    MERGES_NONE = 2         // text is not cut by GPT-2's pattern: the file only decodes
+};
+static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2, kTokenizerMost = 1 << 24;
+
+struct TokenizerHead { uint32_t magic, version, V, eot, id, merges, zero[250]; };
+static_assert(sizeof(TokenizerHead) == 1024, "256 words");
+
+// Its first words; all are 0 if there is no such file.
+static inline TokenizerHead tokenizer_head(const std::string& path) {
+    TokenizerHead head = {};
+    if (file_size(path.c_str()) < 0) { return head; }
+    const std::string data = file_text(path, sizeof(head));
+    memcpy(&head, data.data(), data.size());
+    return head;
+}
+
+static inline void tokenizer_read(Tokenizer* tok, const char* path) {
+    std::string data = tokenizer_read_file(path, "dev/data/get.py and tokenize --write-vocab FILE make one");
+    TokenizerHead head;
+    if (data.size() < sizeof(head)) {
+        die("'%s' is truncated: its header takes 1024 bytes, the file has %zu", path, data.size());
+    }
+    memcpy(&head, data.data(), sizeof(head));
+    if (head.magic != kTokenizerMagic || head.version != kTokenizerVersion || head.merges > MERGES_NONE) {
+        die("'%s' is no tokenizer file: it begins %u %u, expected %u %u", path, head.magic, head.version,
+            kTokenizerMagic, kTokenizerVersion);
+    }
+    const uint32_t V = head.V, least = head.merges == MERGES_NONE ? 1 : 256;
+    const uint32_t most = head.merges == MERGES_NONE ? kTokenizerMost : 65536;
+    if (V < least || V > most || head.eot >= V) {
+        die("'%s' has %u tokens and end of text %u; allowed are %u to %u tokens and an id below that",
+            path, V, head.eot, least, most);
+    }
+    *tok = Tokenizer();
+    tok->id = head.id;
+    tok->eot = head.eot;
+    size_t pos = sizeof(head);
+    while (tok->bytes.size() < V && pos < data.size() && pos + 1 + (uint8_t)data[pos] <= data.size()) {
+        tok->bytes.push_back(data.substr(pos + 1, (uint8_t)data[pos]));
+        pos += 1 + (uint8_t)data[pos];
+    }
+    const bool listed = head.merges == MERGES_LISTED;
+    if (tok->bytes.size() < V || pos + (listed ? V : 0) != data.size()) {
+        die("'%s' has %zu bytes; its %u tokens end after %zu of them", path, data.size(), V, pos);
+    }
+    if (head.merges == MERGES_NONE) { return; }
+    tokenizer_build(tok, path, listed ? (const uint8_t*)&data[pos] : nullptr);
+}
+
 // ---- whose tokens ----
+
+static const char kVocabulariesKnown[] = "256: bytes, 50257 and 50304: GPT-2";
+
+// The tokenizer of a vocabulary that has no tokenizer.bin. 50304 are GPT-2's tokens and padding.
+static inline uint32_t tokenizer_of_vocabulary(int V) {
+    return V == 256 ? TOKENIZER_BYTES : V == (int)kGpt2Eot + 1 || V == 50304 ? TOKENIZER_GPT2
+         : TOKENIZER_UNKNOWN;
+}
 
 static inline std::string tokenizer_name(uint32_t id) {
     return id == TOKENIZER_GPT2 ? "GPT-2's tokenizer" : id == TOKENIZER_BYTES ? "the byte tokenizer"
@@ -333,11 +402,51 @@ static inline std::string tokenizer_name(uint32_t id) {
 // Dies if the shards of `pattern` name (by `id`) another tokenizer than that of a vocabulary of V. An unknown
 // vocabulary or tokenizer passes: for these the loader only checks that the token ids are below V.
 static inline void tokenizer_check(uint32_t id, int V, const char* pattern) {
-    const uint32_t wanted = V == 256 ? TOKENIZER_BYTES
-                          : V == (int)kGpt2Eot + 1 ? TOKENIZER_GPT2 : TOKENIZER_UNKNOWN;
+    const uint32_t wanted = tokenizer_of_vocabulary(V);
     if (id == TOKENIZER_UNKNOWN || wanted == TOKENIZER_UNKNOWN || id == wanted) { return; }
+    const bool is_own = id > TOKENIZER_BYTES;
     die("'%s' holds tokens of %s, but the model's %d are those of %s\n"
         "hint: choose a model with the other vocabulary (-e), or make shards for this one: "
-        "build/tokenize FILE -o NAME --bytes %d", pattern, tokenizer_name(id).c_str(), V,
-        tokenizer_name(wanted).c_str(), wanted == TOKENIZER_BYTES);
+        "build/tokenize FILE -o NAME --bytes %d%s", pattern, tokenizer_name(id).c_str(), V,
+        tokenizer_name(wanted).c_str(), wanted == TOKENIZER_BYTES,
+        is_own ? "; or, if the model was trained on it, put its tokenizer.bin beside the model" : "");
+}
+
+// What a run reads, and the tokenizer that it names. pattern: of the user; path: its first file.
+struct TokensOf { std::string pattern, path; uint32_t id; };
+// A run's tokenizer.bin, or "" and zeros; and the tokenizer that is named, 0: none is.
+struct TokenizerFile { std::string file; TokenizerHead head; uint32_t named; };
+
+// Finds it in the model's folder, else beside the shards that name it. model: its file, "" for a new one.
+// Dies if model, shards and questions do not agree. A new model may have any vocabulary that is large enough.
+static inline TokenizerFile tokenizer_find(const std::string& model, int V,
+                                           const std::vector<TokensOf>& reads) {
+    auto beside = [](const std::string& path) {
+        TokenizerFile t = {path.substr(0, path.rfind('/') + 1) + "tokenizer.bin", {}, 0};
+        t.head = tokenizer_head(t.file);
+        return t.head.magic == kTokenizerMagic && t.head.id > TOKENIZER_BYTES ? t : TokenizerFile();
+    };
+    TokenizerFile found = model.empty() ? TokenizerFile() : beside(model);
+    const bool is_models = !found.file.empty();
+    TokensOf first = {found.file, found.file, found.head.id};
+    for (const TokensOf& r : reads) {
+        if (r.id == TOKENIZER_UNKNOWN) { continue; }
+        if (first.id == TOKENIZER_UNKNOWN) { first = r; }
+        if (r.id != first.id) {
+            die("'%s' is of %s, and '%s' of %s\n"
+                "hint: a run has one tokenizer: get.py --tokenizer makes shards and questions anew",
+                first.pattern.c_str(), tokenizer_name(first.id).c_str(), r.pattern.c_str(),
+                tokenizer_name(r.id).c_str());
+        }
+        const bool is_own = r.id > TOKENIZER_BYTES;
+        if (!is_models && (!is_own || !model.empty())) { tokenizer_check(r.id, V, r.pattern.c_str()); }
+        if (is_own && found.file.empty()) { found = beside(r.path); }
+        if (found.head.id != r.id) { found = TokenizerFile(); }
+    }
+    if (found.head.V > (uint32_t)V) {
+        die("'%s' has %u tokens, and the model's vocabulary %d\nhint: -e d12,V%u has as many",
+            found.file.c_str(), found.head.V, V, found.head.V);
+    }
+    found.named = first.id;
+    return found;
 }

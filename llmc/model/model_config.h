@@ -156,6 +156,7 @@ static inline std::string weights_hint(const std::string& name) {
 }
 
 // "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
+// "d12,V32768" is the size with another vocabulary.
 // Of family Llama: "m12", "qwen3:0.6B" and the like, or explicit, see llama_text.
 static inline Config descriptor_config(const char* text) {
     // GPT-3: Brown et al. 2020, table 2.1. d6 and c384 are additions for experiments. m12 and m24: depth,
@@ -180,8 +181,11 @@ static inline Config descriptor_config(const char* text) {
         "gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
         "m12 m24, smollm2:135M 360M, qwen3:0.6B 1.7B, tinyllama:1.1B, L4,NH4,C128,T128,V256, or "
         "llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256";
-    std::string means = text;
-    for (const auto& size : sizes) { if (means == size.name) { means = size.means; break; } }
+    std::string means = text, vocabulary;
+    const std::string name = means.substr(0, means.find(",V"));
+    for (const auto& size : sizes) {
+        if (name == size.name) { vocabulary = means.substr(name.size()); means = size.means; break; }
+    }
     Config c = {};
     int64_t key;
     const bool is_name = (text[0] == 'd' && parse_int(text + 1, &key)) ||
@@ -198,6 +202,7 @@ static inline Config descriptor_config(const char* text) {
         whole = whole && config_part(text, means.substr(begin, comma - begin), &c);
         begin = comma + 1;
     }
+    if (!vocabulary.empty()) { c.V = 0; whole = whole && config_part(text, vocabulary.substr(1), &c); }
     const bool all = c.L && c.NH && c.C && c.maxT && c.V;
     if (!whole && strncmp(text, "gpt2", 4) == 0) {
         die("-e %.80s: there is no such file or folder\n"

@@ -47,6 +47,8 @@ struct MuonShare {
     int each, together;
     size_t elems;           // of the buffer
     size_t product, sums;   // bytes of one of the four products, and of sums
+    // of all these; elem_bytes: of an element of the buffer
+    size_t bytes(size_t elem_bytes) const { return elems * elem_bytes + 4 * product + sums; }
 };
 static inline MuonShare muon_share(const Layout& layout, const std::vector<ParamSpec>& specs,
                                    const Split& split, size_t elem_bytes, size_t most_bytes) {

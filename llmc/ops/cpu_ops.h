@@ -213,6 +213,15 @@ static inline void fp8_rows(uint8_t* out, Fp8Stats* stats, const Real* x, size_t
     stats->saturated += saturated;
 }
 
+// The same of columns first to last of (N,row).
+template <class Real>
+static inline void fp8_columns(uint8_t* out, Fp8Stats* stats, const Real* x, size_t N, size_t row,
+                               size_t first, size_t last, float scale) {
+    for (size_t at = first; at < N * row; at += row) {
+        fp8_rows(out + at, stats, x + at, last - first, scale);
+    }
+}
+
 // sum = inp + both branches after their dropouts, rounded once; then y[i] = norm(sum as stored).
 // Without branches: y[i] = norm(inp). mean and rstd of each row are kept for the backward pass. sum may be
 // the buffer of inp or of a branch: each element is read before it is written. y[i].fp8: its bytes.
@@ -438,7 +447,7 @@ template <class Real> void rotate_forward_inplace_cpu(const RotateForwardOf<Real
 // Turned back, a head of qkv is y, and one of dqkv is y's gradient dy. xhat[i] = y[i]/weight[i], or 0 where
 // weight[i] is 0.
 // dweight[i] (=, +=) sum over rows and heads, of q or of k, of dy[i]*xhat[i]
-// dqkv = rstd*(dy[i]*weight[i] - xhat[i]*mean_i(dy*y)), or dy. fp8: the bytes of dqkv, whose v stays
+// dqkv = rstd*(dy[i]*weight[i] - xhat[i]*mean_i(dy*y)), or dy. fp8: the bytes of dqkv. v stays
 template <class Real> void rotate_backward_inplace_cpu(const RotateBackwardOf<Real, Real>& a) {
     const int NH = a.NH, NKV = a.NKV, HS = a.HS, heads = NH + NKV, T = a.T;
     auto head = [=](int n, int h) { return ((size_t)n * (heads + NKV) + h) * HS; };
@@ -474,7 +483,8 @@ template <class Real> void rotate_backward_inplace_cpu(const RotateBackwardOf<Re
             }
         }
     }
-    if (a.fp8) { fp8_rows(a.fp8, a.stats, a.dqkv, (size_t)a.N * (heads + NKV) * HS, a.tensor->scale); }
+    const size_t row = (size_t)(heads + NKV) * HS, end = (size_t)heads * HS;
+    if (a.fp8) { fp8_columns(a.fp8, a.stats, a.dqkv, a.N, row, 0, end, a.tensor->scale); }
 }
 
 // ---- matmul: the linear layer ----
@@ -649,8 +659,9 @@ template <class Real> void fp8_transpose_cpu(const Fp8TransposeOf<Real, Real>& a
 // out[n,c] and out_t[c,n] = byte of x[n,c] * scale; dbias[c] (=, +=) sum over n of x[n,c]. stats: the largest
 // |x|, and how many were counted and how many saturated.
 template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
-    const int N = a.N, C = a.C, wide = a.source == Fp8Source::SwigluGrad ? 2 * C : C;
-    if (a.source == Fp8Source::Weight && a.out) {
+    const int N = a.N, C = a.C, wide = a.width();
+    const bool casts = a.out || a.out_t;
+    if (a.source == Fp8Source::Weight && casts) {
         fp8_set_scale(a.tensor, fp8_scale(float_of(a.stats->amax), 0));
     }
     const size_t n = (size_t)N * C;
@@ -666,8 +677,10 @@ template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
         case Fp8Source::Relu2: relu2_forward_cpu<Real>({y, a.inp, n}); break;
         case Fp8Source::Relu2Grad: relu2_backward_cpu<Real>({y, a.inp, a.before, n}); break;
     }
-    fp8_rows(a.out, a.stats, y, x.size(), a.tensor->scale);
-    if (a.out) { fp8_transpose_cpu<Real>({a.out_t, a.out, N, wide}); }
+    std::vector<uint8_t> rows(casts && !a.out ? x.size() : 0);
+    uint8_t* out = rows.empty() ? a.out : rows.data();
+    fp8_rows(out, a.stats, y, x.size(), a.tensor->scale);
+    if (a.out_t) { fp8_transpose_cpu<Real>({a.out_t, out, N, wide}); }
     column_sums(a.dbias, y, N, C);
 }
 
@@ -686,7 +699,7 @@ template <class Real> void fp8_matmul_cpu(const Fp8MatmulOf<Real, Real>& a) {
     }
     if (!a.cast.stats) { return; }
     // A GPU's kernel casts the first tiles while it still reads a for the others.
-    const uint8_t *to = a.cast.out, *end = to + (size_t)a.M * a.cast.C;
+    const uint8_t *to = a.cast.out, *end = to + (size_t)a.M * a.cast.width();
     if (to && to < a.a + (size_t)a.M * a.K && a.a < end) { die("fp8_matmul: its cast would replace its a"); }
     fp8_cast_cpu(a.cast);
 }
@@ -774,13 +787,13 @@ template <class Real> void attention_forward_cpu(const AttentionForwardOf<Real, 
 // dp[t,u] = dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
 // dq[t] = sum over u <= t of ds[t,u]*k[u]
 // dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of p[t,u]*dout[t]
-// dk and dv sum over the query heads that read them, one after the other. fp8: the bytes of these.
+// dk and dv sum over the query heads that read them, one after the other. fp8: the bytes of these, or of dv.
 template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real, Real>& a) {
     const int B = a.B, T = a.T, NH = a.NH, NKV = a.NKV, HS = a.HS, group = NH / NKV;
     const size_t row = (size_t)(NH + 2 * NKV) * HS;         // of qkv
     const Real scale = (Real)(1.0 / sqrt((double)HS));
-    std::vector<Real> unrounded(a.fp8 ? B * T * row : 0);
-    Real* dqkv = a.fp8 ? unrounded.data() : a.dqkv;
+    std::vector<Real> unrounded(a.fp8 && !a.only_v ? B * T * row : 0);
+    Real* dqkv = a.fp8 && !a.only_v ? unrounded.data() : a.dqkv;
     #pragma omp parallel for collapse(2) schedule(dynamic)
     for (int b = 0; b < B; b++) {
         for (int kv = 0; kv < NKV; kv++) {
@@ -825,7 +838,8 @@ template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real
             }
         }
     }
-    if (a.fp8) { fp8_rows(a.fp8, a.stats, dqkv, B * T * row, a.tensor->scale); }
+    const size_t first = a.only_v ? (size_t)(NH + NKV) * HS : 0;
+    if (a.fp8) { fp8_columns(a.fp8, a.stats, dqkv, (size_t)B * T, row, first, row, a.tensor->scale); }
 }
 
 // ---- classifier: softmax, cross-entropy and its gradient, in place ----

@@ -160,19 +160,19 @@ template <class X, class S> struct GradAccumulateOf {     // grad (+)= values, r
 //     SwigluGrad      x (N,2C) = gradients of gate, of up from that of Swiglu's x, inp: before is gate, up
 enum class Fp8Source { Plain, Weight, Gelu, GeluGrad, Swiglu, SwigluGrad, Relu2, Relu2Grad };
 template <class X, class S> struct Fp8CastOf {
-    // (N,C) (C,N), with SwigluGrad (N,2C) (2C,N): bytes of x * scale. Null: only amax is taken
+    // (N,C) (C,N), with SwigluGrad (N,2C) (2C,N): bytes of x * scale, or null. Both null: only amax is taken
     uint8_t *out = nullptr, *out_t = nullptr;
     Fp8Stats* stats = nullptr;          // added to
-    Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where out is wanted
+    Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where bytes are wanted
     GradOf<S> dbias = {};               // (C) or null: column sums of x; null with SwigluGrad
     S* scratch = nullptr;               // where dbias is wanted
     const X* inp;                       // (N,C), with Swiglu (N,2C)
     const X* before = nullptr;          // of the gradients: (N,C), with SwigluGrad (N,2C); else null
     Fp8Source source = Fp8Source::Plain;
     int N, C;                           // multiples of 16
+    int width() const { return source == Fp8Source::SwigluGrad ? 2 * C : C; }       // of out
     template <class F> void outputs(F gives) const {
-        const int wide = source == Fp8Source::SwigluGrad ? 2 * C : C;
-        gives("out", out, N, wide); gives("out_t", out_t, wide, N);
+        gives("out", out, N, width()); gives("out_t", out_t, width(), N);
         gives("amax", stats ? &stats->amax : nullptr, 1); gives("dbias", dbias, C);
     }
 };
@@ -196,11 +196,12 @@ template <class X, class S> struct Fp8MatmulOf {          // a b^T, divided by b
     int M, N, K;                        // multiples of 16
     bool fast = false;                  // a GPU may add up some products with fewer bits than fp32's
     Fp8Format a_format = Fp8Format::E4m3;       // b's is E4m3
-    // If it has stats: the cast of out, with GELU or its slope. With GeluGrad out is undefined afterwards.
+    // If it has stats: the cast of out. With an activation's gradient out is undefined afterwards.
     Fp8CastOf<X, S> cast = {};
     template <class F> void outputs(F gives) const {
         gives("out", cast.before ? nullptr : out, M, N); gives("grad", grad, M, N);
-        gives("cast", cast.out, M, N); gives("cast_t", cast.out_t, N, M); gives("dbias", cast.dbias, N);
+        gives("cast", cast.out, M, cast.width()); gives("cast_t", cast.out_t, cast.width(), M);
+        gives("dbias", cast.dbias, N);
     }
 };
 template <class X, class S> struct Fp8ScalesOf {          // after a step: the next one's scales
@@ -288,7 +289,8 @@ template <class X, class S> struct RotateBackwardOf {   // of a forward without 
     const S *q_weight, *k_weight;       // (HS) each or null
     const S* table;                     // (maxT,2,HS/2)
     int N, T, NH, NKV, HS;
-    uint8_t* fp8 = nullptr;             // (N,NH+2*NKV,HS) or null; else the bytes of dqkv * scale in e4m3
+    uint8_t* fp8 = nullptr;             // (N,NH+2*NKV,HS) or null; else the bytes of dqkv * scale in e4m3,
+                                        // but for those of v, which stay
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
     template <class F> void outputs(F gives) const {
@@ -316,7 +318,7 @@ template <class X, class S> struct AttentionForwardOf {
     }
 };
 template <class X, class S> struct AttentionBackwardOf {
-    X* dqkv;                            // (B,T,NH+2*NKV,HS) not written with fp8
+    X* dqkv;                            // (B,T,NH+2*NKV,HS) not written where fp8 is
     S* scratch;
     const X *dout, *out, *qkv;          // (B,T,NH,HS) (B,T,NH,HS) (B,T,NH+2*NKV,HS)
     const S* lse;                       // (B,NH,T)
@@ -324,8 +326,9 @@ template <class X, class S> struct AttentionBackwardOf {
     uint8_t* fp8 = nullptr;             // (B,T,NH+2*NKV,HS) or null; else the bytes of dqkv * scale in e4m3
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
+    bool only_v = false;                // fp8 gets the values' part of dqkv, and dqkv the rest
     template <class F> void outputs(F gives) const {
-        gives("dqkv", fp8 ? nullptr : dqkv, B, T, NH + 2 * NKV, HS);
+        gives("dqkv", fp8 && !only_v ? nullptr : dqkv, B, T, NH + 2 * NKV, HS);
         gives("fp8_dqkv", fp8, B, T, NH + 2 * NKV, HS); gives("fp8_amax", stats ? &stats->amax : nullptr, 1);
     }
 };

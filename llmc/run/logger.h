@@ -33,6 +33,7 @@ struct Logger {
     FILE* main_log = nullptr;
     FILE* metrics = nullptr;
     std::string run_json;       // the whole file
+    std::vector<std::string> copied;        // files of which the folder gets a copy
     std::string early_text, early_json;     // lines before the files exist
     double best_val = INFINITY;             // the run's lowest validation loss so far, after `best_step`
     int64_t best_step = 0;
@@ -66,6 +67,10 @@ static inline void logger_open(Logger* log) {
             log->folder.c_str());
     }
     atomic_file(log->folder + "/run.json", log->run_json);
+    for (const std::string& from : log->copied) {
+        const std::string to = log->folder + "/" + from.substr(from.rfind('/') + 1);
+        if (from != to) { atomic_file(to, file_text(from)); }
+    }
 }
 
 constexpr char kAbandoned[] = ", \"abandoned\": ";     // then the number of rewinds so far

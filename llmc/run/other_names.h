@@ -27,11 +27,12 @@ static const std::vector<FlagAnswer> kOtherNames = {
      "-z (--total-batch): tokens per step; micro-steps = -z / (-b x -t x GPUs)"},
     {"epochs num-epochs num-train-epochs n-epochs",
      "-x (--max-steps): steps; `-x epoch` goes through the data once"},
-    {"iters max-iters num-iterations steps num-steps train-steps", "-x (--max-steps): steps, or `epoch`"},
+    {"iters max-iters num-iterations steps num-steps train-steps target-param-data-ratio target-flops",
+     "-x (--max-steps): steps, or `epoch`"},
 
     // the model and where it comes from
-    {"n-layer n-layers num-layers n-head n-heads num-heads n-embd d-model hidden-size depth vocab-size",
-     MODEL_SHAPE},
+    {"n-layer n-layers num-layers n-head n-heads num-heads n-embd d-model hidden-size depth vocab-size "
+     "aspect-ratio head-dim", MODEL_SHAPE},
     {"init-from pretrained model-name-or-path model-name checkpoint ckpt load",
      "-e (--model): a model_*.bin, or the folder of a run or of Hugging Face; -y 1 -o RUN resumes"},
     {"resume-from-checkpoint resume-from-step", "-y 1 -o RUN goes on with the run in that folder"},
@@ -59,7 +60,8 @@ static const std::vector<FlagAnswer> kOtherNames = {
     // what is printed, tried and kept
     {"out-dir out output save-dir model-tag run run-name", "-o (--output-dir): the run's folder"},
     {"eval-interval eval-steps val-loss-every val-interval", "-v (--val-every): steps"},
-    {"eval-iters eval-batches val-max-steps", "-m (--val-batches): batches per validation"},
+    {"eval-iters eval-batches eval-tokens val-max-steps", "-m (--val-batches): batches per validation"},
+    {"core-metric-every", "-h 1 --eval-every: steps between two rounds of the questions in --eval-data"},
     {"log-interval logging-steps", "--log-every: steps"},
     {"save-every save-steps save-interval", EVERY_CHECKPOINT},
     {"always-save-checkpoint", EVERY_CHECKPOINT "; -nk (--keep): how many stay"},

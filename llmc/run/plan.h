@@ -101,15 +101,18 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double qkv = C * (Q + 2 * K), attproj = Q * C, fc = C * FC, fcproj = F * C;
     const double matrices = qkv + attproj + fc + fcproj, in_fp8 = (matrices - attproj) * (1 - 1 / kFp8);
     const double again = batch.recompute == 3 ? 1 : 0;
+    const double redone = L * (matrices - fcproj) - fp8_layers * (qkv + fc) * (1 - 1 / kFp8);
     const double head = (double)c.Vp * C / (batch.fp8_head ? kFp8 : 1);
-    const double products = L * matrices - fp8_layers * in_fp8 + again * L * (matrices - fcproj) / 3 + head;
+    const double products = L * matrices - fp8_layers * in_fp8 + again * redone / 3 + head;
     const double gemm = 6 * N * products / (kGemm * flops);
     const double attention = (7 + 2 * again) * B * T * T * Q * L / (kAttention * flops);  // causal
     // Llama's family also rotates q and k, there and back
     const double rotated = c.is_llama() ? 5 * (Q + K) : 0;
     const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) + L * rotated +
                           (2 + 0.5 * batch.fp8_head) * (double)c.Vp;
-    const double moved = 2 * N * values / (kMemory * bytes);
+    // with FP8 and -r a layer's forward and backward each read its weights and write them as bytes
+    const double recast = batch.recompute > 0 ? 6 * fp8_layers * (matrices - attproj) : 0;
+    const double moved = (2 * N * values + recast) / (kMemory * bytes);
     const double exposed = batch.world > 1 ? kExposed : 0;
     const double micro = (gemm + attention + moved) * (1 + exposed) + kLaunch * (31 * L + 10);
 

@@ -44,6 +44,7 @@ struct ModelSettings {
     double skip_loss = 0.0, skip_norm = 0.0;    // UpdatePolicy's max_loss_score, max_norm_score; 0: none
     int recompute = 0;              // 0: save all activations; in backward recompute 1: GELU; 2: norms, too;
                                     // 3: whole layers
+    int head_chunks = 1;            // parts of the logits, one after another in the same memory
     int master = 0;                 // fp32 master copies of 16-bit parameters
     int tf32 = 0;                   // FP32 builds: tensor cores for GEMMs and attention
     Kernels kernels = Kernels::Auto;
@@ -206,6 +207,8 @@ static const FlagTable kFlags = {
         "fp32 master copies of 16-bit weights; 0: weights are rounded stochastically", FLAG_FIXED},
     {"r",   "recompute",       FLAG_INT,    &settings.recompute,      "0",       0, 3, nullptr,
         "in backward (less memory, more time): 0 nothing, 1 GELU, 2 GELU and norms, 3 whole layers"},
+    {"",    "head-chunks",     FLAG_INT,    &settings.head_chunks,    "1",       1, 1024, nullptr,
+        "the LM head takes a micro-step's rows in N parts, whose logits take turns in memory", FLAG_FIXED},
     {"",    "block",           FLAG_ENUM,   &settings.block,          "sequential", 0, 0, BLOCK_NAMES,
         "attention, then the MLP; or both beside each other, with a norm for each, or (tied) one for both",
         FLAG_FIXED},
@@ -282,8 +285,8 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
      "major-every log-every"},
     {"memory and several GPUs", "recompute gpus zero-stage plan price",
-     "master-weights grad-dtype state-dtype matmul-dtype process-init process-server process-folder "
-     "processes process-rank gpus-per-node"},
+     "head-chunks master-weights grad-dtype state-dtype matmul-dtype process-init process-server "
+     "process-folder processes process-rank gpus-per-node"},
     {"for measuring and debugging", "",
      "overfit log-gpu tf32 kernels lanes"}};
 
@@ -585,6 +588,10 @@ static inline void fp8_check(const Config& c, const Build& build) {
     if (build.is_cuda && strcmp(build.precision, "BF16") != 0) {
         die("--matmul-dtype fp8 needs a program with PRECISION=BF16; this one computes in %s",
             build.precision);
+    }
+    if (head && run.head_chunks > 1) {
+        die("--head-chunks %d is not for --matmul-dtype fp8-head, which takes all rows at once\n"
+            "hint: --matmul-dtype fp8", run.head_chunks);
     }
     const int F = c.shape().F;
     if (run.B * run.T % 16 != 0 || c.C % 16 != 0 || F % 16 != 0 || (head && c.Vp % 16 != 0)) {

@@ -15,16 +15,17 @@ What a run reads beside its model: token shards, questions, a tokenizer and a pr
 #include "../comm/comm.h"           // gives: comm, comm_check_same, DiskWait
 #include "../data/dataloader.h"     // gives: DataLoader
 #include "../data/evalloader.h"     // gives: EvalSet
-#include "../data/tokenizer.h"      // gives: Tokenizer, tokenizer_check
+#include "../data/tokenizer.h"      // gives: Tokenizer, TokenizerFile, tokenizer_find
 #include "flags.h"                  // gives: flags_split
 #include "run_config.h"             // gives: run, run_task, run_validates, rank_micro_steps
 #include "schedulers.h"             // gives: LrSchedule, kLrKinds
-#include "samples.h"                // gives: TextTask, text_init, prompt_tokens
+#include "samples.h"                // gives: TextTask, text_init, text_check_encodes, prompt_tokens
 
 struct RunData {
     DataLoader train = {}, val = {};    // empty where the task does not need them
     EvalSet questions = {};
     Tokenizer tokenizer = {};           // without tokens: texts are printed as token ids
+    std::vector<std::string> tokenizer_files;   // tokenizer.bin and .json, if the run has its own
     std::vector<int> prompt;            // behind the token that begins a text; empty: no text is written
     std::string sample;                 // of a saved run's training data: shows later whether they changed
     int64_t max_steps = 0;              // of the run: -x, or those of an epoch
@@ -43,7 +44,35 @@ struct RunData {
 static inline void data_open_shards(DataLoader* loader, const char* pattern, bool shuffle, DataShare share,
                                     int V) {
     dataloader_init(loader, pattern, run.B, run.T, shuffle, (uint64_t)run.seed, V, share);
-    tokenizer_check(loader->tokenizer, V, pattern);
+}
+
+static inline void data_open_tokenizer(RunData* d, int V) {
+    const std::string model = run.resumed ? std::string(run.output_dir) + "/"
+                            : file_size(run.model) >= 0 ? run.model : "";
+    const TokenizerFile own = tokenizer_find(model, V, {
+        {run.train_data, dataloader_path(d->train), d->train.tokenizer},
+        {run.val_data, dataloader_path(d->val), d->val.tokenizer},
+        {run.eval_data, run.eval_data, d->questions.tokenizer}});
+    const int tokens = (int)own.head.V;
+    if (tokens > 0) {
+        const std::string json = own.file.substr(0, own.file.size() - 3) + "json";
+        d->tokenizer_files = {own.file};
+        if (file_size(json.c_str()) >= 0) { d->tokenizer_files.push_back(json); }
+    }
+    if (model.empty() && tokens > 0 && V - tokens > tokens / 10) {
+        warn("'%s' has %d tokens, the model's vocabulary %d: with -e d12,V%d it has as many",
+             own.file.c_str(), tokens, V, tokens);
+    }
+    const bool lacks = own.named > TOKENIZER_BYTES && tokens == 0;
+    if (lacks && run_writes_text() && run.prompt[0] != '\0') {
+        die("--prompt needs the tokenizer.bin of %s, which is not beside its shards",
+            tokenizer_name(own.named).c_str());
+    }
+    if (lacks && (run_writes_text() || run_task() == Task::Train)) {
+        warn("there is no tokenizer.bin of %s beside its shards: texts are printed as token ids",
+             tokenizer_name(own.named).c_str());
+    }
+    if (run_writes_text() && !lacks) { text_init(&d->tokenizer, V, own.file); }
 }
 
 static inline void data_open_training(RunData* d, int V) {
@@ -81,14 +110,11 @@ static inline void data_open(RunData* d, Config* config) {
     if (!error.empty()) { die("'%s': %s", run.train_data, error.c_str()); }
     if (run.evaluate) {
         evalset_init(&d->questions, run.eval_data, V, run.B, run.T);
-        tokenizer_check(d->questions.tokenizer, V, run.eval_data);
     }
+    data_open_tokenizer(d, V);
     if (!run_writes_text()) { return; }
-    text_init(&d->tokenizer, V);
     const Tokenizer* tokenizer = d->text_task().tokenizer;
-    if (run.chat && !tokenizer) {
-        die("chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
-    }
+    if (run.chat) { text_check_encodes(tokenizer, "chat", V); }
     d->answers = run.chat && config->chat != 0;
     d->prompt = prompt_tokens(tokenizer, d->answers ? "" : run.prompt, V, run.T);
 }

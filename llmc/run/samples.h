@@ -33,26 +33,41 @@ struct TextTask {
     const char* system = nullptr;       // chat with a model of answers: what it is told first; null: another
 };
 
-// Chooses the tokenizer by the vocabulary: 50257 is GPT-2's, 256 the bytes'. For others, or without GPT-2's
-// file, it stays empty.
-static inline void text_init(Tokenizer* tokenizer, int V) {
-    if (V == 256) { tokenizer_init_bytes(tokenizer); }
-    if (V != (int)kGpt2Eot + 1) { return; }
-    const std::string path = tokenizer_default_path();
-    if (file_size(path.c_str()) >= 0) { tokenizer_init_bpe(tokenizer, nullptr); }
-    else { warn("%s is not there: samples are printed as token ids", path.c_str()); }
+// The tokenizer is that of a tokenizer.bin; file "": the vocabulary's. For an unknown one, or without GPT-2's
+// file, it stays empty. The tokens up to V that it lacks are padding, and print nothing.
+static inline void text_init(Tokenizer* tokenizer, int V, const std::string& file = "") {
+    const uint32_t known = tokenizer_of_vocabulary(V);
+    const std::string path = file.empty() && known == TOKENIZER_GPT2 ? tokenizer_default_path() : file;
+    if (!path.empty() && file_size(path.c_str()) < 0) {
+        warn("%s is not there: samples are printed as token ids", path.c_str());
+    }
+    else if (!file.empty()) { tokenizer_read(tokenizer, file.c_str()); }
+    else if (known == TOKENIZER_GPT2) { tokenizer_init_bpe(tokenizer, nullptr); }
+    else if (known == TOKENIZER_BYTES) { tokenizer_init_bytes(tokenizer); }
+    if (!tokenizer->bytes.empty()) { tokenizer->bytes.resize((size_t)V); }
+}
+
+// Dies if `what`, such as --prompt, has no tokenizer that encodes text. tokenizer: null if there is none.
+static inline void text_check_encodes(const Tokenizer* tokenizer, const char* what, int V) {
+    if (!tokenizer && tokenizer_of_vocabulary(V) == TOKENIZER_GPT2) {
+        die("%s needs GPT-2's vocabulary, which is not there\nhint: %s", what, kVocabularyHint);
+    }
+    if (!tokenizer) {
+        die("%s needs a tokenizer: there is no tokenizer.bin beside the model, and none for V=%d (%s)",
+            what, V, kVocabulariesKnown);
+    }
+    if (tokenizer->pairs.empty()) {
+        die("%s needs a tokenizer that cuts text by GPT-2's pattern, and the model's does not\n"
+            "hint: without --prompt texts begin anew; dev/eval/export_hf.py makes a folder for transformers, "
+            "which goes on from any text", what);
+    }
 }
 
 // The end-of-text token, which begins every document, and --prompt. Dies if the prompt does not fit.
 static inline std::vector<int> prompt_tokens(const Tokenizer* tokenizer, const char* text, int V, int T) {
     std::vector<int> prompt = {tokenizer ? (int)tokenizer->eot : 0};
     if (text[0] == '\0') { return prompt; }
-    if (!tokenizer && V == (int)kGpt2Eot + 1) {
-        die("--prompt needs GPT-2's vocabulary, which is not there\nhint: %s", kVocabularyHint);
-    }
-    if (!tokenizer) {
-        die("--prompt needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
-    }
+    text_check_encodes(tokenizer, "--prompt", V);
     std::vector<uint32_t> ids;
     tokenizer_encode(tokenizer, text, strlen(text), ids);
     if ((int64_t)ids.size() > T - 2) {          // T positions: one before the prompt, one at least after it

@@ -1,0 +1,432 @@
+"""Tokenizers beside GPT-2's: those that `get.py tokenizer` makes, and other people's tokenizer.json.
+
+The fixture own.txt is Japanese and code. own.json is a tokenizer made of it, and own.ids are its tokens by
+the package tokenizers, without which most tests do:
+
+    python3 dev/test/test_own_tokenizer.py          # writes fixtures/own.{json,ids} anew; takes the package
+"""
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from array import array
+
+import pytest
+
+from checks import ROOT, has_module, read, run_program, write
+from trainer import ALONE, read_shard, refused, run, run_ok
+from twins import constant_model
+
+FIXTURE = os.path.join(ROOT, "dev/test/fixtures/own")
+GET, TOOL = os.path.join(ROOT, "dev/data/get.py"), os.path.join(ROOT, "build/tokenize")
+V = 700
+END = "<|endoftext|>"
+USUAL = {"-e": f"L2,NH2,C32,T32,V{V}", "-i": "own/own_train_*.bin", "-j": "own/own_val_*.bin", "-b": 2,
+         "-x": 2, "-m": 2, "-v": 2}
+pytestmark = [pytest.mark.cpu_only,
+              pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/tokenize: make tokenize")]
+sys.path[1:1] = [os.path.join(ROOT, "dev/data"), os.path.join(ROOT, "dev/eval")]
+import any_tokenizer                                # noqa: E402
+import tokenizer_files                              # noqa: E402
+
+
+def package():
+    return pytest.importorskip("tokenizers")
+
+
+def get(*words):
+    """get.py's stdout; or, if it fails, its stderr."""
+    code, out, err = run_program([sys.executable, GET, *map(str, words)])
+    assert code == 0, err
+    return out
+
+
+def get_refused(*words, said):
+    code, _, err = run_program([sys.executable, GET, *map(str, words)])
+    assert code == 1 and err.startswith("error: ") and said in err, err
+
+
+def folder_of(name, text):
+    """A folder as get.py makes it, of a tokenizer.json's bytes."""
+    write(name + "/tokenizer.json", text)
+    write(name + "/tokenizer.bin", tokenizer_files.tokenizer_bin(text, END))
+    return name
+
+
+def own():
+    """The fixture's folder; its shards are in own/, where each line of the text is a document."""
+    if not os.path.exists("own"):
+        folder_of("own-tok", read(FIXTURE + ".json"))
+        rows = [line for line in read(FIXTURE + ".txt").decode().split("\n") if line]
+        write("rows.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows * 4))
+        get("files", "--from", "rows.jsonl", "--out", "own", "--tokenizer", "own-tok")
+    return "own-tok"
+
+
+def id_of(folder):
+    return tokenizer_files.read_head(folder + "/tokenizer.bin").id
+
+
+def tokens(text, folder):
+    """By build/tokenize, which must give the text back."""
+    write("in.txt", text)
+    command = [TOOL, "--separators", "0", "--vocab", folder + "/tokenizer.bin"]
+    subprocess.run([*command, "in.txt", "-o", "out", "--val-tokens", "0"], check=True, capture_output=True)
+    back = subprocess.run([*command, "--decode", "out_train.bin"], check=True, capture_output=True)
+    assert back.stdout == text, "decoded"
+    assert array("I", read("out_train.bin")[12:16])[0] == id_of(folder)
+    return list(read_shard("out_train.bin"))
+
+
+# ---- the C++ encoder ----
+
+def test_tool():
+    """Tokens of Japanese and code are those of the package."""
+    assert tokens(read(FIXTURE + ".txt"), own()) == list(array("H", read(FIXTURE + ".ids")))
+    shard = read("own/own_train_000001.bin")
+    assert array("I", shard[12:16])[0] == id_of("own-tok") > 2
+    for name in any_tokenizer.NAMES:
+        assert read("own/" + name) == read("own-tok/" + name)
+    code, text, _ = run_program([TOOL, "--decode", "own/own_val_000000.bin"])
+    documents = text.split(END + "\n")[1:]
+    rows = read(FIXTURE + ".txt").decode().split("\n")
+    assert code == 0 and documents and all(document.rstrip("\n") in rows for document in documents)
+
+
+def changing(data, at, value):
+    return data[:at] + bytes([value]) + data[at + 1:]
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda d: d[:-1], "tokens end after"), (lambda d: changing(d, 20, 3), "no tokenizer file"),
+    (lambda d: changing(d, 8, 0), "has 512 tokens"), (lambda d: changing(d, 20, 2), "tokens end after"),
+    (lambda d: changing(d, 1024 + 2 * 255, 1 + d[1024 + 2 * 255]), "")],
+    ids=["short", "kind", "count", "not all", "length"])
+def test_damaged(change, said):
+    own()
+    write("bad.bin", change(read("own-tok/tokenizer.bin")))
+    write("in.txt", "a b")
+    code, _, err = run_program([TOOL, "in.txt", "-o", "bad", "--vocab", "bad.bin"])
+    assert code == 1 and err.startswith("error: 'bad.bin'") and said in err
+
+
+def japanese(rng, size):
+    """Sentences of a small grammar."""
+    subjects = "私 彼女 先生 子どもたち 東京の会社 あの古い機械 新しいモデル 隣の猫".split()
+    objects = "本 手紙 日本語の文章 データ 朝ごはん 二千二十六年の計画 トークン カタカナの名前".split()
+    verbs = "を読みました を書いています を忘れないでください を食べたいです を学習させる を分けられなかった".split()
+    text = []
+    while sum(map(len, text)) < size:
+        text.append(rng.choice(subjects) + rng.choice("はがも") + rng.choice(objects) + rng.choice(verbs)
+                    + rng.choice(["。", "。", "！", "か？\n", "、しかし"]))
+    return "".join(text)
+
+
+def code(rng, size):
+    """Lines of this project, in any order."""
+    lines = read(os.path.join(ROOT, "llmc/run/flags.h")).decode().split("\n")
+    lines += read(os.path.join(ROOT, "dev/data/get.py")).decode().split("\n")
+    rng.shuffle(lines)
+    return "\n".join(lines)[:size]
+
+
+def letters(rng, size):
+    """Of three letters, so that most tokens are formed by more than one pair: only one of them merges."""
+    return "".join(rng.choice("aaabbc") + " " * (rng.random() < 0.1) for _ in range(size))[:size]
+
+
+@pytest.mark.parametrize("language", [japanese, code, letters])
+def test_made(language):
+    """The package and the C++ encoder agree, on other texts, too; twice get.py makes the same."""
+    package()
+    rng, name = random.Random(3), language.__name__
+    write(f"{name}/a.txt", language(rng, 40000))
+    out = get("tokenizer", "--from", name, "--vocab", 900, "--out", name + "-tok")
+    assert "900 tokens" in out and f"tokenizer {id_of(name + '-tok')}" in out
+    get("tokenizer", "--from", name, "--vocab", 900, "--out", "again")
+    assert all(read(f"again/{file}") == read(f"{name}-tok/{file}") for file in os.listdir("again"))
+    shutil.rmtree("again")
+    theirs = any_tokenizer.AnyTokenizer(name + "-tok/tokenizer.json", END)
+    for text in (language(rng, 20000), japanese(rng, 9000), code(rng, 9000), letters(rng, 9000),
+                 "".join(rng.choice("aab \n'sé日😀") for _ in range(9000)), END + " a" + END):
+        assert tokens(text.encode(), name + "-tok") == theirs.encode([text])[0]
+    bytes_a_token = len(read(f"{name}/a.txt")) / len(tokens(read(f"{name}/a.txt"), name + "-tok"))
+    assert bytes_a_token > 2.5, bytes_a_token
+    get_refused("tokenizer", "--from", name, "--out", name + "-tok", said="holds tokenizer.json")
+
+
+def test_small_text():
+    package()
+    write("small/a.txt", "abab abab")
+    assert "260 tokens" in get("tokenizer", "--from", "small", "--out", "small-tok")
+
+
+def test_shards_by_both():
+    """By build/tokenize and by the package, the same shards."""
+    package()
+    own()
+    get("files", "--from", "rows.jsonl", "--out", "theirs", "--tokenizer", "own-tok/tokenizer.json")
+    for split in "train_000001", "val_000000":
+        assert read(f"theirs/theirs_{split}.bin") == read(f"own/own_{split}.bin")
+    assert read("theirs/tokenizer.bin") == read("own/tokenizer.bin")
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--vocab", 257], "--vocab 257"), (["--vocab", 65537], "65537"), (["--bytes"], "--bytes"),
+    (["--tokenizer", "own-tok"], "--tokenizer"), (["--from", "none"], "none")])
+def test_refused_by_get(words, said):
+    own()
+    get_refused("tokenizer", "--from", "rows.jsonl", "--out", "new", *words, said=said)
+    assert not os.path.exists("new")
+
+
+def test_vocab_of_others():
+    own()
+    get_refused("files", "--from", "rows.jsonl", "--out", "new", "--vocab", 300, said="--vocab")
+
+
+# ---- runs ----
+
+def spoken(model, folder, **flags):
+    """A model that always says one token, with a tokenizer beside it: what sample and chat print."""
+    write(os.path.dirname(model) + "/tokenizer.bin", read(folder + "/tokenizer.bin"))
+    return run_ok({**ALONE, "sample": model, "-g": 3, "--verbose": -1, **flags}).out
+
+
+def latin(text):
+    """As a program's output is read here."""
+    return text.encode().decode("latin-1")
+
+
+def token_of(folder, text):
+    return tokens(text.encode(), folder)
+
+
+def test_texts():
+    """Samples and chat take the tokenizer beside the model, which may have more rows."""
+    own()
+    said, = token_of("own-tok", "です")
+    for size in (V, V + 61):
+        os.makedirs(f"says{size}", exist_ok=True)
+        model = constant_model(f"says{size}/model.bin", {said: 0}, V=size)
+        assert spoken(model, "own-tok", **{"--prompt": "日本"}) == latin("ですですです\n")
+        chat = run({**ALONE, "chat": model, "-g": 2, "--verbose": -1}, input="日本\n".encode())
+        assert (chat.code, chat.out) == (0, latin("ですです\n"))
+    padding = constant_model("says761/padding.bin", {V + 60: 0}, V=V + 61)
+    assert spoken(padding, "own-tok") == "\n"
+
+
+def test_run():
+    """A run remembers its tokenizer, and hands it on."""
+    own()
+    first = run_ok({"-o": "run", "-s": 2, "-g": 5})
+    assert "token" not in first.err and not re.search(r"^(\d+ ){5}$", first.samples()[0])
+    for name in any_tokenizer.NAMES:
+        assert read("run/" + name) == read("own/" + name)
+    run_ok({**ALONE, "eval": "run"})
+    run_ok({"-o": "run", "-y": 1, "-e": None, "-x": 4})
+    run_ok({"-o": "tuned", "-e": model_path_of("run", 4)})
+    assert read("tuned/tokenizer.bin") == read("own/tokenizer.bin")
+    shutil.rmtree("tuned")
+
+
+def model_path_of(folder, step):
+    return f"{folder}/model_{step:08d}.bin"
+
+
+def shards_of(name, number):
+    """A copy of the own shards that names another tokenizer."""
+    data = read("own/own_train_000001.bin")
+    return write(name, data[:12] + array("I", [number]).tobytes() + data[16:])
+
+
+def test_mismatches():
+    own()
+    if not os.path.exists("run"):
+        run_ok({"-o": "run"})
+    model = max(name for name in os.listdir("run") if name.startswith("model_"))
+    number = id_of("own-tok")
+    other = shards_of("other.bin", number + 1)
+    refused({"-j": other}, "'own/own_train_*.bin' is of tokenizer", f"'{other}' of tokenizer {number + 1}",
+            "hint: a run has one tokenizer")
+    gpt2 = shards_of("gpt2.bin", 1)
+    refused({"-e": "run/" + model, "-i": gpt2}, f"'run/tokenizer.bin' is of tokenizer {number}",
+            "'gpt2.bin' of GPT-2's tokenizer")
+    lone = constant_model("gpt2-model.bin", {0: 0}, V=50257)
+    refused({"-e": lone}, f"tokens of tokenizer {number}", "those of GPT-2's tokenizer", "its tokenizer.bin")
+    lost = run({"-i": other, "-j": other, "-v": 0, "-s": 2, "-g": 4, "-o": None})
+    assert lost.code == 0 and f"no tokenizer.bin of tokenizer {number + 1} beside" in lost.err
+    assert re.fullmatch(r"(\d+ )*", lost.samples()[0])
+    wide = run({"-e": "L2,NH2,C32,T32,V900", "-o": None})
+    assert wide.code == 0 and "has 700 tokens" in wide.err and "d12,V700" in wide.err
+
+
+def test_padded_gpt2():
+    """50304 are GPT-2's tokens and padding."""
+    for name, says, text in (("the", {262: 0}, "Hello the the the"), ("pad", {50300: 0}, "Hello")):
+        model = constant_model(name + ".bin", says, V=50304, length=16)
+        said = run_ok({**ALONE, "-e": model, "-x": 0, "--prompt": "Hello", "-g": 3})
+        assert said.samples() == [text]
+
+
+# ---- other people's ----
+
+def gpt4_json():
+    """The fixture's tokens under GPT-4's pattern, with a token of more than the model knows."""
+    fast = json.loads(read(FIXTURE + ".json"))
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
+    fast["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}
+    fast["added_tokens"].append({**fast["added_tokens"][0], "id": V + 2, "content": "<|im start|>"})
+    return json.dumps(fast, ensure_ascii=False).encode()
+
+
+def test_others():
+    """Samples are decoded; a prompt, and chat, get a sentence."""
+    own()
+    folder_of("gpt4", gpt4_json())
+    head = tokenizer_files.read_head("gpt4/tokenizer.bin")
+    assert head == (V + 3, V - 1, tokenizer_files.tokenizer_id(gpt4_json()), tokenizer_files.MERGES_NONE)
+    said, = token_of("own-tok", "です")
+    for token, text in ((said, latin("ですですです")), (V + 2, "<|im start|>" * 3), (V, "")):
+        os.makedirs("theirs-says", exist_ok=True)
+        model = constant_model("theirs-says/model.bin", {token: 0}, V=V + 10)
+        assert spoken(model, "gpt4") == text + "\n"
+    for task in ({"sample": model, "--prompt": "a"}, {"chat": model}):
+        refused({**ALONE, **task, "-o": None}, "cuts text by GPT-2's pattern")
+    code, _, err = run_program([TOOL, FIXTURE + ".txt", "-o", "x", "--vocab", "gpt4/tokenizer.bin"])
+    assert code == 1 and "error: 'gpt4/tokenizer.bin' only decodes" in err
+
+
+def sentencepiece_json():
+    """As Llama 2's: blanks are U+2581, and bytes that no token has are <0x..>."""
+    vocab = {"<unk>": 0, END: 1, **{f"<0x{b:02X}>": 2 + b for b in range(256)}, "\u2581": 258, "a": 259,
+             "b": 260, "\u2581a": 261, "ab": 262}
+    return json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        "pre_tokenizer": None, "post_processor": None, "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}]},
+        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+                  "vocab": vocab, "merges": ["\u2581 a", "a b"]}}).encode()
+
+
+def bin_tokens(data):
+    """[bytes] of a tokenizer.bin"""
+    found, at = [], 1024
+    for _ in range(array("I", data[8:12])[0]):
+        found.append(data[at + 1:at + 1 + data[at]])
+        at += 1 + data[at]
+    return found
+
+
+@pytest.mark.parametrize("text", [gpt4_json, sentencepiece_json])
+def test_decoded_as_by_the_package(text):
+    tokenizers = package()
+    theirs = tokenizers.Tokenizer.from_buffer(text())
+    flat = bin_tokens(tokenizer_files.tokenizer_bin(text(), END))
+    for row in ("a b ab  ba\né日本語です", read(FIXTURE + ".txt").decode()[:900]):
+        ids = theirs.encode(row, add_special_tokens=False).ids
+        assert b"".join(flat[i] for i in ids).decode() == row == theirs.decode(ids, skip_special_tokens=False)
+
+
+def test_no_bytes():
+    """A decoder that is not known here, or a token that is too long: no tokenizer.bin."""
+    fast = json.loads(read(FIXTURE + ".json"))
+    assert tokenizer_files.tokenizer_bin(json.dumps({**fast, "decoder": None}).encode(), END) is None
+    fast["added_tokens"].append({**fast["added_tokens"][0], "id": V, "content": "x" * 256})
+    assert tokenizer_files.tokenizer_bin(json.dumps(fast).encode(), END) is None
+
+
+@pytest.mark.parametrize("change", [
+    {"normalizer": {"type": "NFC"}}, {"pre_tokenizer": None},
+    {"pre_tokenizer": {**tokenizer_files.GPT2_PATTERN, "add_prefix_space": True}}],
+    ids=["normalizer", "none", "blank"])
+def test_other_patterns_only_decode(change):
+    fast = {**json.loads(read(FIXTURE + ".json")), **change}
+    data = tokenizer_files.tokenizer_bin(json.dumps(fast).encode(), END)
+    assert array("I", data[20:24])[0] == tokenizer_files.MERGES_NONE
+
+
+# ---- exports ----
+
+def exported(name, model, *words):
+    script = os.path.join(ROOT, "dev/eval", name)
+    code, out, err = run_program([sys.executable, script, model, *words])
+    assert code == 0, err
+    return out
+
+
+def test_export_hf():
+    own()
+    said, = token_of("own-tok", "です")
+    os.makedirs("exported", exist_ok=True)
+    model = constant_model("exported/model_00000001.bin", {said: 0}, V=V + 4)
+    for name in any_tokenizer.NAMES:
+        write("exported/" + name, read("own-tok/" + name))
+    assert "no tokenizer" not in exported("export_hf.py", "exported", "hf")
+    assert all(read("hf/" + name) == read("own-tok/" + name) for name in any_tokenizer.NAMES)
+    config, settings = (json.loads(read("hf/" + name)) for name in ("config.json", "tokenizer_config.json"))
+    assert config["eos_token_id"] == V - 1 and config["vocab_size"] == V + 4
+    assert settings["eos_token"] == END and not os.path.exists("hf/vocab.json")
+    said = run_ok({**ALONE, "-e": "hf", "-x": 0, "--prompt": "日本", "-g": 3})
+    assert said.samples() == [latin("日本ですですです")]
+    if has_module("transformers"):
+        from transformers import AutoTokenizer      # pylint: disable=C0415
+        ids = AutoTokenizer.from_pretrained("hf")(read(FIXTURE + ".txt").decode())["input_ids"]
+        assert ids == list(array("H", read(FIXTURE + ".ids")))
+    shutil.rmtree("hf")
+    assert model == "exported/model_00000001.bin"
+
+
+def test_export_hf_of_padded_gpt2():
+    constant_model("padded.bin", {262: 0}, V=50304, length=16)
+    exported("export_hf.py", "padded.bin", "hf50304")
+    assert len(json.loads(read("hf50304/vocab.json"))) == 50257
+    assert json.loads(read("hf50304/config.json"))["eos_token_id"] == 50256
+
+
+class Recorder:
+    """Of gguf's writer: what it is told."""
+    def __init__(self):
+        self.told = {}
+
+    def __getattr__(self, name):
+        return lambda value: self.told.update({name.removeprefix("add_"): value})
+
+
+def test_export_gguf():
+    """The tokenizer's parts, with padding; a file with a run's own is test_gguf.py's otherwise."""
+    pytest.importorskip("gguf")
+    import export_gguf                              # pylint: disable=C0415
+    own()
+    folder_of("gpt4", gpt4_json())
+    for folder, size, known in (("own-tok", V + 4, V), ("", 50304, 50257)):
+        out = Recorder()
+        export_gguf.add_tokenizer(out, size, export_gguf.words_of(size, folder))
+        assert out.told["tokenizer_model"] == "gpt2" and len(out.told["token_merges"]) == known - 257
+        words, kinds = out.told["token_list"], out.told["token_types"]
+        assert len(words) == len(kinds) == size and words[known - 1:known + 1] == [END, f"[PAD{known}]"]
+        assert kinds[known - 1:known + 1] == [3, 5] and set(kinds[:known - 1]) == {1}
+        assert out.told["bos_token_id"] == out.told["eos_token_id"] == known - 1
+    constant_model("gpt4/model.bin", {1: 0}, V=V + 4)
+    assert "GPT-2's pattern" in exported("export_gguf.py", "gpt4/model.bin", "gpt4.gguf")
+    constant_model("own-tok/model.bin", {1: 0}, V=V + 4)
+    assert "no tokenizer" not in exported("export_gguf.py", "own-tok/model.bin", "own.gguf")
+
+
+if __name__ == "__main__":
+    with open(FIXTURE + ".txt", "rb") as source:
+        document = source.read()
+    made = any_tokenizer.train([document + b"\0"], V)
+    with open(FIXTURE + ".json", "w", encoding="utf-8") as to:
+        to.write(made)
+    with open(FIXTURE + ".ids", "wb") as to:
+        theirs_made = any_tokenizer.AnyTokenizer(FIXTURE + ".json", END)
+        array("H", theirs_made.encode([document.decode()])[0]).tofile(to)
