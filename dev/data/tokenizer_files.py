@@ -65,9 +65,11 @@ def tokenizer_json(vocab, merges):
     }, ensure_ascii=False)
 
 
-def tokenizer_config(kind, end, longest):
+def tokenizer_config(kind, end, longest, chat_template=None):
     """tokenizer_config.json. kind: transformers' class. longest: tokens of a text, None: not known."""
     known = {"model_max_length": longest} if longest else {}
+    if chat_template:
+        known["chat_template"] = chat_template
     return json.dumps({"tokenizer_class": kind, **known, "add_prefix_space": False, "bos_token": end,
                        "eos_token": end, "unk_token": end, "clean_up_tokenization_spaces": False},
                       indent=2) + "\n"

@@ -46,13 +46,18 @@ except ImportError:             # .venv, which setup.sh has filled, has one: the
     die("no numpy in this Python\n"
         "hint: scripts/setup.sh installs it into .venv; or pip install numpy, in a venv of yours")
 
-from formats import (NAMES, param_shape, read_checkpoint, read_checkpoint_header,       # noqa: E402
-                     to_bf16_bits)
+from formats import (NAMES, chat_template_of, param_shape, read_checkpoint,     # noqa: E402
+                     read_checkpoint_header, to_bf16_bits)
 from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_characters,     # noqa: E402
                              gpt2_vocabulary, merges_of, read_head, token_ids, tokenizer_config,
                              tokenizer_json)
 
 OWN_NAMES = "tokenizer.json", "tokenizer.bin"       # as get.py has put them beside the shards
+CHAT_TEMPLATES = {0: None, 1: (                     # as llmc/data/chat_template.h writes conversations
+    "{{ eos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ 'Assistant: ' ~ message['content'] | trim ~ eos_token }}{% else %}"
+    "{{ ('System: ' if message['role'] == 'system' else 'User: ') ~ message['content'] | trim ~ '\\n\\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}")}
 DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16"}
 LAYER = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
@@ -256,12 +261,13 @@ def words_of(V, folder):
     return Words(vocab, merges, 50256, {})
 
 
-def tokenizer_files(dims, words):
+def tokenizer_files(dims, words, chat_template=None):
     """{file name: bytes}"""
     if not words.vocab:
         return {}
     kind = "PreTrainedTokenizerFast" if words.files else "GPT2Tokenizer"
-    files = {"tokenizer_config.json": tokenizer_config(kind, words.end_text(), dims.maxT).encode()}
+    files = {"tokenizer_config.json": tokenizer_config(kind, words.end_text(), dims.maxT,
+                                                       chat_template).encode()}
     if words.files:
         return {**files, **words.files}
     return {**files, "tokenizer.json": tokenizer_json(words.vocab, words.merges).encode(),
@@ -334,7 +340,8 @@ def main():
         texts = {"config.json": json.dumps(config, indent=2) + "\n",
                  "generation_config.json": json.dumps(generation, indent=2) + "\n",
                  "README.md": model_card(os.path.basename(folder), dims, dtype, source, words)}
-        files = {**{name: text.encode() for name, text in texts.items()}, **tokenizer_files(dims, words)}
+        files = {**{name: text.encode() for name, text in texts.items()},
+                 **tokenizer_files(dims, words, CHAT_TEMPLATES.get(chat_template_of(source)))}
         os.makedirs(made)
         for name, data in files.items():
             with open(os.path.join(made, name), "wb") as f:
