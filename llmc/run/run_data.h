@@ -80,6 +80,20 @@ static inline void data_open(RunData* d, int V) {
     d->prompt = prompt_tokens(tokenizer, run.prompt, V, run.T);
 }
 
+static inline const std::vector<DataSource>& data_sources(const DataLoader& loader) {
+    return loader.prefetch->sources;
+}
+
+// The rows that a validation reads of a source (val_rows in run_config.h), or of all sources.
+static inline int64_t data_val_rows(const DataSource& source) {
+    return std::min(val_rows(), source.samples_per_epoch);
+}
+static inline int64_t data_val_rows(const DataLoader& loader) {
+    int64_t rows = 0;
+    for (const DataSource& source : data_sources(loader)) { rows += data_val_rows(source); }
+    return rows;
+}
+
 // Ranks that differ in program, data or flags would train nonsense, or wait for each other for ever.
 static inline void data_check_same(const RunData& d, const std::string& program) {
     if (comm.world == 1) { return; }
@@ -101,6 +115,13 @@ static inline void data_print(const RunData& d) {
         rank_micro_steps(), (long long)d.max_steps,
         (double)d.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
         flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
+    for (const DataSource& source : data_sources(d.train)) {
+        const double epoch = (double)source.samples_per_epoch * run.T;
+        if (source.share == 1.0) { continue; }
+        say("source: %.4g%% of the rows, %.3g epochs of %lld rows: %s\n", 100 * source.share,
+            source.share * (double)d.max_steps * (double)run.total_batch / epoch,
+            (long long)source.samples_per_epoch, shown(source.pattern).c_str());
+    }
     fflush(stdout);                         // the first step may take long
 }
 
