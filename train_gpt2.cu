@@ -6903,7 +6903,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     for (const DataSource& source : data_sources(*loader)) {
         float own;
         if (!validation_loss(&own, model, loader, (int)each.size())) { return true; }
-        each.push_back({source.pattern, own});
+        each.push_back({source.name, own});
         loss += source.share * own;
     }
     if (each.size() == 1) { each.clear(); }

@@ -47,7 +47,7 @@ GPT2 = {"loss": (3.425, "GPT-2 124M on FineWeb"), "eval": (0.294, "GPT-2 124M on
 
 
 class Run:
-    """name; curves: {"train" "val", or one of PANELS, or "val PATTERN", a source of a mixture: ([steps],
+    """name; curves: {"train" "val", or one of PANELS, or "val NAME", a source of a mixture: ([steps],
     [values])}; steps; batch: tokens a step, 0 if unknown; seconds: {steps done: the time they took}; settings
     of run.json."""
 
@@ -59,8 +59,8 @@ class Run:
         self.steps = max(steps[-1] + (name == "train") for name, (steps, _) in self.curves.items())
         self.batch, self.seconds, now = 0, {0: 0.0}, 0.0
         for record in read_metrics(os.path.join(self.folder, "metrics.jsonl")):
-            for pattern, loss in record.get("val_losses", {}).items():
-                add(self.curves, "val " + pattern, record["step"], number(loss))
+            for source, loss in record.get("val_losses", {}).items():
+                add(self.curves, "val " + source, record["step"], number(loss))
             # main.log's numbers, as for the other curves: metrics.jsonl counts this step, too
             for key in METRICS.keys() & record.keys():
                 add(self.curves, METRICS[key], record["step"] - 1, number(record[key]))
@@ -92,19 +92,14 @@ class Run:
         another text."""
         data = str(self.settings.get("val-data", "")).lower()
         other_tokens = re.search(r"\bV(?!50257\b)\d+", str(self.settings.get("model", "")))
-        return "fineweb" in data and "edu" not in data and not other_tokens and not sources_of(self)
+        return "fineweb" in data and "edu" not in data and not other_tokens and not self.sources()
+
+    def sources(self):
+        """Curves of a mixture's sources."""
+        return [name for name in self.curves if name.startswith("val ")]
 
     def asks_hellaswag(self):
         return "eval" in self.curves and "hellaswag" in str(self.settings.get("eval-data", "")).lower()
-
-
-def sources_of(run):
-    """{curve of a source: its short name}: web and code, of data/web_val_*.bin and data/code_val_*.bin."""
-    curves = [name for name in run.curves if name.startswith("val ")]
-    begin = re.sub(r"[^\W_]*$", "", os.path.commonprefix([name[4:] for name in curves]))
-    names = [name[4 + len(begin):] for name in curves]
-    end = re.sub(r"^[^\W_]*", "", os.path.commonprefix([name[::-1] for name in names])[::-1])
-    return dict(zip(curves, [name[:len(name) - len(end)] for name in names]))
 
 
 def fail(text, hint=""):
@@ -206,7 +201,7 @@ def write_ends(axes, ends, form, gap):
 
 def draw_panel(axes, panel, runs, levels):
     (title, form), seen, ends, alone = PANELS[panel], [level for level, _ in levels], {}, len(runs) == 1
-    sources = sources_of(runs[0]) if alone else {}
+    sources = runs[0].sources() if alone else []
     colors = dict(zip(["train", "val", *sources], itertools.cycle(COLORS)))         # of a run alone
     curves = [(run, color, name) for run, color in zip(runs, itertools.cycle(COLORS))
               for name in (("train", "val", *sources) if panel == "loss" else (panel,)) if name in run.curves]
@@ -221,7 +216,7 @@ def draw_panel(axes, panel, runs, levels):
         seen += values[len(values) // 10:] if name in NOISY else values     # the fall before that is cut off
         if alone:
             color = colors.get(name, color)
-            label = {"val": "validation", **sources}.get(name, "training, smoothed")
+            label = name.replace("val", "validation", 1) if kind == "val" else "training, smoothed"
         elif name == "val" and "train" in run.curves:
             label = None
         line = "" if kind == "val" and len(at) < FEW else "--" if kind == "val" else "-"

@@ -58,7 +58,7 @@ struct DataShard {
 };
 
 struct DataSource {
-    std::string pattern;
+    std::string pattern, name;              // name: a short one, which tells it from the others
     double share;                           // of the rows; 1 if there is no other source
     size_t first_shard;                     // its shards and windows follow those of the source before
     int64_t first_window, samples_per_epoch;
@@ -282,12 +282,13 @@ static inline void data_same_tokenizer(DataLoader* loader, const DataShard& shar
     if (shard.tokenizer) { loader->tokenizer = shard.tokenizer; }
 }
 
-// Adds the shards of a source with this share of the rows. Dies if another source has one of them.
-static inline void data_open_source(DataLoader* loader, const char* pattern, double share, int T) {
+// Adds the shards of a source. Dies if another source has one of them.
+static inline void data_open_source(DataLoader* loader, DataSource source, int T) {
     DataPrefetch* p = loader->prefetch;
-    DataSource source = {pattern, share, p->shards.size(), loader->samples_per_epoch, 0};
+    source.first_shard = p->shards.size();
+    source.first_window = loader->samples_per_epoch;
     int64_t longest = 0;
-    for (const std::string& path : data_glob(pattern)) {
+    for (const std::string& path : data_glob(source.pattern.c_str())) {
         DataShard shard = {path, 0, 0, 0, 0, 0, 0, -1};
         die_if(data_shard_open(&shard));
         data_same_tokenizer(loader, shard);
@@ -306,7 +307,8 @@ static inline void data_open_source(DataLoader* loader, const char* pattern, dou
     }
     if (source.samples_per_epoch == 0) {
         die("'%s' is too short: one row takes T+1 = %lld tokens, the longest shard has %lld\n"
-            "hint: use a smaller -t or more text", pattern, (long long)T + 1, (long long)longest);
+            "hint: use a smaller -t or more text", source.pattern.c_str(), (long long)T + 1,
+            (long long)longest);
     }
     p->sources.push_back(source);
 }
@@ -323,9 +325,10 @@ static inline void dataloader_init(DataLoader* loader, const char* data, int B, 
     allow_most_files();
     const std::vector<MixturePart> parts = mixture_split(data);
     p->mixture = mixture_init(mixture_weights(data, parts));
+    const std::vector<std::string> names = mixture_names(parts);
     for (size_t k = 0; k < parts.size(); k++) {
-        const double rows = (double)p->mixture.rows.size();
-        data_open_source(loader, parts[k].pattern.c_str(), (double)p->mixture.weights[k] / rows, T);
+        const double share = (double)p->mixture.weights[k] / (double)p->mixture.rows.size();
+        data_open_source(loader, {parts[k].pattern, names[k], share, 0, 0, 0}, T);
     }
     p->B = B;
     p->T = T;

@@ -17,6 +17,7 @@ exactly w. From there the order repeats, so a table of W rows holds it.
 #pragma once
 
 #include <numeric>          // gives: std::gcd, std::accumulate
+#include <set>              // gives: std::set
 
 #include "../check.h"       // gives: die, file_size, format
 #include "../numbers.h"     // gives: parse_double
@@ -58,6 +59,39 @@ static inline std::vector<MixturePart> mixture_split(const std::string& text) {
     const bool is_mixture = std::any_of(parts.begin(), parts.end(), looks_weighted);
     if (!is_mixture || file_size(text.c_str()) >= 0) { return {{text, "", false}}; }
     return parts;
+}
+
+// Short names of the patterns: web and code, of data/web_val_*.bin and data/code_val_*.bin. They are as much of
+// the paths' ends as tells them apart, without what all begin or end with. So they stay if the paths become
+// absolute.
+static inline std::vector<std::string> mixture_names(const std::vector<MixturePart>& parts) {
+    std::vector<std::string> names;
+    const size_t most = 64;                             // components of a path
+    for (size_t depth = 1; depth <= most && std::set<std::string>(names.begin(), names.end()).size() <
+                                            parts.size(); depth++) {
+        names.clear();
+        for (const MixturePart& part : parts) {
+            size_t at = part.pattern.size();
+            for (size_t i = 0; i < depth && at != std::string::npos; i++) {
+                at = at == 0 ? std::string::npos : part.pattern.rfind('/', at - 1);
+            }
+            names.push_back(at == std::string::npos ? part.pattern : part.pattern.substr(at + 1));
+        }
+    }
+    if (parts.size() == 1) { return names; }
+    for (int turn = 0; turn < 2; turn++) {              // cuts what all begin with, reversed what all end with
+        size_t common = 0;
+        auto same = [&](const std::string& name) {
+            return common + 1 < name.size() && name[common] == names[0][common];
+        };
+        while (std::all_of(names.begin(), names.end(), same)) { common++; }
+        while (common > 0 && isalnum((unsigned char)names[0][common - 1])) { common--; }        // whole words
+        for (std::string& name : names) {
+            name.erase(0, common);
+            std::reverse(name.begin(), name.end());
+        }
+    }
+    return names;
 }
 
 // The weights as whole numbers without a common divisor; {1} for a text without weights. Dies of bad ones.

@@ -213,7 +213,7 @@ static inline void logger_train(Logger* log, const TrainMetrics& m, const std::s
     logger_line(log, text, json + more + "}");
 }
 
-// The validation losses of a mixture's sources, by their patterns; empty for data that are no mixture.
+// The validation losses of a mixture's sources, by their short names; empty for data that are no mixture.
 typedef std::vector<std::pair<std::string, double>> SourceLosses;
 
 // main.log has no line of the sources.
