@@ -54,8 +54,8 @@ def test_validation_of_a_mixture():
     assert [record["step"] for record in records] == [0, 2, 4]
     told = [list(record["val_losses"].items()) for record in records]
     assert [[name for name, _ in losses] for losses in told] == [names] * 3
-    assert_close([loss for losses in told for _, loss in losses], [x for x, _ in result.source_losses()], 1e-6,
-                 "what is printed")
+    printed = [loss for loss, _ in result.source_losses()]
+    assert_close([loss for losses in told for _, loss in losses], printed, 1e-6, "what is printed")
     assert [name for _, name in result.source_losses()] == names * 3
     means = [0.75 * web + 0.25 * code for (_, web), (_, code) in told]
     assert_close([record["val_loss"] for record in records], means, 1e-6, "the mean")

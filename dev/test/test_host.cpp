@@ -1161,7 +1161,8 @@ static void test_logger() {
         logger_free(&log);
         logger_free(&log);
         CHECK_TEXT(read_text(run + "/main.log"),
-                   begin + "s:3000000000 trl:nan lr:0.000000e+00 norm:inf\ns:2 eval:0.250000\ns:4 tel:2.500000\n");
+                   begin + "s:3000000000 trl:nan lr:0.000000e+00 norm:inf\ns:2 eval:0.250000\n"
+                   "s:4 tel:2.500000\n");
         CHECK_TEXT(read_text(run + "/metrics.jsonl"),
                    "{\"step\": 1, \"loss\": 11.0234567, \"lr\": 6e-05, \"norm\": 2.25, \"tokens\": 16384, "
                    "\"ms\": 12.5, \"tokens_per_s\": 1310720}\n{\"step\": 1, \"val_loss\": 10.5}\n"

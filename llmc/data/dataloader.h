@@ -177,9 +177,10 @@ static inline std::vector<std::string> data_glob(const char* pattern) {
     found.gl_stat = [](const char* path, struct stat* st) { return path_stat(path, st) ? 0 : -1; };
     int rc = glob(pattern, GLOB_NOSORT | GLOB_TILDE | GLOB_ALTDIRFUNC, nullptr, &found);
     if (rc != 0) {
+        const char* hint = "hint: `make tinyshakespeare` creates dev/data/tinyshakespeare/*.bin; -i and -j "
+                           "name other files";
         die("no data: %s '%s'\n%s", rc == GLOB_NOMATCH ? "no file matches" : "cannot list", pattern,
-            strchr(pattern, ':') ? kMixtureHint :
-            "hint: `make tinyshakespeare` creates dev/data/tinyshakespeare/*.bin; -i and -j name other files");
+            strchr(pattern, ':') ? kMixtureHint : hint);
     }
     std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
     globfree(&found);
@@ -363,8 +364,8 @@ static inline void dataloader_next(DataLoader* loader) {
     data_request(loader);
 }
 
-// The next step begins at `position`, of a mixture's rows or of those of `source` alone. dataloader_next drops
-// the batch read ahead if it is another one.
+// The next step begins at `position`, of all rows or of those of `source` alone. dataloader_next drops the
+// batch read ahead if it is another one.
 static inline void dataloader_seek(DataLoader* loader, int64_t position, int source = -1) {
     assert(position >= 0 && source < (int)loader->prefetch->sources.size());
     loader->position = position;

@@ -17,7 +17,6 @@ exactly w. From there the order repeats, so a table of W rows holds it.
 #pragma once
 
 #include <numeric>          // gives: std::gcd, std::accumulate
-#include <set>              // gives: std::set
 
 #include "../check.h"       // gives: die, file_size, format
 #include "../numbers.h"     // gives: parse_double
@@ -32,8 +31,8 @@ struct Mixture {
 
 static const int64_t kMixtureUnits = 1000000;           // the largest W
 static const char* const kMixtureHint =
-    "hint: in a mixture each source has a weight: 'web_*.bin:0.7,code_*.bin:0.3'; in a path, write \\: and \\, "
-    "for a colon and a comma";
+    "hint: in a mixture each source has a weight: 'web_*.bin:0.7,code_*.bin:0.3'; in a path, write \\: and "
+    "\\, for a colon and a comma";
 
 // Splits the text at its commas, and each part at its last colon, behind which its weight stands. The text is
 // one pattern without a weight if it names a file, or if none of these weights looks like a number. A
@@ -61,25 +60,26 @@ static inline std::vector<MixturePart> mixture_split(const std::string& text) {
     return parts;
 }
 
-// Short names of the patterns: web and code, of data/web_val_*.bin and data/code_val_*.bin. They are as much of
-// the paths' ends as tells them apart, without what all begin or end with. So they stay if the paths become
-// absolute.
+// The last `count` components of a path, or all.
+static inline std::string mixture_path_end(const std::string& path, int count) {
+    size_t at = path.size();
+    while (count-- > 0 && at > 0 && at != std::string::npos) { at = path.rfind('/', at - 1); }
+    return at == std::string::npos ? path : path.substr(at + 1);
+}
+
+// Short names of the patterns: web and code, of data/web_val_*.bin and data/code_val_*.bin. A name is as much
+// of the path's end as tells the paths apart, without what all begin or end with. So names stay if the paths
+// become absolute.
 static inline std::vector<std::string> mixture_names(const std::vector<MixturePart>& parts) {
     std::vector<std::string> names;
-    const size_t most = 64;                             // components of a path
-    for (size_t depth = 1; depth <= most && std::set<std::string>(names.begin(), names.end()).size() <
-                                            parts.size(); depth++) {
+    size_t different = 0;
+    for (int components = 1; components < 64 && different < parts.size(); components++) {
         names.clear();
-        for (const MixturePart& part : parts) {
-            size_t at = part.pattern.size();
-            for (size_t i = 0; i < depth && at != std::string::npos; i++) {
-                at = at == 0 ? std::string::npos : part.pattern.rfind('/', at - 1);
-            }
-            names.push_back(at == std::string::npos ? part.pattern : part.pattern.substr(at + 1));
-        }
+        for (const MixturePart& part : parts) { names.push_back(mixture_path_end(part.pattern, components)); }
+        different = std::set<std::string>(names.begin(), names.end()).size();
     }
     if (parts.size() == 1) { return names; }
-    for (int turn = 0; turn < 2; turn++) {              // cuts what all begin with, reversed what all end with
+    for (int turn = 0; turn < 2; turn++) {      // cuts what all begin with; reversed, what all end with
         size_t common = 0;
         auto same = [&](const std::string& name) {
             return common + 1 < name.size() && name[common] == names[0][common];

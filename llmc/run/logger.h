@@ -220,7 +220,7 @@ typedef std::vector<std::pair<std::string, double>> SourceLosses;
 static inline void logger_val(Logger* log, int64_t step, double loss,
                               const SourceLosses& sources = {}) {
     if (loss < log->best_val) { log->best_val = loss, log->best_step = step; }
-    std::string json = format("{\"step\": %lld, \"val_loss\": %s", (long long)step, json_number(loss).c_str());
+    std::string json = format("{\"step\": %lld, \"val_loss\": ", (long long)step) + json_number(loss);
     for (size_t k = 0; k < sources.size(); k++) {
         json += (k ? ", " : ", \"val_losses\": {") + json_quote(sources[k].first) + ": ";
         json += json_number(sources[k].second);

@@ -173,8 +173,8 @@ static const FlagTable kFlags = {
     {"v",   "val-every",       FLAG_INT,    &settings.val_every,      "20",      0, INT_MAX, nullptr,
         "validate every N steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &settings.val_batches,    "20",      1, INT_MAX, nullptr,
-        "batches per validation, of each source of a mixture, at most the whole set; with -x 0 a batch is the "
-        "run's -b rows, or 64 where -e is no run's folder"},
+        "batches per validation, of each source of a mixture, at most the whole set; with -x 0 a batch is "
+        "the run's -b rows, or 64 where -e is no run's folder"},
     {"",    "log-every",       FLAG_INT,    &settings.log_every,      "0",       0, INT_MAX, nullptr,
         "a line every N steps, with their means; 0: each step, or on a terminal some 20 in all; main.log and "
         "metrics.jsonl have each step"},
