@@ -1,7 +1,7 @@
 /*
-Tests of data/dataloader.h and data/mixture.h: who sees which token in which order, positions, and every way in which a file can
-be wrong. The expected order is computed here again, straight from the definition; that it looks random is
-test_host's (rand_permuted).
+Tests of data/dataloader.h and data/mixture.h: who sees which token in which order, positions, and every way
+in which a file or a mixture can be wrong. The expected order is computed here again, straight from the
+definition; that it looks random is test_host's (rand_permuted).
 */
 #include <memory>                   // gives: std::make_unique
 #include <numeric>                  // gives: std::accumulate
@@ -192,7 +192,7 @@ static void test_weights() {
     const std::string file = in_folder("file:0.5");
     const std::string texts[][2] = {
         {"a_*.bin", "a_*.bin*1"}, {"a:0.7,b:0.3", "a*7 b*3"}, {"a:2,b:4,c:6", "a*1 b*2 c*3"}, {"a:1", "a*1"},
-        {"a:0.000001,b:0.999999", "a*1 b*999999"}, {"a:999999,b:1", "a*999999 b*1"}, {"a:5e-1,b:.5", "a*1 b*1"},
+        {"a:0.000001,b:0.999999", "a*1 b*999999"}, {"a:99999,b:1", "a*99999 b*1"}, {"a:5e-1,b:.5", "a*1 b*1"},
         {"a:1,b:1,c:1", "a*1 b*1 c*1"}, {"a:0.1,b:0.2,c:0.3,d:0.4", "a*1 b*2 c*3 d*4"},
         // a colon begins a weight only if a number follows one of them
         {"d:1/a_*.bin", "d:1/a_*.bin*1"}, {"a:b,c.bin", "a:b,c.bin*1"}, {"a,b", "a,b*1"}, {"a:", "a:*1"},

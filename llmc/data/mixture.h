@@ -6,13 +6,14 @@ Host only.
     const Mixture m = mixture_init(mixture_weights(text, parts));   // dies of a bad weight
     const MixtureRow r = mixture_row(m, g);         // row g of all is row r.number of source r.source
 
-Weights are fractions that sum to 1, or whole numbers. They become the smallest whole numbers w of equal
-ratios, here 7 and 3, whose sum is W. Of the first g rows let c come from a source. Row g then comes from the
-source that would lag most without it, whose (g + 1) * w - W * c is largest; of equal ones from the first.
+Weights are fractions that sum to 1, or whole numbers. They become whole numbers w of the same ratios without
+a common divisor, here 7 and 3; W is their sum. Let c of the first g rows be from a source. Row g comes from
+the source with the largest (g + 1) * w - W * c, which without it would lag most behind its share; of several,
+from the first.
 
-All in whole numbers: g * w - W * c is above -W for each source, so none is a whole row ahead of its share. It
-is a multiple of W at g = W, and 0 in sum over the sources, so it is 0 for each: of W rows, a source has
-exactly w. From there the order repeats, so a table of W rows holds it.
+The shares are exact. The lag g * w - W * c of a source stays above -W: none is ever a whole row ahead. At
+g = W the lags are multiples of W above -W, and their sum is 0, so each of them is 0: of W rows, exactly w are
+from a source. There the order begins again, so a table of W rows holds it.
 */
 #pragma once
 
