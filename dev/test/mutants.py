@@ -41,6 +41,7 @@ SUITES = [
     (r"\w+/data/(tokenizer|tokenizer_tool|unicode_tables)\.h|dev/data/tokenize\.cpp",
      ["host tokenizer", "stories", "tiktoken", "datasets"]),
     (r"llmc/data/(dataloader|evalloader)\.h", ["host {name}", *MODEL]),
+    (r"llmc/data/mixture\.h", ["host dataloader", *MODEL]),
     (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "terminal", "hf", "texts"]),
     (r"llmc/.*\.h", ["host host", "host checkpoints", *MODEL]),
     (r"train_gpt2\.cu", MODEL),

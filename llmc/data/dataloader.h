@@ -328,8 +328,8 @@ static inline void dataloader_init(DataLoader* loader, const char* data, int B, 
     p->mixture = mixture_init(mixture_weights(data, parts));
     const std::vector<std::string> names = mixture_names(parts);
     for (size_t k = 0; k < parts.size(); k++) {
-        const double share = (double)p->mixture.weights[k] / (double)p->mixture.rows.size();
-        data_open_source(loader, {parts[k].pattern, names[k], share, 0, 0, 0}, T);
+        const double part = (double)p->mixture.weights[k] / (double)p->mixture.rows.size();
+        data_open_source(loader, {parts[k].pattern, names[k], part, 0, 0, 0}, T);
     }
     p->B = B;
     p->T = T;

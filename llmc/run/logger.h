@@ -217,8 +217,7 @@ static inline void logger_train(Logger* log, const TrainMetrics& m, const std::s
 typedef std::vector<std::pair<std::string, double>> SourceLosses;
 
 // main.log has no line of the sources.
-static inline void logger_val(Logger* log, int64_t step, double loss,
-                              const SourceLosses& sources = {}) {
+static inline void logger_val(Logger* log, int64_t step, double loss, const SourceLosses& sources = {}) {
     if (loss < log->best_val) { log->best_val = loss, log->best_step = step; }
     std::string json = format("{\"step\": %lld, \"val_loss\": ", (long long)step) + json_number(loss);
     for (size_t k = 0; k < sources.size(); k++) {

@@ -8,7 +8,7 @@ Host only.
     const std::string gpu = report_gpu(&report);                // fields for metrics.jsonl
     report_show(&report);                                       // prints a line if one is due, else progress
     report_line(&report);                                       // at the end: the line of the last steps
-    report_val(logger, 18000, 3.28);                        // `val loss 3.280000 @18000 (best, ...`
+    report_val(logger, 18000, 3.28);                            // `val loss 3.280000 @18000 (best, ...`
     report_eval(score);                                         // of the questions
     report_end(report, 3.28, 18000);                            // and the run's last figures
 */
