@@ -188,10 +188,11 @@ static inline std::vector<std::string> data_glob(const char* pattern) {
     return paths;
 }
 
-// ---- order: sample number -> (shard, window) ----
+// ---- order: sample number, of a source alone or of all (-1) -> (shard, window) ----
 
-static inline void data_locate(const DataPrefetch* p, int64_t sample, int64_t* shard, int64_t* window) {
-    const MixtureRow row = p->source < 0 ? mixture_row(p->mixture, sample) : MixtureRow{p->source, sample};
+static inline void data_locate(const DataPrefetch* p, int alone, int64_t sample, int64_t* shard,
+                               int64_t* window) {
+    const MixtureRow row = alone < 0 ? mixture_row(p->mixture, sample) : MixtureRow{alone, sample};
     const DataSource& source = p->sources[(size_t)row.source];
     const int64_t n = source.samples_per_epoch, epoch = row.number / n;
     int64_t i = row.number % n;
@@ -217,7 +218,7 @@ static inline uint32_t data_token(const DataShard& shard, const char* buffer, in
 // Reads one row. Returns the error, or "".
 static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* inputs, int* targets /*(T)*/) {
     int64_t s, w;
-    data_locate(p, sample, &s, &w);
+    data_locate(p, p->source, sample, &s, &w);
     const DataShard& shard = p->shards[(size_t)s];
     const char* path = shard.path.c_str();
     int T = p->T;
