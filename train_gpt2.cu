@@ -2164,6 +2164,7 @@ static void fp8_scales(const Fp8Scales& a, Stream stream) {
 // Row by row of logits x (N,Vp), over the first V columns:
 //     losses = log(sum(exp(x))) - x[target]
 //     LossAndGrad: x = (softmax(x) - onehot(target)) * dloss * loss_scale, and zeros into columns V and up
+// A target of -1 is not counted: its loss is 0, and so is its row of the gradient.
 // With a softcap y = softcap * tanh(x / softcap) takes the place of x, and the gradient has the factor
 // 1 - (y / softcap)^2.
 // 124M, B=64: 6.6 GB of logits. The streaming kernel reads each row once and keeps it in registers, up to
@@ -2251,7 +2252,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
     __shared__ float2 parts[2][kWarp];
     __shared__ float target_logit[2];
     const int N = a.N, V = a.V, Vp = a.Vp, vectors = Vp / kWidth, first = threadIdx.x;
-    const float scale = kGrad ? dlogits_scale(a, kFp8) : 0.0f;
+    const float counted_scale = kGrad ? dlogits_scale(a, kFp8) : 0.0f;
     // Where this thread's first vector of a row is; its others are kClassifierThreads vectors apart.
     auto row_at = [&](int row) { return a.logits + (size_t)row * Vp + first * kWidth; };
     auto stage = [&](int row, int slot) {
@@ -2283,7 +2284,7 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
             row_x[j] = *(const uint4*)(slot_at + v);
             top = fmaxf(top, pack_max(as_pack(row_x[j])));
         }
-        if (target / kWidth % kClassifierThreads == first) {
+        if (target >= 0 && target / kWidth % kClassifierThreads == first) {
             target_logit[slot] = (float)((const floatX*)(staged + slot * vectors))[target];
         }
         // The maximum and the sum of exp(x - max): of this thread's columns, then of the row.
@@ -2293,12 +2294,12 @@ __global__ void __launch_bounds__(kClassifierThreads, 1) classifier_stream_kerne
         }
         softmax_combine(top, sum, parts[slot]);
         stage(row + 2 * gridDim.x, slot);               // every read of this slot was before that barrier
-        if (first == 0) { a.losses[row] = logf(sum) + top - target_logit[slot]; }
+        if (first == 0) { a.losses[row] = target < 0 ? 0.0f : logf(sum) + top - target_logit[slot]; }
 
         // The gradient, over the logits or as bytes.
         if (kGrad) {
             floatX* d_row = row_at(row);
-            const float scale_over_sum = scale / sum;
+            const float scale = target < 0 ? 0.0f : counted_scale, scale_over_sum = scale / sum;
 #pragma unroll
             for (int j = 0; j < kClassifierVectors; j++) {
                 const int v = j * kClassifierThreads, c = (first + v) * kWidth;
@@ -2338,7 +2339,7 @@ template <bool kGrad, bool kCap> __global__ void classifier_kernel(Classifier a)
     const int first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
     floatX* x_row = a.logits + (size_t)row * Vp;
     // Read before the barrier in softmax_combine, after which the row is written.
-    float target_logit = threadIdx.x == 0 ? (float)x_row[target] : 0.0f;
+    float target_logit = threadIdx.x == 0 && target >= 0 ? (float)x_row[target] : 0.0f;
     if (kCap) { target_logit = capped(target_logit, a.softcap); }
     float top = kLowest, sum = 0.0f;
     for (int c = first; c < V; c += step) {
@@ -2348,9 +2349,10 @@ template <bool kGrad, bool kCap> __global__ void classifier_kernel(Classifier a)
         top = higher;
     }
     softmax_combine(top, sum, parts);
-    if (threadIdx.x == 0) { a.losses[row] = logf(sum) + top - target_logit; }
+    if (threadIdx.x == 0) { a.losses[row] = target < 0 ? 0.0f : logf(sum) + top - target_logit; }
     if (kGrad) {
-        const float scale = dlogits_scale(a, a.fp8_grad), scale_over_sum = scale / sum;
+        const float counted_scale = dlogits_scale(a, a.fp8_grad);
+        const float scale = target < 0 ? 0.0f : counted_scale, scale_over_sum = scale / sum;
         for (int c = first; c < Vp; c += step) {
             const auto x = load_logits<kCap>(a, x_row, c);
             Floats d = softmax_grad(x, top, scale_over_sum, c, target, scale);
@@ -5241,7 +5243,7 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, i
 // == 8 a step ==
 // train_step, then the functions that it calls, roughly in the order of the calls:
 static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int i,
-                                 int count);
+                                 int count, int64_t counted = -1);
 static MicroStep micro_step_of(const GPT2* model, int i, int count);
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
@@ -5256,25 +5258,30 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
 // False: a signal came before the last micro-step. There is no update then, and the run ends.
 static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
     const int count = rank_micro_steps();
+    const int64_t counted = data_counted_targets(*loader);     // of the whole step, before its first part
     MicroStep micro;
     for (int i = 0; i < count; i++) {
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
         data_next(loader, model->step);
-        micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count);
+        micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count, counted);
     }
     saver_hold(saver);                          // weights change only after a checkpoint has its copies
     gpt2_update(model, micro, lr, muon_lr);
     return true;
 }
 
+// What each of `counted` losses weighs in their mean. A step that counts none has loss and gradients 0.
+static float mean_weight(int64_t counted) { return counted > 0 ? (float)(1.0 / (double)counted) : 0.0f; }
+
 // Adds a micro-step's part to the mean loss over the total batch, and to the gradients; a lane's first
-// micro-step stores them.
+// micro-step stores them. counted: the targets of the total batch that are not -1, of all ranks; -1: all are.
 static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int i,
-                                 int count) {
+                                 int count, int64_t counted) {
     const MicroStep micro = micro_step_of(model, i, count);
     const Accumulate add = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
-    const float weight = (float)(1.0 / ((double)B * T * count * model->options.split.world));
+    const int64_t all = (int64_t)B * T * count * model->options.split.world;
+    const float weight = mean_weight(counted < 0 ? all : counted);
     float* losses = (float*)(model->exchange.record + model->exchange.losses_at);     // (lanes)
     gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     auto work = [&] {
@@ -6869,15 +6876,16 @@ template <class Work> static bool take_turns(GPT2* model, int64_t count, Work wo
 }
 
 // The mean loss over the first rows of a source of the set (val_rows in run_config.h), or over all if there
-// are fewer. Each row counts once, so the last batch may be smaller. Ranks take batches in turns; their sums
-// are added in the batches' order. Gradients and weights do not change. False: a signal ended it early.
+// are fewer, of the targets that count. Each row is taken once, so the last batch may be smaller. Ranks take
+// batches in turns; their sums are added in the batches' order. Gradients and weights do not change. False: a
+// signal ended it early.
 static bool validation_loss(float* loss, GPT2* model, DataLoader* loader, int source) {
     const int64_t B = run.B, T = run.T, rows = data_val_rows(data_sources(*loader)[source]);
     const int64_t batches = ceil_div(rows, B);
-    const float weight = (float)(1.0 / ((double)rows * T));
+    dataloader_seek(loader, 0, source);
+    const float weight = mean_weight(dataloader_counted(loader, 0, rows));
     float* losses = (float*)pinned_malloc(batches * sizeof(float), "validation losses");
     memset(losses, 0, batches * sizeof(float));
-    dataloader_seek(loader, 0, source);
     const bool done = take_turns(model, batches, [&](int64_t i) {
         const int live = (int)std::min(B, rows - i * B);
         data_next(loader, model->step);     // always B rows: the first ones follow the last
@@ -7136,7 +7144,7 @@ int main(int argc, char** argv) {
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad, kBuild);
     if (!run.resumed && model_is_folder()) { folder_resolve(); }
-    const Config config = settle(run.resumed ? &resumed.facts : nullptr);   // from here on `run` is fixed
+    Config config = settle(run.resumed ? &resumed.facts : nullptr);         // from here on `run` is fixed
     Options options = run_options();
     const Task task = run_task();
 
@@ -7144,7 +7152,7 @@ int main(int argc, char** argv) {
     if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
     t.program = executable_hash();
     take_device(&t, config, &options);
-    data_open(&t.data, config.V);
+    data_open(&t.data, &config);
     data_check_same(t.data, t.program);
     if (run.resumed) { resumed_check(resumed.facts, origin_facts(t), run.output_dir); }
 
@@ -7159,7 +7167,7 @@ int main(int argc, char** argv) {
         begin_run(&t, resumed);
         train(&t);
         saver_free(&t.saver);
-        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.data.max_steps); }
+        if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.data.max_steps, config.chat != 0); }
     } else {
         if (run_validates()) { fine = validate_alone(&t); }
         if (run.evaluate) { fine = evaluate(&t.model, &t.data.questions, &t.logger, 0) && fine; }

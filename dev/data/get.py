@@ -4,6 +4,7 @@
     python3 dev/data/get.py                                 # what there is
     python3 dev/data/get.py fineweb10B --shards 10          # ten shards or a few more, and one to validate on
     python3 dev/data/get.py files --from my/texts --out data/mine       # .txt .md .jsonl .parquet
+    python3 dev/data/get.py answers --from my/chats.jsonl --out data/qa # rows of messages, for fine-tuning
     python3 dev/data/get.py hub --repo OWNER/NAME --pattern 'data/*.parquet' --out data/theirs
 
 The C++ tokenizer (build/tokenize, made if it is not there) does all encoding, but with --tokenizer FILE the
@@ -37,6 +38,7 @@ ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
+import answers                                      # noqa: E402
 from any_tokenizer import AnyTokenizer              # noqa: E402
 from documents import (Reader, exists, first_line, kind_of, looks_like_texts, need_pyarrow,   # noqa: E402
                        size_of)
@@ -99,6 +101,8 @@ DATASETS = [
             "each package's, free", "300 MB, 75M tokens", "", "", "debian_docs", 500_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, packed or not",
             "yours", "", "", "", "", "auto"),
+    Dataset("answers", "files", "--from", "conversations: .jsonl or .parquet of messages", "yours", "", "",
+            "", "", "auto"),
     Dataset("tokens", "tokens", "--from", "nanoGPT's train.bin and val.bin, build-nanogpt's .npy", "theirs",
             ""),
     Dataset("hub", "text", "--repo", "text, JSONL or parquet of any data set on huggingface.co",
@@ -250,7 +254,8 @@ def alone(folder):
 def made_before(out, stem):
     """What --restart removes. dataset.json is the first to go: it must not count shards that are gone."""
     names = listed(out)
-    return [os.path.join(out, name) for pattern in ("dataset.json", glob.escape(stem) + "_*_*.bin")
+    stem = glob.escape(stem)
+    return [os.path.join(out, name) for pattern in ("dataset.json", stem + "_*_*.bin", stem + "_*_*.mask")
             for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
@@ -332,15 +337,24 @@ def make_source(dataset, args, facts, split, files, work, reader):
         os.unlink(os.path.join(work, name))
     if first is not None:
         prefix, texts = os.path.join(work, begin[:-1]), itertools.chain([first], found)
-        said = args.tokenizer.write_shards(prefix, drawn, flags[-1], texts) if args.tokenizer else \
-            run_tool(TOOL, prefix, flags, texts)
+        if dataset.name == "answers":
+            said = answers.write_shards(prefix, args, drawn, texts, TOOL)
+            print(said.pop(0))
+        else:
+            said = args.tokenizer.write_shards(prefix, drawn, flags[-1], texts) if args.tokenizer else \
+                run_tool(TOOL, prefix, flags, texts)
         print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
     new = {**facts, "done": number + 1, "shards": {**facts["shards"]},
            "replaced": facts.get("replaced", 0) + reader.replaced}
     write_facts(os.path.join(args.out, "dataset.json"), facts)      # these shards are ours, not yet counted
     for name in made_files(work, begin):
+        if name.endswith(".mask"):              # goes with its shard
+            continue
         to = "val" if split == "val" or name.startswith(begin + "val") else "train"
         path = os.path.join(args.out, f"{dataset.stem}_{to}_{new['shards'][to] + (to == 'train'):06d}.bin")
+        mask = os.path.join(work, name.removesuffix(".bin") + ".mask")
+        if exists(mask):
+            os.replace(mask, path.removesuffix(".bin") + ".mask")
         os.replace(os.path.join(work, name), path)
         tokens, _ = shard_tokens(path)
         print(f"{path}: {tokens} tokens", flush=True)
@@ -357,7 +371,10 @@ def make_shards(dataset, args):
         recipe["encoding"] = args.encoding
     if args.tokenizer:
         recipe["tokenizer"], recipe["document_token"] = args.tokenizer.sha256, args.document_token
-    reader = Reader(args.text_field, args.encoding, args.errors)
+    if dataset.name == "answers":
+        recipe["chat_template"], recipe["row_tokens"] = answers.CHAT_TEMPLATE, args.row_tokens
+    reader = (answers.Conversations if dataset.name == "answers" else Reader)(
+        args.text_field, args.encoding, args.errors)
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
     with alone(work):
         facts = known_facts(args.out, recipe, args.restart)
@@ -520,6 +537,8 @@ def arguments():
     option("--val-tokens", type=int, metavar="N",
            help="so many tokens are for validation: documents drawn over your own files (default: the "
            "smaller of 100,000 and a tenth), else over the first file")
+    option("--row-tokens", type=int, metavar="N",
+           help="answers: what the trainer gets as -t; whole conversations fill each row (default: 1024)")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
     option("--tokenizer", metavar="FILE", help="tokens of this tokenizer.json, of any vocabulary")
     option("--document-token", metavar="TEXT", default="<|endoftext|>",
@@ -541,6 +560,11 @@ def check_arguments(dataset, args):
     for name in ("shards", "val_tokens"):
         if (getattr(args, name) or 0) < 0:
             raise Problem(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
+    if args.row_tokens is not None and (dataset.name != "answers" or args.row_tokens < 1):
+        raise Problem(f"--row-tokens {args.row_tokens}: it belongs to answers, and is at least 1")
+    if dataset.name == "answers":
+        args.row_tokens = args.row_tokens or 1024
+        args.text_field = "messages" if args.text_field == "text" else args.text_field
     if args.shard_tokens < 1:
         raise Problem(f"--shard-tokens {args.shard_tokens}: at least 1")
     try:
@@ -614,8 +638,10 @@ def run(args):
     {"shards": copy_shards, "tokens": make_token_shards}.get(dataset.kind, make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
     val = f" -j {shell_quoted(stem + '_val_*.bin')}" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
-    has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
-    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} -i {shell_quoted(stem + '_train_*.bin')}{val} ...")
+    program = "cu" if os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or \
+        shutil.which("nvcc", path=NVCC_PATH) else "cpu"
+    rows = f" -t {args.row_tokens}" if args.row_tokens else ""
+    print(f"./train_gpt2{program}{rows} -i {shell_quoted(stem + '_train_*.bin')}{val} ...")
 
 
 def shell_quoted(text):

@@ -13,8 +13,8 @@ import argparse
 import os
 import stat
 
-from export_hf import (class_of, count_parameters, die, end_of_text, last_model, mode, np, read_model,
-                       take_the_venv, vocabulary)
+from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die, end_of_text,
+                       last_model, mode, np, read_model, take_the_venv, vocabulary)
 
 try:
     import gguf
@@ -85,7 +85,7 @@ def add_shape(out, d):
     out.add_layer_norm_rms_eps(d.eps)
 
 
-def add_tokenizer(out, V):
+def add_tokenizer(out, V, chat_template):
     end = end_of_text(V)
     if end is None:
         out.add_tokenizer_model("none")
@@ -100,16 +100,18 @@ def add_tokenizer(out, V):
     out.add_bos_token_id(end)
     out.add_eos_token_id(end)
     out.add_add_bos_token(True)
+    if chat_template:
+        out.add_chat_template(chat_template)
 
 
-def write(path, name, d, params, kind):
+def write(path, name, d, params, kind, chat_template=None):
     gguf_type, file_type = TYPES[kind]
     out = gguf.GGUFWriter(path, ARCHITECTURES[class_of(d)])
     out.add_name(name)
     out.add_file_type(gguf.LlamaFileType[file_type])
     out.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(out, d)
-    add_tokenizer(out, d.V)
+    add_tokenizer(out, d.V, chat_template)
     for tensor, array in tensors(d, params).items():
         data, raw = stored(tensor, array, gguf_type)
         out.add_tensor(tensor, data, raw_dtype=raw)
@@ -134,7 +136,7 @@ def main():
             die(f"'{source}' is a {class_of(dims)}, and GGUF has no architecture that computes it\n"
                 "hint: dev/eval/export_hf.py writes it for transformers")
         name = os.path.basename(args.file).removesuffix(".gguf")
-        write(part, name, dims, params, args.type)
+        write(part, name, dims, params, args.type, CHAT_TEMPLATES.get(chat_template_of(source)))
         os.replace(part, args.file)
     except OSError as e:
         die(f"'{e.filename or args.file}': {e.strerror}")

@@ -44,11 +44,16 @@ except ImportError:             # .venv, which setup.sh has filled, has one: the
     die("no numpy in this Python\n"
         "hint: scripts/setup.sh installs it into .venv; or pip install numpy, in a venv of yours")
 
-from formats import (NAMES, param_shape, read_checkpoint, read_checkpoint_header,       # noqa: E402
-                     to_bf16_bits)
+from formats import (NAMES, chat_template_of, param_shape, read_checkpoint,     # noqa: E402
+                     read_checkpoint_header, to_bf16_bits)
 
 MERGES = os.path.join(ROOT, "dev/data/gpt2_bpe/vocab.bpe")
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATES = {0: None, 1: (                     # as llmc/data/chat_template.h writes conversations
+    "{{ eos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ 'Assistant: ' ~ message['content'] | trim ~ eos_token }}{% else %}"
+    "{{ ('System: ' if message['role'] == 'system' else 'User: ') ~ message['content'] | trim ~ '\\n\\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}")}
 TOKENIZER_NAMES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
 DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16"}
@@ -245,7 +250,7 @@ def vocabulary(V):
     return {token: i for i, token in enumerate(tokens)}, merges
 
 
-def tokenizer_files(dims):
+def tokenizer_files(dims, chat_template=None):
     """{file name: text}"""
     if end_of_text(dims.V) is None:
         return {}
@@ -264,6 +269,8 @@ def tokenizer_files(dims):
     settings = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": dims.maxT, "add_prefix_space": False,
                 "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
                 "clean_up_tokenization_spaces": False}
+    if chat_template:
+        settings["chat_template"] = chat_template
     texts = json.dumps(fast, ensure_ascii=False), json.dumps(settings, indent=2) + "\n", \
         json.dumps(vocab, ensure_ascii=False), "\n".join(["#version: 0.2", *merges]) + "\n"
     return dict(zip(TOKENIZER_NAMES, texts))
@@ -333,7 +340,7 @@ def main():
         texts = {"config.json": json.dumps(config, indent=2) + "\n",
                  "generation_config.json": json.dumps(generation, indent=2) + "\n",
                  "README.md": model_card(os.path.basename(folder), dims, dtype, source),
-                 **tokenizer_files(dims)}
+                 **tokenizer_files(dims, CHAT_TEMPLATES.get(chat_template_of(source)))}
         os.makedirs(made)
         for name, text in texts.items():
             with open(os.path.join(made, name), "w", encoding="utf-8") as f:

@@ -404,6 +404,12 @@ def read_checkpoint_header(path):
     return dims, version, Vp
 
 
+def chat_template_of(path):
+    """What a model file's header names: the number of a chat template, or 0: it knows no conversations."""
+    with open_checked(path) as f:
+        return int(read_header(f, path, MAGIC_MODEL)[252])
+
+
 def read_checkpoint(path):
     """(dims, params as float32 whatever the version)."""
     dims, version, Vp = read_checkpoint_header(path)
@@ -507,6 +513,7 @@ class Loader:
             raise SystemExit(f"error: no file matches '{pattern}'\nhint: make tinyshakespeare")
         self.B, self.T, self.shuffle, self.seed, self.position = B, T, shuffle, seed, 0
         self.shards = [self._open(path, vocab) for path in paths]
+        self.masks = [self._mask(path, len(tokens)) for path, tokens in zip(paths, self.shards)]
         windows = [(len(tokens) - 1) // T for tokens in self.shards]
         self.first_window = np.cumsum([0] + windows[:-1])           # of each shard, among all windows
         self.samples_per_epoch = sum(windows)
@@ -526,6 +533,15 @@ class Loader:
             raise FileError(path, f"token {tokens.max()} does not fit the model's vocabulary of {vocab}")
         return tokens
 
+    @staticmethod
+    def _mask(path, tokens):
+        """1 for each token that the loss counts, in the file beside the shard; None: it counts all."""
+        path = path.removesuffix(".bin") + ".mask"
+        mask = np.fromfile(path, dtype="u1") if os.path.exists(path) else None
+        if mask is not None and (len(mask) != tokens or mask.max() > 1):
+            raise FileError(path, f"not {tokens} bytes that are 0 or 1")
+        return mask
+
     def windows(self, samples):
         """Which window, of those of all shards one after another, each sample is."""
         epochs, windows = np.divmod(np.asarray(samples, dtype=np.int64), self.samples_per_epoch)
@@ -539,9 +555,13 @@ class Loader:
     def row(self, window):
         s = int(np.searchsorted(self.first_window, window, side="right")) - 1
         start = (int(window) - int(self.first_window[s])) * self.T
-        return self.shards[s][start:start + self.T + 1].astype(np.int64)
+        span = slice(start, start + self.T + 1)
+        tokens = self.shards[s][span].astype(np.int64)
+        counted = tokens if self.masks[s] is None else np.where(self.masks[s][span] == 1, tokens, -1)
+        return tokens[:-1], counted[1:]
 
     def next(self):
-        rows = np.stack([self.row(w) for w in self.windows(self.position + np.arange(self.B))])
+        """Inputs and targets; a target that is not counted is -1."""
+        rows = [self.row(w) for w in self.windows(self.position + np.arange(self.B))]
         self.position += self.B
-        return rows[:, :-1], rows[:, 1:]
+        return tuple(np.stack(side) for side in zip(*rows))

@@ -88,7 +88,7 @@ class GPT2(nn.Module):
         # the product runs over all Vp rows, which keeps it aligned; the padding is cut off unseen
         logits = F.linear(self.lnf(h), self.wte)[..., :self.dims.V]
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return logits, F.cross_entropy(wide.reshape(-1, self.dims.V), y.reshape(-1))
+        return logits, F.cross_entropy(wide.reshape(-1, self.dims.V), y.reshape(-1), ignore_index=-1)
 
     def loss(self, x, y):
         """What a training step compiles: logits that are not returned need not be stored."""

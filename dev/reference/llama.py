@@ -109,7 +109,7 @@ class Llama(nn.Module):
         capped = logits.to(wide)
         if self.dims.softcap:
             logits = capped = self.dims.softcap * torch.tanh(capped / self.dims.softcap)
-        return logits, F.cross_entropy(capped.reshape(-1, self.dims.V), y.reshape(-1))
+        return logits, F.cross_entropy(capped.reshape(-1, self.dims.V), y.reshape(-1), ignore_index=-1)
 
     def loss(self, x, y):
         """What a training step compiles: logits that are not returned need not be stored."""

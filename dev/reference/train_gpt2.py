@@ -116,13 +116,15 @@ def validation_loss(loss_of, args, dims):
     """Mean over the first rows of the set, each once: the last batch may be a smaller one."""
     loader = Loader(args.input_val_bin, args.batch_size, args.sequence_length, False, args.seed, dims.V)
     rows = min(args.val_max_steps * args.batch_size, loader.samples_per_epoch)
-    total = 0.0
+    total, counted = 0.0, 0
     with torch.no_grad(), autocast(args):
         for row in range(0, rows, args.batch_size):
             live = min(args.batch_size, rows - row)
             x, y = to_device(loader.next(), args)
-            total += float(loss_of(x[:live], y[:live])) * live
-    return total / rows
+            if some := int((y[:live] >= 0).sum()):
+                total += float(loss_of(x[:live], y[:live])) * some
+                counted += some
+    return total / counted
 
 
 def train(args, dims, params, show=print):
@@ -155,10 +157,14 @@ def train(args, dims, params, show=print):
             break
         start = time.perf_counter()
         total = torch.zeros((), dtype=torch.float64, device=args.device)
-        for _ in range(micro_steps):
-            x, y = first if args.overfit_single_batch else to_device(loader.next(), args)
+        batches = [first if args.overfit_single_batch else to_device(loader.next(), args)
+                   for _ in range(micro_steps)]
+        counted = sum((y >= 0).sum() for _, y in batches)       # of the whole step: a mean over these
+        for x, y in batches:
+            if not (y >= 0).any():
+                continue
             with autocast(args):
-                loss = loss_of(x, y) / micro_steps
+                loss = loss_of(x, y) * ((y >= 0).sum() / counted)
             loss.backward()
             total += loss.detach()
         lr, *rates = (learning_rate(step, args.num_iterations, peak, args.warmup_iters,

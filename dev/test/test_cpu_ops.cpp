@@ -848,6 +848,38 @@ static void test_classifier(int N, int V, int Vp, float softcap = 0.0f) {
               logits == before, "%s: %zu bytes are wrong, times %g", shape.c_str(), wrong, tensor.inverse);
 }
 
+// Targets that are not counted: as if these rows were not there, but for zeros in their gradients.
+static void test_classifier_uncounted(float softcap) {
+    const int N = 6, V = 61, Vp = 64;
+    const float scale = 8.0f;
+    const Doubles logits = random_tensor((size_t)N * Vp, 3.0);
+    std::vector<int> targets = random_ints(N, V), masked = targets;
+    masked[0] = masked[3] = masked[5] = -1;
+    for (ClassifierMode mode : {ClassifierMode::LossOnly, ClassifierMode::LossAndGrad}) {
+        Doubles all = logits, some = logits, losses(N), counted(N);
+        classifier_cpu<double>({all, losses, targets.data(), 0.25f, &scale, N, V, Vp, mode, nullptr, nullptr,
+                                softcap}, 0);
+        classifier_cpu<double>({some, counted, masked.data(), 0.25f, &scale, N, V, Vp, mode, nullptr, nullptr,
+                                softcap}, 0);
+        const bool grad = mode == ClassifierMode::LossAndGrad;
+        size_t wrong = 0;
+        for (size_t i = 0; i < logits.n; i++) {
+            wrong += some[i] != (masked[i / Vp] >= 0 ? all[i] : grad ? 0.0 : logits[i]);
+        }
+        for (int n = 0; n < N; n++) { wrong += counted[n] != (masked[n] >= 0 ? losses[n] : 0.0); }
+        CHECK(wrong == 0, "mode %d, softcap %g: %zu values are wrong", (int)mode, softcap, wrong);
+    }
+    std::vector<uint8_t> bytes(logits.n, 0xFF);
+    Fp8Tensor tensor = {};
+    Doubles same = logits, losses(N);
+    classifier_cpu<double>({same, losses, masked.data(), 0.25f, &scale, N, V, Vp, ClassifierMode::LossAndGrad,
+                            bytes.data(), &tensor, softcap}, 0);
+    size_t wrong = 0;
+    for (size_t i = 0; i < logits.n; i++) { wrong += masked[i / Vp] < 0 && bytes[i] != 0; }
+    CHECK(wrong == 0 && tensor.inverse == 2.0f / kFp8Dlogits, "%zu bytes are not 0, inverse %g", wrong,
+          tensor.inverse);
+}
+
 static void test_classifier_large() {
     const int N = 6, V = 509, Vp = 512;
     Floats logits = random_tensor<float>((size_t)N * Vp, 1e4), losses(N);
@@ -1223,6 +1255,8 @@ int main() {
         test_classifier(2, 1, 128);
         test_classifier(5, 509, 512, 1.5f);
         test_classifier(3, 128, 128, 15.0f);
+        test_classifier_uncounted(0.0f);
+        test_classifier_uncounted(2.0f);
         test_classifier_large();
     }
     TEST("updates") {

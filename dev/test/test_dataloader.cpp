@@ -406,6 +406,86 @@ static void test_tokenizers() {
                {"ids0102_1.bin", "of tokenizer 1", "ids0102_3.bin", "of 2"});
 }
 
+// Which targets a mask counts: those that it takes away are -1, and every rank knows the step's number.
+static void test_masks() {
+    const int T = 8, B = 3;
+    auto counts = [](int token) { return token % 5 == 0 || (token > 30 && token < 60); };
+    const std::string pattern = write_set("masked", {101, 7, 64, 8});      // 12, 0, 7 and 0 windows
+    const std::vector<int> firsts = {0, 101, 108, 172};
+    auto write_mask = [&](int shard, int size) {
+        std::string mask;
+        for (int i = 0; i < size; i++) { mask += (char)counts(firsts[(size_t)shard] + i); }
+        write_text(in_folder(format("masked_%03d.mask", shard)), mask);
+    };
+    write_mask(0, 101), write_mask(1, 7), write_mask(3, 8);         // all targets of shard 2 count
+    auto is_counted = [&](int token) { return (token >= 108 && token < 172) || counts(token); };
+    for (bool shuffle : {false, true}) {
+        for (const DataShare share : {DataShare{0, 1, 1}, DataShare{1, 2, 2}, DataShare{2, 3, 1}}) {
+            Loader loader(pattern, B, T, shuffle, kSeed, 65536, share);
+            Loader all(pattern, B * share.world * share.run, T, shuffle, kSeed);
+            CHECK(loader.masked && loader.samples_per_epoch == 19, "%lld rows",
+                  (long long)loader.samples_per_epoch);
+            int64_t wrong = 0, sum = 0;
+            for (int step = 0; step < 8; step++) {
+                const int rows = B * share.world * share.run;
+                const int64_t told = dataloader_counted(&loader, loader.position, rows);
+                all.next();
+                int64_t seen = 0;
+                for (int i = 0; i < rows * T; i++) { seen += all.targets[i] >= 0; }
+                wrong += told != seen || loader.position != all.position - rows;
+                for (int j = 0; j < share.run; j++) {
+                    loader.next();
+                    for (int i = 0; i < B * T; i++) {
+                        const int next = loader.inputs[i] + 1;      // a token is its number in the set
+                        wrong += loader.targets[i] != (is_counted(next) ? next : -1);
+                    }
+                }
+            }
+            for (int i = 0; i < 19; i++) { sum += dataloader_counted(&loader, i, 1); }
+            CHECK(wrong == 0 && sum == loader.counted && sum > 40 && sum < 19 * T,
+                  "%lld wrong, %lld of %lld count", (long long)wrong, (long long)sum,
+                  (long long)loader.counted);
+        }
+    }
+    const Loader plain(write_set("unmasked", {101}), B, T);
+    CHECK(!plain.masked && plain.counted == 96 && dataloader_counted(&plain, 5, 7) == 56, "all count");
+
+    // What tells masks apart, and what is wrong with them.
+    const std::string path = in_folder("qa.bin"), mask = in_folder("qa.mask");
+    auto facts = [&] {
+        Loader loader(path, B, T);
+        return dataloader_facts(&loader) + dataloader_sample(&loader);
+    };
+    std::string conversations = shard_text(Tokens(33, 9));
+    write_text(path, conversations);
+    const std::string none = facts();
+    write_text(mask, std::string(33, '\1'));
+    const std::string every = facts();
+    write_text(mask, std::string(32, '\1') + '\0');
+    CHECK(none != every && every != facts(), "masks do not tell sets apart");
+    write_text(mask, std::string(32, '\1'));
+    check_dies("a mask too short", [&] { load(path); }, {"qa.mask' has 32 bytes", "qa.bin' has 33 tokens"});
+    write_text(mask, std::string(34, '\1'));
+    check_dies("a mask too long", [&] { load(path); }, {"qa.mask' has 34 bytes", "qa.bin' has 33 tokens"});
+    write_text(mask, std::string(20, '\1') + std::string(13, '1'));
+    check_dies("text in a mask", [&] { load(path); }, {"qa.mask' holds 49 at byte 20"});
+    write_text(mask, std::string(33, '\0'));
+    check_dies("an empty mask", [&] { load(path); }, {"qa.bin", "count no token"});
+    unlink(mask.c_str());
+    check_lives("no mask", [&] { load(path); }, "");
+    conversations[4 * kShardChatWord] = 1;
+    write_text(path, conversations);
+    check_dies("no mask", [&] { load(path); }, {"cannot open", "qa.mask", "get.py answers"});
+    write_text(mask, std::string(33, '\1'));
+    check_lives("conversations", [&] { printf("%d", Loader(path, B, T).chat); }, "1");
+    check_dies("a mask cut short in use", [&] {
+        Loader loader(path, 1, T);
+        loader.next();
+        write_text(mask, std::string(9, '\1'));
+        loader.next(3);
+    }, {"qa.mask", "cut short"});
+}
+
 static void test_bad_files() {
     const Tokens tokens(100, 9), few(8, 9);
     const std::string good = shard_text(tokens), line = "To be or not to be\n", path = in_folder("bad.bin");
@@ -575,6 +655,7 @@ int main() {
     TEST("more than 2^31 tokens") { test_huge(); }
     TEST("tokens of 32 bits") { test_wide(); }
     TEST("tokenizers") { test_tokenizers(); }
+    TEST("masks") { test_masks(); }
     TEST("bad files") { test_bad_files(); }
     TEST("token range") { test_token_range(); }
     return folder_end();

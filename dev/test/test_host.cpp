@@ -1415,6 +1415,27 @@ static void test_text_out() {
         samples(true, "sample 1 at step 5:\nHiab\n---\nsample 2 at step 5:\nHiklmn\n---\n"
                       "sample 3 at step 5:\nHicd\n---\n");
         check_dies("no room", [&] { prompt_tokens(&tokenizer, "1234567", 256, 8); }, {"7 tokens", "most 6"});
+        // A model of answers is asked by each line. Z stands for the end of a text.
+        write_text(in_folder("said"), "\n Hi \n\nMore\n\nOn\n");
+        const std::vector<std::string> texts = {" aZ", "  bc", "d", " eZ"};
+        auto asks = [&](const char* system) {
+            FILE* said = freopen(in_folder("said").c_str(), "r", stdin);
+            const TextTask task = {&tokenizer, {end}, 9, false, said ? system : nullptr};
+            chat(task, "model", true, [&](const std::vector<int>& prompt, int, int, uint32_t number,
+                                          const OnToken& on_token) {
+                std::string seen(prompt.begin(), prompt.end());
+                std::replace(seen.begin(), seen.end(), (char)end, 'Z');
+                fprintf(stderr, "%s|", seen.c_str());
+                const size_t at = number == 1 ? 0 : number - 2;             // the lines 0 and 2 say nothing
+                for (char c : texts[at]) { on_token(0, c == 'Z' ? end : c); }
+            });
+        };
+        Child spoken = run_child([&] { asks(" Be brief. "); });
+        const std::string one = "ZSystem: Be brief.\n\nUser: Hi\n\nAssistant:",
+                          two = one + " aZUser: More\n\nAssistant:", three = two + "  bc";
+        CHECK_TEXT(spoken.err, one + "|" + two + "|" + three + "|" + three + "dZUser: On\n\nAssistant:|");
+        CHECK_TEXT(spoken.out, "a\n bc\nd\ne\n");
+        CHECK_HOLDS(run_child([&] { asks(""); }).err, "ZUser: Hi\n\nAssistant:|");
         check_dies("no tokenizer", [] { prompt_tokens(nullptr, "a", 300, 8); }, {"V=300"});
         tokenizer_free(&tokenizer);
     }

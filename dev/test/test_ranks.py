@@ -118,6 +118,13 @@ BITS = {
     "Muon": (MUON, worlds((1, 4), 0) + worlds((2,), 1) + worlds((4,), 2)),
     "bf16 states": ({"--state-dtype": "bf16", "-w": 0, **batch(8)}, FEW),
     "bf16 states, Muon": ({**MUON, "--state-dtype": "bf16"}, FEW),
+    # most ranks have no target that counts in most steps, and one step has none at all
+    "masks": ({**LOUD, "-i": "masked.bin", "-j": "masked_val.bin", "--shuffle": 0, **batch(8)},
+              worlds((1, 2, 8), 0) + worlds((4,), 1, 2)),
+    "masks in a mixture": ({**LOUD, "-i": "masked.bin:2,rows.bin:1", "-j": "masked_val.bin:1,val_2.bin:1",
+                            "-m": 50, **batch(8)}, worlds((1, 4), 0) + worlds((2,), 1) + worlds((4,), 2)),
+    "masks, FP8": ({"-i": "masked.bin", "--shuffle": 0, "--matmul-dtype": "fp8-head", "--optimizer": "muon",
+                    **batch(8)}, worlds((1, 4), 0) + worlds((2,), 1)),
     "FP8": ({"--matmul-dtype": "fp8-head", "-b": 2, "-z": 16 * SMALL_T, "--lanes": 4},
             worlds((1, 2, 4), 0, lanes=4) + worlds((2,), 1, lanes=4)),
     "FP8, M=G": ({"--matmul-dtype": "fp8", "--optimizer": "muon", "--dropout": 0.1, **batch(8)},
@@ -147,9 +154,21 @@ def test_bits(name):
         pytest.skip("the BF16 build's")
     write_shard("rows.bin", sentences(5, 37 * SMALL_T + 1))
     write_shard("val_2.bin", sentences(6, 37 * SMALL_T + 1))
+    if name.startswith("masks"):
+        write_masked("masked", {0: 5, 9: 32, 11: 1, 24: 3, 25: 30, 31: 7, 33: 2, 40: 12, 47: 1})
+        write_masked("masked_val", {0: 5, 3: 32, 5: 1})
     if name == "-e FILE":
         shutil.copy(trained(), "trained.bin")
     same_bits(*{**BITS, **MORE_BITS}[name])
+
+
+def write_masked(name, rows):
+    """A shard of 48 rows, of which those of `rows` count so many of their first targets."""
+    mask = bytearray(48 * SMALL_T + 1)
+    for row, count in rows.items():
+        mask[row * SMALL_T + 1:row * SMALL_T + 1 + count] = b"\1" * count
+    write_shard(name + ".bin", sentences(len(rows), len(mask)))
+    write(name + ".mask", bytes(mask))
 
 
 @pytest.mark.cpu_only

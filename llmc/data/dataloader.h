@@ -4,7 +4,9 @@ Token shards -> batches. A thread reads one batch ahead. Host only.
 A shard is 256 int32 {20240520, 1, ntokens, tokenizer, 0...}, then uint16 tokens; or {20240801, 7, ...}, then
 uint32 tokens, for vocabularies above 65,536. The data set is every shard that matches a glob pattern, or a
 mixture of several such sources (mixture.h). All shards that name a tokenizer must name the same one; 0 names
-none.
+none. Beside a shard there may be a mask of the tokens that the loss counts (loss_mask.h): other targets are
+-1. Word 8 of the header names the chat template of a shard of conversations (chat_template.h), which must
+have a mask.
 
 A sample is a window of T+1 tokens: the first T are a row of inputs, the last T are its targets. Window w of a
 shard is its tokens [w*T, w*T + T], so the shard has floor((ntokens - 1) / T) windows. Samples are numbered
@@ -41,11 +43,13 @@ samples_per_epoch - p rows of the batch at p.
 #include "../checksum.h"        // gives: Checksum, checksum_text
 #include "../rand.h"            // gives: rand_permuted
 #include "../worker.h"          // gives: Worker
+#include "loss_mask.h"          // gives: LossMask
 #include "mixture.h"            // gives: Mixture, mixture_split, mixture_row
 
 struct ShardKind { int magic, version, token_bytes; };
 static const ShardKind kShardKinds[] = {{20240520, 1, 2}, {20240801, 7, 4}};        // both are llm.c's
 static const int64_t kShardHeaderBytes = 256 * 4;
+static const int kShardChatWord = 8;
 
 struct DataShard {
     std::string path;
@@ -55,6 +59,8 @@ struct DataShard {
     dev_t device;                           // device and inode identify the file under any path
     ino_t inode;
     int fd;                                 // open as long as the loader lives: shuffled rows come from all
+    int chat = 0;                           // number of a chat template; 0: no conversations
+    LossMask mask = {};
 };
 
 struct DataSource {
@@ -97,6 +103,9 @@ struct DataLoader {
     int64_t samples_per_epoch;              // over all ranks
     int64_t tokens;                         // in all shards, with the tails that fill no window
     uint32_t tokenizer;                     // named by the shards; 0: none names one
+    int64_t counted;                        // targets of an epoch that the loss counts
+    bool masked;                            // a shard has a mask
+    int chat;                               // chat template of its conversations; 0: there are none
     DataShare share;
     int source;                             // the next batch has rows of this source alone; -1: of all
     int batch;                              // number of the next batch within its step, 0 .. share.run-1
@@ -154,6 +163,7 @@ static inline std::string data_shard_open(DataShard* shard) {
     shard->tokens = stored;
     shard->token_bytes = kind->token_bytes;
     shard->tokenizer = (uint32_t)header[3];
+    shard->chat = header[kShardChatWord];
     shard->device = st.st_dev;
     shard->inode = st.st_ino;
     return "";
@@ -206,6 +216,11 @@ static inline void data_locate(const DataPrefetch* p, int alone, int64_t sample,
     *window = i - p->first_window[(size_t)*shard];
 }
 
+// Targets of window w that the loss counts.
+static inline int64_t data_counted(const DataShard& shard, int T, int64_t w) {
+    return shard.mask.fd < 0 ? T : shard.mask.counted[(size_t)w];
+}
+
 // ---- reading ----
 
 // Token i of a buffer as the shard has it. Little-endian, like the files.
@@ -238,7 +253,7 @@ static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* in
         if (t < T) { inputs[t] = (int)token; }
         if (t > 0) { targets[t - 1] = (int)token; }
     }
-    return "";
+    return shard.mask.fd < 0 ? "" : loss_mask_apply(shard.mask, shard.path, w * T, T, targets);
 }
 
 static inline void data_read_batch(DataPrefetch* p) {
@@ -289,7 +304,7 @@ static inline void data_open_source(DataLoader* loader, DataSource source, int T
     DataPrefetch* p = loader->prefetch;
     source.first_shard = p->shards.size();
     source.first_window = loader->samples_per_epoch;
-    int64_t longest = 0;
+    int64_t longest = 0, counted = 0;
     for (const std::string& path : data_glob(source.pattern.c_str())) {
         DataShard shard = {path, 0, 0, 0, 0, 0, 0, -1};
         die_if(data_shard_open(&shard));
@@ -300,6 +315,10 @@ static inline void data_open_source(DataLoader* loader, DataSource source, int T
             }
         }
         if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
+        die_if(loss_mask_open(&shard.mask, path, shard.tokens, T, shard.chat != 0));
+        for (int64_t w = 0; w < shard.windows; w++) { counted += data_counted(shard, T, w); }
+        loader->masked = loader->masked || shard.mask.fd >= 0;
+        loader->chat = std::max(loader->chat, shard.chat);
         p->shards.push_back(shard);
         p->first_window.push_back(loader->samples_per_epoch);
         source.samples_per_epoch += shard.windows;
@@ -312,6 +331,10 @@ static inline void data_open_source(DataLoader* loader, DataSource source, int T
             "hint: use a smaller -t or more text", source.pattern.c_str(), (long long)T + 1,
             (long long)longest);
     }
+    if (counted == 0) {
+        die("the masks of '%s' count no token: there is nothing to learn", source.pattern.c_str());
+    }
+    loader->counted += counted;
     p->sources.push_back(source);
 }
 
@@ -374,6 +397,19 @@ static inline void dataloader_seek(DataLoader* loader, int64_t position, int sou
     loader->batch = 0;
 }
 
+// Targets that the loss counts among those of samples [first, first + count) of the job: of all, or of the
+// source that was sought last.
+static inline int64_t dataloader_counted(const DataLoader* loader, int64_t first, int64_t count) {
+    const DataPrefetch* p = loader->prefetch;
+    int64_t sum = loader->masked ? 0 : count * p->T;
+    for (int64_t i = first; i < first + count && loader->masked; i++) {
+        int64_t s, w;
+        data_locate(p, loader->source, i, &s, &w);
+        sum += data_counted(p->shards[(size_t)s], p->T, w);
+    }
+    return sum;
+}
+
 // The path of a file that both loaders read, or nullptr. Nobody validates on training data on purpose.
 static inline const char* dataloader_shared_file(const DataLoader* a, const DataLoader* b) {
     for (const DataShard& x : a->prefetch->shards) {
@@ -401,11 +437,12 @@ static inline std::string dataloader_facts(const DataLoader* loader) {
         const std::string name = shard.path.substr(shard.path.rfind('/') + 1);
         text += format(" %s %lld", name.c_str(), (long long)shard.tokens);
     }
+    if (loader->masked) { text += format("; %lld targets count", (long long)loader->counted); }
     return text;
 }
 
-// A checksum of each shard's header and of eight parts of its tokens, the first and the last among them. It
-// tells other tokens in files of equal sizes from a copy.
+// A checksum of each shard's header, of eight parts of its tokens, the first and the last among them, and of
+// what its mask counts. It tells other tokens in files of equal sizes from a copy.
 static inline std::string dataloader_sample(const DataLoader* loader) {
     const int64_t parts = 8, at_once = 4096;
     std::vector<char> part((size_t)at_once);
@@ -419,6 +456,8 @@ static inline std::string dataloader_sample(const DataLoader* loader) {
             if (got < 0) { die("cannot read '%s': %s", shard.path.c_str(), strerror(errno)); }
             checksum_add(&sum, part.data(), (size_t)got);
         }
+        const std::vector<int>& counted = shard.mask.counted;
+        checksum_add(&sum, counted.data(), counted.size() * sizeof(int));
     }
     return checksum_text(checksum_end(&sum));
 }
@@ -427,7 +466,10 @@ static inline void dataloader_free(DataLoader* loader) {
     DataPrefetch* p = loader->prefetch;
     if (!p) { return; }
     worker_free(p->worker);
-    for (const DataShard& shard : p->shards) { close(shard.fd); }
+    for (const DataShard& shard : p->shards) {
+        close(shard.fd);
+        if (shard.mask.fd >= 0) { close(shard.mask.fd); }
+    }
     delete p;
     *loader = DataLoader();
 }

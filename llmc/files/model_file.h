@@ -18,7 +18,7 @@ because the tensors look the same.
 
 The last two words of the header are a checksum of the file; other programs leave them 0. The word before them
 is 1 in files of earlier programs that kept the residual stream in fp32. The stream's type only rounds the
-same function differently, so such a file is read, with a note.
+same function differently, so such a file is read, with a note. Word 252 is Config::chat.
 */
 #pragma once
 
@@ -35,6 +35,7 @@ constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVari
 
 // Words 254 and 255 of the header hold the XXH64 of the file with zeros in these words. Zero: no checksum.
 constexpr int kModelChecksumWord = 254, kModelResidualWord = kModelChecksumWord - 1;
+constexpr int kModelChatWord = kModelResidualWord - 1;
 
 static inline uint64_t model_checksum(const int* header /*(256)*/) {
     uint64_t sum;
@@ -128,6 +129,7 @@ static inline Config model_read_header(const char* path, FILE* f, ParamTable tab
     if (llama) { c.family = Family::Llama, c.llama = llama_from_header(header); }
     if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
+    c.chat = header[kModelChatWord];
     std::string error = config_error(c);
     if (header[kModelResidualWord] != 0 && header[kModelResidualWord] != 1) {
         error = format("residual stream %d is not known", header[kModelResidualWord]);
@@ -210,6 +212,7 @@ static inline ModelWriter model_begin(const std::string& path, const Config& c, 
                      {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block, (int)c.norm},
                      Checksum(), bf16};
     if (c.is_llama()) { llama_to_header(c.llama, w.header); }
+    w.header[kModelChatWord] = c.chat;
     atomic_write(&w.out, w.header, sizeof(w.header));
     checksum_add(&w.sum, w.header, sizeof(w.header));
     return w;

@@ -27,6 +27,7 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 // ---- facts ----
 
 static inline void config_facts(const Config& c, Facts* facts) {
+    if (c.chat) { facts->push_back({"chat template", std::to_string(c.chat)}); }
     if (c.is_llama()) { return facts->push_back({"family", llama_text(c)}); }
     facts->push_back({c.is_gpt2() ? "model" : "variant",
                       format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)});
@@ -34,8 +35,15 @@ static inline void config_facts(const Config& c, Facts* facts) {
 }
 
 static inline Config facts_config(const Facts& facts) {
-    if (const std::string* text = facts_find(facts, "family")) { return descriptor_config(text->c_str()); }
     Config c = {};
+    if (facts_find(facts, "chat template")) {
+        c.chat = (int)fact_number(facts, "chat template", 1, kChatTemplates);
+    }
+    if (const std::string* text = facts_find(facts, "family")) {
+        const int chat = c.chat;
+        c = descriptor_config(text->c_str()), c.chat = chat;
+        return c;
+    }
     const std::string *variant = facts_find(facts, "variant"), *kinds = facts_find(facts, "block and norm");
     const std::string* text = variant ? variant : facts_find(facts, "model");
     int block = 0, norm = 0;

@@ -7,6 +7,7 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
 #pragma once
 
 #include "../check.h"           // gives: die, format
+#include "../data/chat_template.h"      // gives: kChatTemplates
 #include "../numbers.h"         // gives: parse_int, round_up
 #include "../ops/op_types.h"    // gives: NormKind, Mlp
 
@@ -19,6 +20,7 @@ struct Config {
     Block block = Block::Sequential;
     NormKind norm = NormKind::Layer;
     Family family = Family::Gpt2;
+    int chat = 0;       // template of the conversations that it has learned (chat_template.h); 0: none
     // What GPT-2 fixes, and Llama's family chooses
     struct Shape {
         int NKV, HS, F;                 // heads of keys and values, a head's size, the MLP's width
@@ -61,6 +63,9 @@ static inline std::string config_error(const Config& c) {
     }
     if ((int)c.block < 0 || c.block > Block::ParallelTied || (int)c.norm < 0 || c.norm > NormKind::Rms) {
         return format("block %d or norm %d is not known", (int)c.block, (int)c.norm);
+    }
+    if (c.chat < 0 || c.chat > kChatTemplates) {
+        return format("chat template %d is not known, only %d", c.chat, kChatTemplates);
     }
     const Config::Shape s = c.shape();
     if (c.is_llama() && (s.NKV < 1 || c.NH % s.NKV != 0 || s.HS < 16 || s.HS > 256 || s.HS % 16 != 0)) {

@@ -847,7 +847,8 @@ template <class Real> static inline double sum_exp(const Real* x, Real max, int 
 // losses[n] = -log softmax(logits[n,0:V])[targets[n]]
 // LossAndGrad: logits[n,v] = (softmax(logits[n,0:V])[v] - (v == targets[n])) * dloss * loss_scale, and 0 for
 // the padding V <= v < Vp, which takes no part. LossOnly: logits stay as they are.
-// dloss is 1 / (tokens of the total batch); loss_scale is a device scalar, null stands for 1.
+// dloss is 1 / (counted tokens of the total batch); loss_scale is a device scalar, null stands for 1.
+// A target of -1 is not counted: its loss and gradient are 0.
 // fp8_grad: not the logits, but these bytes hold the gradient, with kFp8Dlogits for dloss * loss_scale.
 // softcap: c = softcap * tanh(logits / softcap) takes the logits' place. Their gradient is that of c times
 // the slope 1 - (c / softcap)^2. With e = exp(-2|z|), tanh(|z|) = (1 - e) / (1 + e).
@@ -855,7 +856,7 @@ template <class Real> void classifier_cpu(const ClassifierOf<Real, Real>& a) {
     const int V = a.V, Vp = a.Vp;
     const Real dlogits = (Real)((double)a.dloss * (a.loss_scale ? *a.loss_scale : 1.0f));
     const Real cap = (Real)a.softcap;
-    const Real gradient_scale = a.fp8_grad ? (Real)kFp8Dlogits : dlogits;
+    const Real counted_scale = a.fp8_grad ? (Real)kFp8Dlogits : dlogits;
     if (a.fp8_grad) { a.fp8_tensor->inverse = (float)dlogits / kFp8Dlogits; }
     #pragma omp parallel for
     for (int n = 0; n < a.N; n++) {
@@ -871,14 +872,16 @@ template <class Real> void classifier_cpu(const ClassifierOf<Real, Real>& a) {
         for (int v = 0; v < V; v++) { max = x[v] > max ? x[v] : max; }
         const double sum = sum_exp(x, max, V);
         const int target = a.targets[n];
-        a.losses[n] = (Real)(log(sum) - (x[target] - max));
+        const bool counted = target >= 0;
+        a.losses[n] = counted ? (Real)(log(sum) - (x[target] - max)) : 0;
         if (a.mode == ClassifierMode::LossOnly) { continue; }
+        const Real gradient_scale = counted ? counted_scale : 0;
         const Real factor = (Real)(gradient_scale / sum);
         std::vector<Real> own(a.fp8_grad ? Vp : 0);
         Real* grad = a.fp8_grad ? own.data() : logits;
         #pragma omp simd
         for (int v = 0; v < V; v++) { grad[v] = exp_cpu(x[v] - max) * factor; }
-        grad[target] -= gradient_scale;
+        if (counted) { grad[target] -= gradient_scale; }
         for (int v = 0; v < (int)capped.size(); v++) { grad[v] *= 1 - (x[v] / cap) * (x[v] / cap); }
         for (int v = V; v < Vp; v++) { grad[v] = 0; }
         for (int v = 0; v < (int)own.size(); v++) {

@@ -334,7 +334,7 @@ template <class X, class S> struct ClassifierOf {       // softmax and cross-ent
     X* logits;                          // (N,Vp); LossAndGrad: then their gradient times dloss * loss_scale,
                                         // if it does not go to fp8_grad
     S* losses;                          // (N)
-    const int* targets;                 // (N)
+    const int* targets;                 // (N); -1: not counted, without loss and gradient
     float dloss;
     const float* loss_scale;            // device scalar; null: 1
     int N, V, Vp;

@@ -271,7 +271,8 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "  sample RUN                  writes, as -e RUN -x 0 --prompt ''\n"
      "  chat RUN                    reads lines and goes on from each, to the end of\n"
      "                              a sentence (with -g by so many tokens); Ctrl-C\n"
-     "                              ends a text, Ctrl-D the program\n"
+     "                              ends a text, Ctrl-D the program; a model that was\n"
+     "                              trained on answers answers each\n"
      "  --version                   commit, compiler, CUDA and libraries", "", ""},
     {"data and model", "train-data val-data model output-dir resume",
      "block norm dropout shuffle seed"},

@@ -2,7 +2,7 @@
 What a run reads beside its model: token shards, questions, a tokenizer and a prompt. Host only.
 
     RunData data;
-    data_open(&data, config.V);             // what the task needs; dies if it is not there
+    data_open(&data, &config);              // what the task needs; dies if it is not there
     data_check_same(data, program);         // dies if the ranks do not have the same
     surprises_print(data.prompted(), data.max_steps);
     data_print(data);                       // a run's data, batch and schedule
@@ -28,13 +28,15 @@ struct RunData {
     std::vector<int> prompt;            // behind the token that begins a text; empty: no text is written
     std::string sample;                 // of a saved run's training data: shows later whether they changed
     int64_t max_steps = 0;              // of the run: -x, or those of an epoch
+    bool answers = false;               // chat RUN: the model has learned conversations
 
     LrSchedule schedule(double peak) const {
         return {run.schedule, peak, run.warmup, max_steps, run.final_fraction, run.cooldown};
     }
     size_t prompted() const { return prompt.empty() ? 0 : prompt.size() - 1; }
     TextTask text_task() const {
-        return {tokenizer.bytes.empty() ? nullptr : &tokenizer, prompt, run.sample_tokens, run.tells_speed};
+        return {tokenizer.bytes.empty() ? nullptr : &tokenizer, prompt, run.sample_tokens, run.tells_speed,
+                answers ? run.prompt : nullptr};
     }
 };
 
@@ -58,28 +60,6 @@ static inline void data_open_training(RunData* d, int V) {
     d->max_steps = run_max_steps() < 0 ? std::max((int64_t)1, epoch) : run_max_steps();
 }
 
-static inline void data_open(RunData* d, int V) {
-    const bool trains = run_task() == Task::Train;
-    if (trains) { data_open_training(d, V); }
-    if (run_validates()) { data_open_shards(&d->val, run.val_data, false, {comm.rank, comm.world}, V); }
-    const char* shared = trains && run_validates() ? dataloader_shared_file(&d->train, &d->val) : nullptr;
-    if (shared) {
-        die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
-            shared);
-    }
-    if (run.evaluate) {
-        evalset_init(&d->questions, run.eval_data, V, run.B, run.T);
-        tokenizer_check(d->questions.tokenizer, V, run.eval_data);
-    }
-    if (!run_writes_text()) { return; }
-    text_init(&d->tokenizer, V);
-    const Tokenizer* tokenizer = d->text_task().tokenizer;
-    if (run.chat && !tokenizer) {
-        die("chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
-    }
-    d->prompt = prompt_tokens(tokenizer, run.prompt, V, run.T);
-}
-
 static inline const std::vector<DataSource>& data_sources(const DataLoader& loader) {
     return loader.prefetch->sources;
 }
@@ -92,6 +72,41 @@ static inline int64_t data_val_rows(const DataLoader& loader) {
     int64_t rows = 0;
     for (const DataSource& source : data_sources(loader)) { rows += data_val_rows(source); }
     return rows;
+}
+
+// A model that is trained on conversations is one that chats: config->chat.
+static inline void data_open(RunData* d, Config* config) {
+    const int V = config->V;
+    const bool trains = run_task() == Task::Train;
+    if (trains) { data_open_training(d, V); }
+    if (run_validates()) { data_open_shards(&d->val, run.val_data, false, {comm.rank, comm.world}, V); }
+    const char* shared = trains && run_validates() ? dataloader_shared_file(&d->train, &d->val) : nullptr;
+    if (shared) {
+        die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
+            shared);
+    }
+    for (size_t k = 0; run_validates() && k < data_sources(d->val).size(); k++) {
+        const DataSource& source = data_sources(d->val)[k];
+        dataloader_seek(&d->val, 0, (int)k);
+        if (dataloader_counted(&d->val, 0, data_val_rows(source)) > 0) { continue; }
+        die("the masks of '%s' count no token of the rows that are validated on\nhint: -m N takes more rows",
+            source.pattern.c_str());
+    }
+    if (d->train.chat != 0) { config->chat = d->train.chat; }
+    const std::string error = config_error(*config);
+    if (!error.empty()) { die("'%s': %s", run.train_data, error.c_str()); }
+    if (run.evaluate) {
+        evalset_init(&d->questions, run.eval_data, V, run.B, run.T);
+        tokenizer_check(d->questions.tokenizer, V, run.eval_data);
+    }
+    if (!run_writes_text()) { return; }
+    text_init(&d->tokenizer, V);
+    const Tokenizer* tokenizer = d->text_task().tokenizer;
+    if (run.chat && !tokenizer) {
+        die("chat needs a tokenizer: there is none for V=%d (256: bytes, 50257: GPT-2)", V);
+    }
+    d->answers = run.chat && config->chat != 0;
+    d->prompt = prompt_tokens(tokenizer, d->answers ? "" : run.prompt, V, run.T);
 }
 
 // Ranks that differ in program, data or flags would train nonsense, or wait for each other for ever.
@@ -108,11 +123,13 @@ static inline void data_check_same(const RunData& d, const std::string& program)
 static inline void data_print(const RunData& d) {
     const int64_t rows = d.train.samples_per_epoch;
     const char* each = comm.world > 1 ? "on each rank " : "";
-    say("data: %lld training tokens (%lld rows of %d)\n"
+    const std::string counted = !d.train.masked ? "" :
+        format(", of which %lld count", (long long)d.train.counted);
+    say("data: %lld training tokens (%lld rows of %d)%s\n"
         "batch: %lld tokens a step; %s%d rows at once, micro-steps a step: %d\n"
         "schedule: %lld steps, %.3g epochs; lr %g, %s, warm-up %lld steps\n",
-        (long long)d.train.tokens, (long long)rows, run.T, (long long)run.total_batch, each, run.B,
-        rank_micro_steps(), (long long)d.max_steps,
+        (long long)d.train.tokens, (long long)rows, run.T, counted.c_str(), (long long)run.total_batch, each,
+        run.B, rank_micro_steps(), (long long)d.max_steps,
         (double)d.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
         flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
     for (const DataSource& source : data_sources(d.train)) {
@@ -123,6 +140,13 @@ static inline void data_print(const RunData& d) {
             (long long)source.samples_per_epoch, shown(source.pattern).c_str());
     }
     fflush(stdout);                         // the first step may take long
+}
+
+// Targets that count in the job's next step. Every rank finds the same number by itself.
+static inline int64_t data_counted_targets(const DataLoader& loader) {
+    const int64_t rows = run.total_batch / run.T;
+    if (run.overfit) { return dataloader_counted(&loader, 0, run.B) * (rows / run.B); }
+    return dataloader_counted(&loader, loader.position, rows);
 }
 
 // The next batch. A stalled disk must not end the job.

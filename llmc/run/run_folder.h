@@ -6,7 +6,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
     Checkpoint c = find_resumed(&bad, build);           // -y 1: the last checkpoint, and the run's settings
     run_folder_check(run.output_dir);                   // dies if the run cannot write there
     folder_taken_up(c, retention, max_steps);           // -y 1: says where the run goes on, and tidies
-    print_folder(argv[0], stopped);                     // a run's last lines: how to resume it
+    print_folder(argv[0], stopped, chats);              // a run's last lines: how to resume it
 */
 #pragma once
 
@@ -269,8 +269,8 @@ static inline void folder_taken_up(const Checkpoint& c, const Retention& retenti
     }
 }
 
-// A run's last lines: how to resume it if it was stopped, and how to use its folder.
-static inline void print_folder(const char* program, bool stopped) {
+// A run's last lines: how to resume it if it was stopped, and how to use its folder. chats: by `chat`, too.
+static inline void print_folder(const char* program, bool stopped, bool chats) {
     const bool as_path = run.output_dir[0] == '-' || reads_as_descriptor(run.output_dir);
     const std::string folder = shell_quoted((as_path ? "./" : "") + std::string(run.output_dir));
     const std::string self = shell_quoted(program);
@@ -281,5 +281,6 @@ static inline void print_folder(const char* program, bool stopped) {
     }
     say("`%s eval %s` evaluates this run\n", self.c_str(), folder.c_str());
     say("`%s sample %s` writes (--prompt TEXT: goes on from TEXT)\n", self.c_str(), folder.c_str());
+    if (chats) { say("`%s chat %s` asks it\n", self.c_str(), folder.c_str()); }
     say("`python3 dev/data/plot_log.py %s` draws it\n", folder.c_str());
 }

@@ -14,6 +14,7 @@ Texts on the terminal: samples, and a chat. A callback draws the tokens, so no m
 
 #include "../check.h"           // gives: die, format, shown, file_size
 #include "../comm/comm.h"       // gives: comm_now, warn
+#include "../data/chat_template.h"  // gives: chat_system, chat_question
 #include "../data/tokenizer.h"  // gives: Tokenizer
 #include "stop.h"               // gives: stop_requested
 
@@ -29,6 +30,7 @@ struct TextTask {
     std::vector<int> prompt;            // from prompt_tokens(); its first token also ends a document
     int tokens;                         // most tokens of a text
     bool tell_speed;
+    const char* system = nullptr;       // chat with a model of answers: what it is told first; null: another
 };
 
 // Chooses the tokenizer by the vocabulary: 50257 is GPT-2's, 256 the bytes'. For others, or without GPT-2's
@@ -199,7 +201,8 @@ static inline bool chat_line(bool is_terminal, std::string* said) {
 
 // chat RUN: reads lines and continues each, after everything said before. Ctrl-C ends a text, or discards a
 // line that is being typed; Ctrl-D ends the program. An empty line continues the text. After a document's end
-// the next line begins a new one. whole: a text ends at the end of a sentence.
+// the next line begins a new one. whole: a text ends at the end of a sentence. A model that was trained on
+// conversations (task.system) is asked by each line; its text is the answer.
 static inline void chat(const TextTask& task, const std::string& model, bool whole, const TextDraw& draw) {
     struct sigaction action = {};
     action.sa_handler = [](int) { chat_interrupted = 1; };
@@ -207,29 +210,43 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
     sigaction(SIGINT, &action, nullptr);
     const bool is_terminal = isatty(STDIN_FILENO);
     const int end = task.prompt[0];
-    if (is_terminal && task.tell_speed) {
+    const bool asks = task.system != nullptr;
+    if (is_terminal && task.tell_speed && asks) {
+        fprintf(stderr, "note: %s answers each line, with at most %d tokens (-g); after these an empty line "
+                "lets it go on, Ctrl-C ends an answer, Ctrl-D the program\n", shown(model).c_str(),
+                whole ? 4 * task.tokens : task.tokens);
+    } else if (is_terminal && task.tell_speed) {
         fprintf(stderr, "note: %s goes on from each line by %d tokens (-g)%s; an empty line lets it go on, "
                 "Ctrl-C ends a text, Ctrl-D the program\n", shown(model).c_str(), task.tokens,
                 whole ? " and to the end of the sentence" : "");
     }
     std::vector<int> tokens = task.prompt;              // the whole conversation
     TextSpeed speed;
-    std::string line;
+    std::string line, system = asks ? chat_system(task.system) : "";
     for (uint32_t number = 0; chat_line(is_terminal, &line); number++) {
         const bool begins = tokens.back() == end;
-        const std::string said = (begins || line.empty() ? "" : "\n") + line;
+        std::string said = (begins || line.empty() ? "" : "\n") + line;
+        bool answers = false;                           // the text begins an answer
+        if (asks) {
+            if (begins && line.empty()) { continue; }
+            answers = !line.empty();
+            if (answers && !begins) { tokens.push_back(end); }          // of an answer that was cut short
+            if (answers) { said = system + chat_question(line), system = ""; }
+        }
         std::vector<uint32_t> ids;
         tokenizer_encode(task.tokenizer, said.data(), said.size(), ids);
         tokens.insert(tokens.end(), ids.begin(), ids.end());
         TextOut text = {task.tokenizer, ""};
         const std::vector<int> prompt = tokens;
-        if (is_terminal) { fwrite(line.data(), 1, line.size(), stdout); }   // the text begins with the line
+        if (is_terminal && !asks) { fwrite(line.data(), 1, line.size(), stdout); }  // it begins with the line
         if (speed.tokens == 0) { speed.start = comm_now(); }
         draw(prompt, whole ? 4 * task.tokens : task.tokens, end, number, [&](int, int token) {
             speed.add(tokens.size() == prompt.size());
             tokens.push_back(token);
             if (token != end) { text.add(token); }
-            const bool ends = ends_sentence(text.text) &&
+            if (answers && text.text[0] == ' ') { text.text.erase(0, 1); }      // in front of each answer
+            answers = false;
+            const bool ends = !asks && ends_sentence(text.text) &&
                               tokens.size() >= prompt.size() + (size_t)task.tokens;
             text.show(false);
             return !chat_interrupted && !(whole && ends);

@@ -1,0 +1,285 @@
+"""Conversations: get.py answers makes shards and masks of them, models that were trained on these say so, and
+`chat` and the exports go by it.
+
+What a shard must hold is spelled out here: a conversation's text as chat template 1 has it. With --bytes the
+end-of-text token is 0, and a byte is a token.
+"""
+import array
+import glob
+import importlib.util
+import json
+import os
+import random
+import sys
+
+import pytest
+
+from checks import ROOT, read, run_program, write
+from forked import Forked
+from trainer import ALONE, USUAL, run, run_ok, sentences, write_shard
+from twins import constant_model, doubles
+
+sys.path.insert(0, os.path.join(ROOT, "dev/data"))
+import get                              # noqa: E402
+
+GET = os.path.join(ROOT, "dev/data/get.py")
+TOOL = os.path.join(ROOT, "build/tokenize")
+MODEL_CHAT, SHARD_CHAT = 252, 8         # words of the headers
+pytestmark = [pytest.mark.cpu_only,
+              pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/tokenize: make tokenize")]
+
+
+def run_get(*words):
+    """(exit code, stdout, stderr)"""
+    return Forked(get.main, [GET, *words]).end()
+
+
+def get_answers(*words, origin="qa.jsonl", out="qa", kind=("--bytes",)):
+    return run_get("answers", "--from", origin, "--out", out, *kind, *words)
+
+
+def makes(*words, **more):
+    code, out, err = get_answers(*words, **more)
+    assert code == 0, err
+    return out
+
+
+def refused(*said, words=(), **more):
+    code, _, err = get_answers(*words, out="refused", **more)
+    assert code == 1 and err.startswith("error: ") and "Traceback" not in err, err
+    assert not [text for text in said if text not in err], err
+
+
+def messages(*pairs):
+    return [{"role": {"s": "system", "u": "user", "a": "assistant"}[role], "content": text}
+            for role, text in pairs]
+
+
+def some_conversations(seed, count, longest=30):
+    rng, found = random.Random(seed), []
+    for number in range(count):
+        said = [("s", "Be é brief.\n")] * rng.randrange(2) + [("u", f"No. {number}"), ("a", "Ok!")]
+        for _ in range(rng.randrange(1, 4)):
+            said += [("u", " " + "q" * rng.randrange(longest) + "?"),
+                     ("a", "a" * rng.randrange(longest) + " ")]
+        found.append(said)
+    return found
+
+
+def expected(said):
+    """(tokens, mask): 0 stands before a conversation and behind each answer."""
+    tokens, mask = b"\0", b"\0"
+    for role, text in said:
+        text = text.strip().encode()
+        if role == "a":
+            tokens, mask = tokens + b"Assistant:", mask + bytes(10)
+            tokens, mask = tokens + b" " + text + b"\0", mask + b"\1" * (len(text) + 2)
+        else:
+            part = {"s": b"System: ", "u": b"User: "}[role] + text + b"\n\n"
+            tokens, mask = tokens + part, mask + bytes(len(part))
+    return tokens, mask
+
+
+def write_rows(said, path="qa.jsonl"):
+    write(path, "".join(json.dumps({"id": 7, "messages": messages(*some)}) + "\n" for some in said))
+
+
+def shards(split, out="qa", tokenizer=2):
+    """[(tokens, mask)] of each shard, whose headers must be right."""
+    found = []
+    for path in sorted(glob.glob(f"{out}/{out}_{split}_*.bin")):
+        data = read(path)
+        head, tokens = array.array("i", data[:1024]), array.array("H", data[1024:])
+        assert list(head[:4]) == [20240520, 1, len(tokens), tokenizer] and head[SHARD_CHAT] == 1
+        assert sum(map(bool, head)) == 5
+        found.append((tokens, read(path.removesuffix(".bin") + ".mask")))
+        assert len(found[-1][1]) == len(tokens)
+    return found
+
+
+def check(said, T, out="qa", least=0.0):
+    """Each conversation is in one place, whole in a row or from a row's begin on, and all else is 0."""
+    wanted = sorted(map(expected, said))
+    got, tokens_of_rows = [], 0
+    for split in ("val", "train"):
+        for tokens, mask in shards(split, out):
+            data, at, rows = bytes(list(tokens)), 0, len(tokens) // T
+            assert len(tokens) == rows * T + 1
+            tokens_of_rows += len(tokens)
+            while at < len(data):
+                found = next((pair for pair in wanted if data.startswith(pair[0], at)
+                              and mask.startswith(pair[1], at) and pair not in got), None)
+                if found:
+                    size = len(found[0])
+                    assert at // T == (at + size - 1) // T or at % T == 0, "cut by a row's end"
+                    got.append(found)
+                    at += size
+                else:
+                    assert data[at] == mask[at] == 0
+                    at += 1
+    assert sorted(got) == wanted
+    assert sum(len(tokens) for tokens, _ in wanted) >= least * tokens_of_rows
+
+
+# ---- shards ----
+
+def test_rows():
+    """Whole conversations fill rows; longer ones begin one; shards and masks go together."""
+    said = some_conversations(1, 120)
+    assert len({expected(some) for some in said}) == 120
+    write_rows(said)
+    out = makes("--row-tokens", 256, "--val-tokens", 0, "--restart")
+    masks = b"".join(mask for _, mask in map(expected, said))
+    assert f"{sum(masks)} of {len(masks)} tokens count" in out and not shards("val")
+    check(said, 256, least=0.9)
+    assert "is complete" in makes("--row-tokens", 256, "--val-tokens", 0)
+    for T, size in ((16, 200), (100, 1), (256, 2000)):
+        makes("--row-tokens", T, "--shard-tokens", size, "--restart")
+        check(said, T)
+        assert len(shards("train")) > 3 and len(glob.glob("qa/*.mask")) == len(glob.glob("qa/*.bin"))
+        drawn = sum(sum(mask) > 0 for _, mask in shards("val"))
+        assert drawn == 1
+    code, _, err = get_answers("--row-tokens", 32)
+    assert code == 1 and "row_tokens 256 and not 32" in err, err
+
+
+def test_text_of_a_conversation():
+    said = [[("s", " S "), ("u", "Q"), ("a", "A"), ("u", "R"), ("u", "T"), ("a", ""), ("a", "B")],
+            [("u", "open"), ("a", "yes"), ("u", "dropped")]]
+    write_rows(said)
+    makes("--row-tokens", 200, "--val-tokens", 0, "--restart")
+    tokens, mask = shards("train")[0]
+    text = bytes(list(tokens)).replace(b"\0", b"|").decode()
+    one = "|System: S\n\nUser: Q\n\nAssistant: A|User: R\n\nUser: T\n\nAssistant: |Assistant: B|"
+    two = "|User: open\n\nAssistant: yes|"
+    assert text.rstrip("|") == (one + two).rstrip("|")
+    counted = "".join(letter for letter, bit in zip(text, mask) if bit)
+    assert counted == " A| | B| yes|"
+
+
+def test_gpt2_tokens():
+    """Parts are encoded by themselves, as `chat` encodes a question; tokenizer.json makes the same shards."""
+    said = some_conversations(3, 40)
+    for number, one in enumerate(said):             # where a part's end and the next one's begin might merge
+        ends = "(x)", "'s", "...", "7", "\n\n x", "Assistant:", "é"
+        one[-1] = "a", random.Random(number).choice(ends) * 2
+    write_rows(said)
+    makes("--row-tokens", 64, out="ours", kind=())
+    tokens, mask = shards("train", "ours", 1)[0]
+    assert 50256 in tokens and 0 < sum(mask) < len(mask)
+    pytest.importorskip("tokenizers")
+    sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
+    import types                                    # pylint: disable=C0415
+    import export_hf                                # pylint: disable=C0415
+    write("gpt2.json", export_hf.tokenizer_files(types.SimpleNamespace(V=50257, maxT=8))["tokenizer.json"])
+    makes("--row-tokens", 64, "--tokenizer", "gpt2.json", out="theirs", kind=())
+    from tokenizers import Tokenizer                # pylint: disable=C0415
+    tokens = " ".join(str(token) for split in ("val", "train") for some, _ in shards(split, "ours", 1)
+                      for token in some)
+    for one in said:                                # a whole conversation's tokens are those of its parts
+        text = expected(one)[0].decode().replace("\0", "<|endoftext|>")
+        assert " ".join(map(str, Tokenizer.from_file("gpt2.json").encode(text).ids)) in tokens
+    for path in glob.glob("ours/ours_*"):
+        other = read(path.replace("ours", "theirs"))
+        want = read(path)
+        assert other[:12] + other[16:] == want[:12] + want[16:], path
+
+
+def test_parquet():
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow                                  # pylint: disable=C0415
+    said = some_conversations(4, 20)
+    write_rows(said)
+    rows = [messages(*some) for some in said]
+    parquet.write_table(pyarrow.table({"messages": rows, "other": [1] * 20}), "qa.parquet")
+    makes("--row-tokens", 64, out="lines")
+    makes("--row-tokens", 64, out="columns", origin="qa.parquet")
+    for path in glob.glob("lines/lines_*"):
+        assert read(path) == read(path.replace("lines", "columns"))
+
+
+def test_refused():
+    write("a.txt", "Only text.\n")
+    refused("'a.txt' is text, not rows of messages", origin="a.txt")
+    for row, said in (({"text": "x"}, ["line 1 has no 'messages', but 'text'"]),
+                      ({"messages": "x"}, ["is no list of messages, but str"]),
+                      ({"messages": []}, ["no list of messages"]),
+                      ({"messages": messages(("u", "x"))}, ["no message of the role assistant"]),
+                      ({"messages": [{"role": "human", "content": "x"}]}, ["message 1", "'human'"]),
+                      ({"messages": messages(("u", "x"), ("a", None))}, ["message 2", "NoneType"]),
+                      ({"messages": messages(("u", "\ud800"), ("a", "x"))}, ["half a character"])):
+        write("bad.jsonl", json.dumps({"messages": messages(("u", "a"), ("a", "b"))}) + "\n")
+        write("bad.jsonl", json.dumps(row) + "\n")
+        refused(*said, origin="bad.jsonl")
+    write_rows(some_conversations(5, 3))
+    refused("--row-tokens 0", words=("--row-tokens", 0))
+    refused("leaves none to train on", words=("--val-tokens", 10**6))
+    code, _, err = run_get("files", "--from", "a.txt", "--out", "x", "--row-tokens", 8)
+    assert code == 1 and "belongs to answers" in err
+
+
+# ---- models ----
+
+def word(path, number):
+    return array.array("i", read(path)[:1024])[number]
+
+
+def test_the_model_knows():
+    """Its file says so, after a resume and after other data, too; `chat` and the exports go by that."""
+    write_rows(some_conversations(6, 60))
+    makes("--row-tokens", 64, "--restart")
+    flags = {**USUAL, "-e": "L1,NH2,C16,T64,V256", "-t": 64, "-b": 2, "-n": 2}
+    conversations = {"-i": "qa/qa_train_*.bin", "-j": "qa/qa_val_*.bin", "-v": 2}
+    assert " chat taught` asks it" in run_ok({**flags, **conversations, "-x": 2, "-o": "taught"}).out
+    assert word("taught/model_00000002.bin", MODEL_CHAT) == 1
+    run_ok({**ALONE, "-y": 1, "-o": "taught", "-x": 4})
+    assert word("taught/model_00000004.bin", MODEL_CHAT) == 1
+    write_shard("text.bin", sentences(8, 2000))
+    run_ok({**flags, "-i": "text.bin", "-e": "taught", "-x": 1, "-o": "more"})
+    run_ok({**flags, "-i": "text.bin", "-x": 1, "-o": "plain"})
+    assert word("more/model_00000001.bin", MODEL_CHAT) == 1 and doubles("more/model_00000001.bin")
+    assert word("plain/model_00000001.bin", MODEL_CHAT) == 0
+    for folder, knows in (("more", True), ("plain", False)):
+        code, _, err = run_program([sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py"), folder,
+                                    folder + "-hf"])
+        assert code == 0, err
+        settings = json.loads(read(folder + "-hf/tokenizer_config.json"))
+        assert ("chat_template" in settings) == knows
+    if importlib.util.find_spec("gguf"):
+        code, _, err = run_program([sys.executable, os.path.join(ROOT, "dev/eval/export_gguf.py"), "more",
+                                    "more.gguf"])
+        assert code == 0 and b"add_generation_prompt" in read("more.gguf"), err
+    llama = {"-e": "llama:L1,NH2,NKV1,HS16,C32,F32,T64,V256"}
+    run_ok({**flags, **conversations, **llama, "-x": 2, "-o": "llama"})
+    run_ok({**ALONE, "-y": 1, "-o": "llama", "-x": 3})
+    assert word("llama/model_00000003.bin", MODEL_CHAT) == 1
+
+
+def test_chat():
+    """A model that says spaces alone: the first one of an answer is the template's."""
+    constant_model("spaces.bin", {32: 0.0})
+    flags = {**ALONE, "chat": "spaces.bin", "-g": 5, "--verbose": -1, "--temperature": 0}
+    assert run_ok(flags, input=b"Hi\n\n").out == "     \n     \n"
+    head = bytearray(read("spaces.bin"))
+    head[4 * MODEL_CHAT] = 1
+    write("spaces.bin", bytes(head))
+    assert run_ok(flags, input=b"Hi\n\n").out == "    \n     \n"
+    assert run_ok({**flags, "--prompt": "Be brief."}, input=b"Hi\n").out == "    \n"
+    head[4 * MODEL_CHAT] = 9
+    write("spaces.bin", bytes(head))
+    result = run(flags, input=b"Hi\n")
+    assert result.code == 1 and "chat template 9 is not known" in result.err, result.err
+
+
+def test_template():
+    """Jinja writes what get.py writes: see expected()."""
+    jinja2 = pytest.importorskip("jinja2")
+    sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
+    import export_hf                                # pylint: disable=C0415
+    template = jinja2.Environment().from_string(export_hf.CHAT_TEMPLATES[1])
+    for said in some_conversations(9, 30):
+        text = template.render(messages=messages(*said), eos_token="\0")
+        assert text.encode() == expected(said)[0]
+    asked = template.render(messages=messages(("s", "S "), ("u", "Q")), eos_token="|",
+                            add_generation_prompt=True)
+    assert asked == "|System: S\n\nUser: Q\n\nAssistant:"
