@@ -41,7 +41,6 @@ def test_validation():
         assert_close(run_ok(flags).val_losses(), [means[128]], near, "two shards: the mean of 128 rows")
 
 
-@pytest.mark.gpus
 def test_validation_of_a_mixture():
     """A source's loss is that which it has alone; theirs, by the shares, is the loss. In training, too, and
     with the run's own data afterwards."""

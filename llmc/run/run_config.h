@@ -103,7 +103,7 @@ static const FlagTable kFlags = {
         "training shards (glob), or a mixture of sources, 'web_*.bin:0.7,code_*.bin:0.3'"},
     {"j",   "val-data",        FLAG_STRING, &settings.val_data,
         DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr,
-        "validation shards (glob), or a mixture, of which each source's loss is told, too"},
+        "validation shards (glob), or a mixture, whose sources have a loss each"},
     {"e",   "model",           FLAG_STRING, &settings.model,          "d12",     1, 0, nullptr,
         "model_*.bin; the folder of a run or of Hugging Face; or d12 d24 d36 d48, gpt3:c768, "
         "L4,NH4,C128,T128,V256",
