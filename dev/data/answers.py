@@ -96,7 +96,7 @@ class Set:
 
     def __init__(self, code, documents):
         self.tokens, self.counted, self.starts = array(code), bytearray(), []
-        mark, is_answer = None, False
+        mark = is_answer = None
         for ids in documents:
             mark = mark or ids
             end = ids[:1]
@@ -121,15 +121,13 @@ class Set:
         return self.starts[number + 1] - self.starts[number]
 
     def drawn(self, wanted):
-        """The numbers of those for validation, about `wanted` tokens: one at least if any are wanted."""
+        """The numbers of those for validation: all that `wanted` tokens hold, one at least, one left over."""
         found = set()
-        for number in sorted(range(len(self)), key=draw_key):
+        for number in sorted(range(len(self)), key=draw_key)[:-1]:
             wanted -= self.length(number)
-            if wanted < 0 and found or len(found) + 1 == len(self) or not self.length(number):
+            if wanted < 0 and found:
                 break
             found.add(number)
-            if wanted <= 0:
-                break
         return found
 
     def rows(self, numbers, T):

@@ -30,7 +30,7 @@ if not importlib.util.find_spec("pytest"):
 # What should notice a mistake in a file, the first row that fits: modules of dev/test and programs of
 # test_programs.py. First what has noticed most for its time.
 MODEL = ["runs", "texts", "training", "evaluation", "golden", "test_gpt2", "refusals", "memory", "plan",
-         "terminal", "lazy", "hf", "resume", "ranks"]
+         "terminal", "lazy", "hf", "answers", "conversations", "resume", "ranks"]
 SUITES = [
     (r"llmc/ops/(cpu_ops|ops|op_types|token_buckets|fp8)\.h", ["host cpu_ops", *MODEL]),
     (r"llmc/comm/.*", ["host comm", "ranks", "terminal", "resume"]),
@@ -40,6 +40,8 @@ SUITES = [
     (r"llmc/files/hf_file\.h", ["hf", "runs"]),
     (r"\w+/data/(tokenizer|tokenizer_tool|unicode_tables)\.h|dev/data/tokenize\.cpp",
      ["host tokenizer", "stories", "tiktoken", "datasets"]),
+    (r"llmc/data/loss_mask\.h", ["host dataloader", "answers"]),
+    (r"dev/data/answers\.py|llmc/data/chat_template\.h", ["conversations", "host host"]),
     (r"llmc/data/(dataloader|evalloader)\.h", ["host {name}", *MODEL]),
     (r"llmc/data/mixture\.h", ["host dataloader", *MODEL]),
     (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "terminal", "hf", "texts"]),
@@ -52,7 +54,8 @@ SUITES = [
 ]
 TOOLS = ["build/tokenize", "build/stories", "build/bigram", "build/checkpoint"]
 MADE_OF = {"test_gpt2": ["test_gpt2cpu"], "golden": ["build/plain/train_gpt2cpu"], "tiktoken": TOOLS,
-           "lazy": ["train_gpt2cpu", "build/train_gpt2lazy"], "datasets": TOOLS, "stories": TOOLS}
+           "lazy": ["train_gpt2cpu", "build/train_gpt2lazy"], "datasets": TOOLS, "stories": TOOLS,
+           "conversations": TOOLS + ["train_gpt2cpu"]}
 NOT_HERE = re.compile(r"llmc/ops/(cuda_|cublaslt|nccl)|profile_gpt2|dev/(cuda|fuzz)|(dev/)?test")
 
 # (what stands in a line, what it becomes)

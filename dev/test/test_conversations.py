@@ -21,6 +21,7 @@ from twins import constant_model, doubles
 
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
 import get                              # noqa: E402
+from any_tokenizer import draw_key      # noqa: E402
 
 GET = os.path.join(ROOT, "dev/data/get.py")
 TOOL = os.path.join(ROOT, "build/tokenize")
@@ -141,6 +142,25 @@ def test_rows():
         assert drawn == 1
     code, _, err = get_answers("--row-tokens", 32)
     assert code == 1 and "row_tokens 256 and not 32" in err, err
+
+
+def test_validation():
+    """As many drawn conversations as so many tokens hold, but one at least, and one is left to train on."""
+    said = some_conversations(2, 30)
+    sizes = [len(expected(some)[0]) for some in said]
+    order = sorted(range(30), key=draw_key)
+    three, all_of = sum(sizes[i] for i in order[:3]), sum(sizes)
+    write_rows(said)
+    for wanted, count in ((1, 1), (sizes[order[0]], 1), (three - 1, 2), (three, 3), (all_of - 1, 29)):
+        makes("--row-tokens", 64, "--val-tokens", wanted, "--restart")
+        found = b"".join(bytes(list(tokens)) for tokens, _ in shards("val"))
+        drawn = [i for i in range(30) if expected(said[i])[0] in found]
+        assert drawn == sorted(order[:count]), wanted
+        check(said, 64)
+    refused("leaves none to train on", words=("--val-tokens", all_of))
+    write_rows(said[:1])
+    makes("--row-tokens", 64, "--restart")
+    assert not shards("val") and len(shards("train")) == 1
 
 
 def test_text_of_a_conversation():
