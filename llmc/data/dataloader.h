@@ -420,8 +420,8 @@ static inline const char* dataloader_shared_file(const DataLoader* a, const Data
     return nullptr;
 }
 
-// Names and sizes of the shards in one line, of a mixture with the sources' shares; "" without data. Ranks
-// compare it: their folders may differ.
+// Names and sizes of the shards in one line, "" without data. Ranks compare it: their folders may differ.
+// Before a source's shards stands its share.
 static inline std::string dataloader_facts(const DataLoader* loader) {
     if (!loader->prefetch) { return ""; }
     std::string text = format("%lld tokens in %zu shards:", (long long)loader->tokens,
