@@ -7050,17 +7050,17 @@ template <class Work> static bool take_turns(GPT2* model, int64_t count, Work wo
     return !stopped;
 }
 
-// Prints and logs the mean loss over the first rows of the set (val_rows in run_config.h), or over all if
-// there are fewer, of the targets that count. Each row is taken once, so the last batch may be smaller. Ranks
-// take batches in turns; their sums are added in the batches' order. Gradients and weights do not change. A
-// signal ends it early. False: the loss is not finite.
-static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
-    const int64_t B = run.B, T = run.T, rows = std::min(val_rows(), loader->samples_per_epoch);
+// The mean loss over the first rows of a source of the set (val_rows in run_config.h), or over all if there
+// are fewer, of the targets that count. Each row is taken once, so the last batch may be smaller. Ranks take
+// batches in turns; their sums are added in the batches' order. Gradients and weights do not change. False: a
+// signal ended it early.
+static bool validation_loss(float* loss, GPT2* model, DataLoader* loader, int source) {
+    const int64_t B = run.B, T = run.T, rows = data_val_rows(data_sources(*loader)[source]);
     const int64_t batches = ceil_div(rows, B);
+    dataloader_seek(loader, 0, source);
     const float weight = mean_weight(dataloader_counted(loader, 0, rows));
     float* losses = (float*)pinned_malloc(batches * sizeof(float), "validation losses");
     memset(losses, 0, batches * sizeof(float));
-    dataloader_seek(loader, 0);
     const bool done = take_turns(model, batches, [&](int64_t i) {
         const int live = (int)std::min(B, rows - i * B);
         data_next(loader, model->step);     // always B rows: the first ones follow the last
@@ -7070,14 +7070,29 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
     });
     std::vector<double> all(losses, losses + batches);
     pinned_free(losses);
-    if (!done) { return true; }
+    if (!done) { return false; }
     comm_merge(&all);
     double sum = 0.0;
     for (double part : all) { sum += part; }
-    const float loss = (float)sum;
+    *loss = (float)sum;
+    return true;
+}
+
+// Prints and logs the validation loss. That of a mixture is the mean of its sources' losses, by their shares.
+// False: it is not finite.
+static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
+    SourceLosses each;
+    double loss = 0.0;
+    for (const DataSource& source : data_sources(*loader)) {
+        float own;
+        if (!validation_loss(&own, model, loader, (int)each.size())) { return true; }
+        each.push_back({source.name, own});
+        loss += source.share * own;
+    }
+    if (each.size() == 1) { each.clear(); }
     DiskWait disk(step);
-    report_val(*logger, run_task() == Task::Train ? step : -1, loss);
-    logger_val(logger, step, loss);
+    report_val(*logger, run_task() == Task::Train ? step : -1, loss, each);
+    logger_val(logger, step, loss, each);
     return report_finite("the validation loss is", loss);
 }
 
@@ -7272,9 +7287,9 @@ static void train(Training* t) {
 // -x 0 without --prompt. False: the loss is not finite.
 static bool validate_alone(Training* t) {
     const DataLoader& loader = t->data.val;
-    const int64_t rows = std::min(val_rows(), loader.samples_per_epoch);
     say("evaluating %s on %s: %lld of %lld rows of %d tokens\n", shown(run.model).c_str(),
-        shown(run.val_data).c_str(), (long long)rows, (long long)loader.samples_per_epoch, run.T);
+        shown(run.val_data).c_str(), (long long)data_val_rows(loader), (long long)loader.samples_per_epoch,
+        run.T);
     fflush(stdout);
     return validate(&t->model, &t->data.val, &t->logger, 0);
 }

@@ -48,8 +48,9 @@ GPT2 = {"loss": (3.425, "GPT-2 124M on FineWeb"), "eval": (0.294, "GPT-2 124M on
 
 
 class Run:
-    """name; curves: {"train" "val", or one of PANELS: ([steps], [values])}; steps; batch: tokens a step, 0 if
-    unknown; seconds: {steps done: the time they took}; settings of run.json."""
+    """name; curves: {"train" "val", or one of PANELS, or "val NAME", a source of a mixture: ([steps],
+    [values])}; steps; batch: tokens a step, 0 if unknown; seconds: {steps done: the time they took}; settings
+    of run.json."""
 
     def __init__(self, path):
         self.log = os.path.join(path, "main.log") if os.path.isdir(path) else path
@@ -59,6 +60,8 @@ class Run:
         self.steps = max(steps[-1] + (name == "train") for name, (steps, _) in self.curves.items())
         self.batch, self.seconds, now = 0, {0: 0.0}, 0.0
         for record in read_metrics(os.path.join(self.folder, "metrics.jsonl")):
+            for source, loss in record.get("val_losses", {}).items():
+                add(self.curves, "val " + source, record["step"], number(loss))
             # main.log's numbers, as for the other curves: metrics.jsonl counts this step, too
             for key in METRICS.keys() & record.keys():
                 add(self.curves, METRICS[key], record["step"] - 1, number(record[key]))
@@ -90,7 +93,11 @@ class Run:
         another text."""
         data = str(self.settings.get("val-data", "")).lower()
         other_tokens = re.search(r"\bV(?!50257\b)\d+", str(self.settings.get("model", "")))
-        return "fineweb" in data and "edu" not in data and not other_tokens
+        return "fineweb" in data and "edu" not in data and not other_tokens and not self.sources()
+
+    def sources(self):
+        """Curves of a mixture's sources."""
+        return [name for name in self.curves if name.startswith("val ")]
 
     def asks_hellaswag(self):
         return "eval" in self.curves and "hellaswag" in str(self.settings.get("eval-data", "")).lower()
@@ -195,24 +202,27 @@ def write_ends(axes, ends, form, gap):
 
 def draw_panel(axes, panel, runs, levels):
     (title, form), seen, ends, alone = PANELS[panel], [level for level, _ in levels], {}, len(runs) == 1
+    sources = runs[0].sources() if alone else []
+    colors = dict(zip(["train", "val", *sources], itertools.cycle(COLORS)))         # of a run alone
     curves = [(run, color, name) for run, color in zip(runs, itertools.cycle(COLORS))
-              for name in (("train", "val") if panel == "loss" else (panel,)) if name in run.curves]
+              for name in (("train", "val", *sources) if panel == "loss" else (panel,)) if name in run.curves]
     for run, color, name in curves:
-        (at, values), label = run.curves[name], run.label
+        (at, values), label, kind = run.curves[name], run.label, name.split()[0]
         if name in NOISY:
             axes.plot(at, values, color=color, alpha=0.25, linewidth=0.8)
             seen.append(min(values))
             values = smooth(values)
-        elif name == "val" and at[0] == 0 and len(at) > 1 and values[0] > values[1] + 1:
+        elif kind == "val" and at[0] == 0 and len(at) > 1 and values[0] > values[1] + 1:
             at, values = at[1:], values[1:]             # else a long chord from before training
         seen += values[len(values) // 10:] if name in NOISY else values     # the fall before that is cut off
         if alone:
-            color, label = (COLORS[1], "validation") if name == "val" else (color, "training, smoothed")
+            color = colors.get(name, color)
+            label = name.replace("val", "validation", 1) if kind == "val" else "training, smoothed"
         elif name == "val" and "train" in run.curves:
             label = None
-        line = "" if name == "val" and len(at) < FEW else "--" if name == "val" else "-"
+        line = "" if kind == "val" and len(at) < FEW else "--" if kind == "val" else "-"
         axes.plot(at, values, color=color, linestyle=line, label=label,
-                  marker="o" if name in ("val", "eval") and len(at) < 100 else None)
+                  marker="o" if kind in ("val", "eval") and len(at) < 100 else None)
         ends[name if alone else run] = values[-1], color
     for level, label in levels:
         axes.axhline(level, color="gray", linestyle=":", label=f"{label} {level:.3f}")

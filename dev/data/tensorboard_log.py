@@ -19,7 +19,8 @@ import time
 
 from plot_log import fail, number, read_metrics, take_the_venv
 
-# key of metrics.jsonl: where TensorBoard shows it; other keys (but for step) are shown by their own names
+# key of metrics.jsonl: where TensorBoard shows it; other keys (but for step) are shown by their own names;
+# losses of a mixture's sources, "val_losses", beside that of all
 TAGS = {"loss": "loss/train", "val_loss": "loss/validation", "eval_acc_norm": "eval/acc_norm",
         "eval_acc": "eval/acc", "eval_loss": "eval/loss", "eval_word_ppl": "eval/word_ppl",
         "tokens_per_s": "speed/tokens_per_s", "ms": "speed/ms", "lr": "train/lr", "norm": "train/norm",
@@ -51,7 +52,8 @@ def advance(run, new_writer, writer, written):
     at = os.stat(path).st_mtime - sum(number(record.get("ms", 0)) for record in new) * 1e-3
     for record in new:
         at += number(record.get("ms", 0)) * 1e-3
-        for key, x in record.items():
+        sources = {f"{TAGS['val_loss']}/{name}": loss for name, loss in record.get("val_losses", {}).items()}
+        for key, x in {**record, **sources}.items():
             if key != "step" and (x is None or isinstance(x, (int, float))):
                 writer.add_scalar(TAGS.get(key, key), number(x), record["step"],
                                   wall_time=at if math.isfinite(at) else time.time())

@@ -43,6 +43,7 @@ SUITES = [
     (r"llmc/data/loss_mask\.h", ["host dataloader", "answers"]),
     (r"dev/data/answers\.py|llmc/data/chat_template\.h", ["conversations", "host host"]),
     (r"llmc/data/(dataloader|evalloader)\.h", ["host {name}", *MODEL]),
+    (r"llmc/data/mixture\.h", ["host dataloader", *MODEL]),
     (r"llmc/\w+/(sampler|progress|telemetry|json|safetensors)\.h", ["host host", "terminal", "hf", "texts"]),
     (r"llmc/.*\.h", ["host host", "host checkpoints", *MODEL]),
     (r"train_gpt2\.cu", MODEL),

@@ -1,7 +1,7 @@
 /*
-Tests of data/dataloader.h: who sees which token in which order, positions, and every way in which a file can
-be wrong. The expected order is computed here again, straight from the definition; that it looks random is
-test_host's (rand_permuted).
+Tests of data/dataloader.h and data/mixture.h: who sees which token in which order, positions, and every way
+in which a file or a mixture can be wrong. The expected order is computed here again, straight from the
+definition; that it looks random is test_host's (rand_permuted).
 */
 #include <memory>                   // gives: std::make_unique
 #include <numeric>                  // gives: std::accumulate
@@ -17,9 +17,8 @@ static std::string write_shard(const std::string& name, const Tokens& tokens, in
     return in_folder(name);
 }
 
-// Token number n of a set is n itself, across its shards, so that a token tells where it came from.
-static std::string write_set(const std::string& name, const std::vector<int>& sizes) {
-    uint16_t next = 0;
+// Token number n of a set is `next` + n, across its shards, so that a token tells where it came from.
+static std::string write_set(const std::string& name, const std::vector<int>& sizes, uint16_t next = 0) {
     for (size_t s = 0; s < sizes.size(); s++) {
         Tokens tokens((size_t)sizes[s]);
         for (uint16_t& token : tokens) { token = next++; }
@@ -127,6 +126,157 @@ static void test_positions() {
             test_order(pattern, samples, set.T, shuffle, rows);
         }
     }
+}
+
+// ---- mixtures ----
+
+// Row g of a mixture, counted from the definition: who lags most behind its share gets the row.
+static std::vector<MixtureRow> mixed(const std::vector<int64_t>& weights, size_t count) {
+    const int64_t W = std::accumulate(weights.begin(), weights.end(), (int64_t)0);
+    std::vector<int64_t> counts(weights.size());
+    std::vector<MixtureRow> rows;
+    while (rows.size() < count) {
+        const int64_t end = (int64_t)rows.size() + 1;
+        int64_t most = INT64_MIN;
+        int source = 0;
+        for (size_t k = 0; k < weights.size(); k++) {
+            const int64_t lag = end * weights[k] - counts[k] * W;
+            if (lag > most) { most = lag, source = (int)k; }
+        }
+        rows.push_back({source, counts[(size_t)source]++});
+    }
+    return rows;
+}
+
+static void test_shares() {
+    std::vector<std::vector<int64_t>> cases = {{1}, {7, 3}, {1, 1, 1}, {1, 999999}, {999, 1, 9000}};
+    for (uint32_t i = 0; i < 40; i++) {
+        cases.push_back({});
+        for (uint32_t k = 0; k < 2 + i % 9; k++) {
+            cases.back().push_back(1 + rand_u32(1, RAND_INIT, i, k) % (i < 20 ? 9 : 999));
+        }
+    }
+    for (const std::vector<int64_t>& weights : cases) {
+        const Mixture m = mixture_init(weights);
+        const int64_t W = std::accumulate(weights.begin(), weights.end(), (int64_t)0);
+        const std::vector<MixtureRow> want = mixed(weights, (size_t)(2 * W + 2));
+        std::vector<int64_t> counts(weights.size());
+        int wrong = 0, ahead = 0, inexact = 0;
+        for (int64_t g = 0; g < 2 * W + 2; g++) {
+            const MixtureRow r = mixture_row(m, g), far = mixture_row(m, g + (W << 40));
+            const size_t k = (size_t)r.source;
+            wrong += r.source != want[(size_t)g].source || r.number != want[(size_t)g].number ||
+                     r.number != counts[k]++ || far.source != r.source ||
+                     far.number != r.number + (weights[k] << 40);
+            ahead += counts[k] * W - (g + 1) * weights[k] >= W;
+            for (size_t j = 0; j < weights.size() && (g + 1) % W == 0; j++) {
+                inexact += counts[j] * W != (g + 1) * weights[j];
+            }
+        }
+        CHECK(wrong == 0 && ahead == 0 && inexact == 0, "%zu sources, W = %lld: %d wrong rows, %d rows ahead "
+              "of a share, %d inexact shares", weights.size(), (long long)W, wrong, ahead, inexact);
+    }
+}
+
+static void test_weights() {
+    auto weights = [](const std::string& text) {
+        const std::vector<MixturePart> parts = mixture_split(text);
+        std::string said;
+        const std::vector<int64_t> numbers = mixture_weights(text, parts);
+        for (size_t k = 0; k < parts.size(); k++) {
+            said += format("%s%s*%lld", k ? " " : "", parts[k].pattern.c_str(), (long long)numbers[k]);
+        }
+        return said;
+    };
+    write_shard("file:0.5", Tokens(9));
+    const std::string file = in_folder("file:0.5");
+    const std::string texts[][2] = {
+        {"a_*.bin", "a_*.bin*1"}, {"a:0.7,b:0.3", "a*7 b*3"}, {"a:2,b:4,c:6", "a*1 b*2 c*3"}, {"a:1", "a*1"},
+        {"a:0.000001,b:0.999999", "a*1 b*999999"}, {"a:99999,b:1", "a*99999 b*1"}, {"a:5e-1,b:.5", "a*1 b*1"},
+        {"a:1,b:1,c:1", "a*1 b*1 c*1"}, {"a:0.1,b:0.2,c:0.3,d:0.4", "a*1 b*2 c*3 d*4"},
+        // a colon begins a weight only if a number follows one of them
+        {"d:1/a_*.bin", "d:1/a_*.bin*1"}, {"a:b,c.bin", "a:b,c.bin*1"}, {"a,b", "a,b*1"}, {"a:", "a:*1"},
+        {"a:nan", "a:nan*1"}, {file, file + "*1"}, {"d:e/a:2,b:1", "d:e/a*2 b*1"},
+        {"a\\:b\\,c:2,\\\\:1", "a\\:b\\,c*2 \\\\*1"}, {"a\\:5", "a\\:5*1"}};
+    for (const auto& t : texts) { CHECK_TEXT(weights(t[0]), t[1]); }
+    auto names = [](const std::string& text) {
+        std::string said;
+        for (const std::string& name : mixture_names(mixture_split(text))) { said += " " + name; }
+        return said;
+    };
+    const std::string short_names[][2] = {
+        {"d/web_val_*.bin:1,code_val_*.bin:1", " web code"}, {"/d/web_*.bin:1,/a/code_*.bin:2", " web code"},
+        {"x/web/val_*.bin:1,x/code/val_*.bin:1", " web code"}, {"val_1.bin:1,val_22.bin:1", " 1 22"},
+        {"a.bin:1,a_a.bin:1,b.bin:1", " a a_a b"}, {"d/a:1", " a"},
+        {"weba.bin:1,webb.bin:1", " weba webb"}, {"a/x/*.bin:1,a/x/y/*.bin:1,y/*.bin:1", " a/x x/y y"}};
+    for (const auto& t : short_names) { CHECK_TEXT(names(t[0]), t[1]); }
+    const struct { std::string text; std::vector<std::string> words; } bad[] = {
+        {"a:0.7,b", {"'a:0.7,b'", "'b' has no weight", "'web_*.bin:0.7,code_*.bin:0.3'"}},
+        {"a:0.7,b:", {"'b' has no weight"}}, {":0.5,b:0.5", {"has no pattern"}}, {"a:1,", {"has no pattern"}},
+        {"a:0.7,b:x", {"weight 'x' of 'b'", "above 0"}}, {"a:1,b:inf", {"'inf'", "above 0"}},
+        {"a:0,b:1", {"weight '0' of 'a'", "above 0"}}, {"a:1.3,b:-0.3", {"'-0.3'", "above 0"}},
+        {"a:1e-7,b:1", {"'1e-7'", "six decimals"}}, {"a:0.1234567,b:0.9", {"'0.1234567'", "six decimals"}},
+        {"a:0,7,b:0,3", {"weight '0' of 'a'"}}, {"a:+1", {"'+1'"}}, {"a:1000001", {"'1000001'", "1000000"}},
+        {"a:0.7,b:0.2", {"sum to 0.9", "must sum to 1", "hint: whole numbers"}}, {"a:1.5,b:1", {"to 2.5"}},
+        {"a:0.333333,b:0.333333,c:0.333333", {"sum to 0.999999,"}}, {"a:0.5", {"sum to 0.5"}},
+        {"a:1000000,b:1", {"sum to 1000001: at most 1000000"}}};
+    for (const auto& b : bad) { check_dies(b.text.c_str(), [&] { weights(b.text); }, b.words); }
+}
+
+// Each source in the order that it has alone, but for the key of its shuffle; one of them many times over.
+static void test_mixture() {
+    const int T = 8;
+    const std::vector<int> sizes[] = {{65, 7, 90}, {30}, {17, 18, 19, 20}};
+    const std::vector<int64_t> weights = {5, 3, 2};
+    const uint16_t first[] = {0, 1000, 2000};
+    std::string patterns[3];
+    for (int k = 0; k < 3; k++) { patterns[k] = write_set(format("source%d", k), sizes[k], first[k]); }
+    const std::string text = patterns[0] + ":0.5," + patterns[1] + ":0.3," + patterns[2] + ":0.2";
+    const size_t count = 4000 + 2 * 64 * 8 * 3;
+    for (bool shuffle : {false, true}) {
+        std::vector<int> of_source[3], rows;
+        for (int k = 0; k < 3; k++) {
+            const uint64_t key = kSeed + ((uint64_t)k << 53);
+            of_source[k] = rows_of(windows_of(sizes[k], T), shuffle, key, count);
+            for (int& row : of_source[k]) { row += first[k]; }
+        }
+        for (const MixtureRow& r : mixed(weights, count)) {
+            rows.push_back(of_source[r.source][(size_t)r.number]);
+        }
+        const int samples = 19 + 3 + 8;
+        CHECK_IS(Loader(text, 1, T).samples_per_epoch, samples);
+        test_order(text, samples, T, shuffle, rows);
+
+        Loader loader(text, 4, T, shuffle, kSeed);          // also a source alone, and back
+        int wrong = 0;
+        for (int source : {2, 0, -1, 1, 1, -1, 0}) {
+            for (int64_t p : {0, 3}) {
+                const std::vector<int>& want = source < 0 ? rows : of_source[source];
+                dataloader_seek(&loader, p, source);
+                for (size_t i = 0; i < 3; i++) { wrong += !loader.next_is(&want[(size_t)p + 4 * i]); }
+            }
+        }
+        CHECK(wrong == 0, "a source alone, shuffle=%d: %d wrong batches", shuffle, wrong);
+    }
+    const Loader all(text, 1, T), same(patterns[1] + ":1", 1, T), alone(patterns[1], 1, T);
+    CHECK_TEXT(dataloader_facts(&all), "266 tokens in 8 shards: [5 of 10 rows] source0_000.bin 65 "
+               "source0_001.bin 7 source0_002.bin 90 [3 of 10 rows] source1_000.bin 30 [2 of 10 rows] "
+               "source2_000.bin 17 source2_001.bin 18 source2_002.bin 19 source2_003.bin 20");
+    CHECK_TEXT(dataloader_facts(&same), dataloader_facts(&alone));
+    auto load = [&](const std::string& data) { return [=] { Loader(data, 1, T); }; };
+    check_dies("a shard twice", load(patterns[0] + ":1," + in_folder("./source0_001.bin") + ":1"),
+               {"source0_001.bin' is in two sources", "hint: "});
+    check_dies("a source without files", load(patterns[0] + ":1," + in_folder("none_*.bin") + ":1"),
+               {"no file matches", "none_*.bin'"});
+    check_dies("a source without rows", load(patterns[0] + ":1," + write_set("short", {8, 3}) + ":1"),
+               {"short_*.bin' is too short", "8"});
+    const std::string x = write_shard("x.bin", Tokens(20), 1), y = write_shard("y.bin", Tokens(20), 2);
+    check_dies("two tokenizers", load(x + ":1," + y + ":1"), {"of tokenizer 1", "of 2"});
+    check_dies("a colon, but no weight", load(in_folder("a:b_*.bin")), {"no file matches", "write \\: and"});
+    mkdir_check(in_folder("a:1,b").c_str());
+    write_shard("a:1,b/x.bin", {5, 6, 7});
+    CHECK_IS(Loader(in_folder("a\\:1\\,b/x.bin") + ":1," + patterns[0] + ":1", 1, 2).samples_per_epoch, 80);
+    CHECK_IS(Loader(in_folder("a\\:1\\,b/*.bin"), 1, 2).samples_per_epoch, 1);
 }
 
 // More shards than may be open at the start, in random order: files and threads are given back.
@@ -497,6 +647,9 @@ int main() {
     TEST("every row once per epoch, by one rank, in the promised order; any row may be sought") {
         test_positions();
     }
+    TEST("mixtures: whose row is next, in exact shares") { test_shares(); }
+    TEST("mixtures: weights and patterns") { test_weights(); }
+    TEST("mixtures: every row of each source, in the promised order") { test_mixture(); }
     TEST("open files and threads") { test_open_files(); }
     TEST("patterns, what tells sets apart") { test_sets(); }
     TEST("more than 2^31 tokens") { test_huge(); }

@@ -41,6 +41,36 @@ def test_validation():
         assert_close(run_ok(flags).val_losses(), [means[128]], near, "two shards: the mean of 128 rows")
 
 
+def test_validation_of_a_mixture():
+    """A source's loss is that which it has alone; theirs, by the shares, is the loss. In training, too, and
+    with the run's own data afterwards."""
+    flags = {"-k": "constant", "-l": "1e-2", "-m": 3}
+    for name, rows in (("web_0", 90), ("web_1", 20), ("code", 2)):
+        write_shard(f"{name}.bin", uneven_rows(rows, T, seed=rows))
+    mixture, patterns, names = "web_?.bin:0.75,code.bin:0.25", ["web_?.bin", "code.bin"], ["web_?", "code"]
+    result = run_ok({**flags, "-x": 4, "-v": 2, "-j": mixture, "-o": "mixed"})
+    records = [record for record in metrics("mixed") if "val_loss" in record]
+    assert [record["step"] for record in records] == [0, 2, 4]
+    told = [list(record["val_losses"].items()) for record in records]
+    assert [[name for name, _ in losses] for losses in told] == [names] * 3
+    printed = [loss for loss, _ in result.source_losses()]
+    assert_close([loss for losses in told for _, loss in losses], printed, 1e-6, "what is printed")
+    assert [name for _, name in result.source_losses()] == names * 3
+    means = [0.75 * web + 0.25 * code for (_, web), (_, code) in told]
+    assert_close([record["val_loss"] for record in records], means, 1e-6, "the mean")
+    assert_close(result.val_losses(), means, 1e-6, "the mean, as printed")
+    logged = [float(LOG_LINE.fullmatch(line.strip())[5]) for line in log_lines("mixed", "tel")]
+    assert_close(logged, means, 1e-6, "main.log")
+    for pattern, own in zip(patterns, names):
+        alone = run_ok({**flags, "-x": 4, "-v": 2, "-j": pattern})
+        assert alone.val_losses() == [x for x, name in result.source_losses() if name == own]
+        assert not alone.source_losses() and alone.losses() == result.losses()
+    after = run_ok({"-i": None, "-j": None, "-b": None, "-e": "mixed", "-x": 0})
+    assert len(after.source_losses()) == 2 and "of 112 rows" in after.out
+    if exact():
+        assert after.source_losses() == result.source_losses()[-2:]
+
+
 def test_validation_in_training():
     """At step k it is the loss of the model with k updates."""
     flags = {"-k": "constant", "-l": "1e-2", "-m": 1000}                # all rows: as evaluations do

@@ -213,6 +213,12 @@ static void test_check() {
         CHECK_TEXT(from_start("x.bin", &loop), loop + "/x.bin");
         const std::string none = in_folder("none");
         CHECK_TEXT(from_start("x.bin", &none), "x.bin");
+        const std::string odd = in_folder("a:1,b?");        // a mixture's paths say \: and \,
+        mkdir_check(odd.c_str());
+        const std::string shown_odd = in_folder("a\\:1\\,b\\?/"), mixture = "x_*.bin:0.5,/y.bin:0.5";
+        CHECK_TEXT(data_from_start(mixture, &odd), shown_odd + "x_*.bin:0.5,/y.bin:0.5");
+        CHECK_TEXT(data_from_start("x_*.bin", &odd), in_folder("a:1,b\\?/x_*.bin"));
+        CHECK_TEXT(data_from_start(mixture, nullptr), mixture);
     }
     TEST("check: control characters") {
         const char* const cases[][2] = {
@@ -1156,17 +1162,22 @@ static void test_logger() {
         logger_train(&log, {3000000000, -NAN, 0.0, INFINITY, 1ll << 40, 1, 1});
         logger_eval(&log, 2, {4, 0.125, 0.25, 3.5, 99.0});
         logger_eval(&log, 3, {0, NAN, NAN, 3.5, 64.5});     // no accuracy: nothing in main.log
+        logger_val(&log, 4, 2.5, {{"a\"_*.bin", 2}, {"b", NAN}});  // a mixture's sources: nor these
         logger_free(&log);
         logger_free(&log);
         CHECK_TEXT(read_text(run + "/main.log"),
-                   begin + "s:3000000000 trl:nan lr:0.000000e+00 norm:inf\ns:2 eval:0.250000\n");
+                   begin + "s:3000000000 trl:nan lr:0.000000e+00 norm:inf\ns:2 eval:0.250000\n"
+                   "s:4 tel:2.500000\n");
         CHECK_TEXT(read_text(run + "/metrics.jsonl"),
                    "{\"step\": 1, \"loss\": 11.0234567, \"lr\": 6e-05, \"norm\": 2.25, \"tokens\": 16384, "
                    "\"ms\": 12.5, \"tokens_per_s\": 1310720}\n{\"step\": 1, \"val_loss\": 10.5}\n"
                    "{\"step\": 3000000001, \"loss\": null, \"lr\": 0, \"norm\": null, "
                    "\"tokens\": 1099511627776, \"ms\": 1, \"tokens_per_s\": 1}\n"
                    "{\"step\": 2, \"eval_acc_norm\": 0.25, \"eval_acc\": 0.125, \"eval_loss\": 3.5}\n"
-                   "{\"step\": 3, \"eval_loss\": 3.5, \"eval_word_ppl\": 64.5}\n");
+                   "{\"step\": 3, \"eval_loss\": 3.5, \"eval_word_ppl\": 64.5}\n"
+                   "{\"step\": 4, \"val_loss\": 2.5, \"val_losses\": {\"a\\\"_*.bin\": 2, \"b\": null}}\n");
+        CHECK_TEXT(logger_abandoned("{\"val_losses\": {\"b\": 2}}\n", 3),
+                   "{\"val_losses\": {\"b\": 2}, \"abandoned\": 3}\n");
         CHECK_TEXT(read_text(run + "/run.json"), "{\n\"settings\": " + flags_json(flags) +
                    ",\n\"program\": \"test \\\"host\\\"\"\n}\n");
     }
@@ -1347,14 +1358,15 @@ static void test_report() {
             report_add(&r, {9999, 10.5, 6e-4, 12.345, 10000000, 1000, 0});
             report_line(&r);
             report_val(Logger(), 3, NAN);
-            report_val(Logger(), -1, 800);
+            report_val(Logger(), -1, 800, {{"a_*.bin", 2}, {"b\n", NAN}});
         });
         CHECK_TEXT(c.out,
             "step 2/10 | loss 4.000000  | lr 2.50e-01 | norm 1.00  | 5000.0 ms | 200 tok/s | ETA 0:00:08\n"
             "step 3/10 | loss nan       | lr 1.67e-01 | norm 4.00  | 2000.0 ms | 500 tok/s | ETA 0:00:11\n"
             "end: loss nan\n3000 tokens in 0:01:01\nmean step time 1500.0 ms, 667 tokens/s over 2 steps\n"
             "step 10000/18865 | loss 10.500000 | lr 6.00e-04 | norm 12.35 | 1000.0 ms | 1000 tok/s | "
-            "MFU 50.0%\nval loss nan @3\nval loss 800.000000 | ppl inf\n");
+            "MFU 50.0%\nval loss nan @3\nval loss 800.000000 | ppl inf\n"
+            "    loss 2.000000 | ppl 7.39 | a_*.bin\n    loss nan | b\\n\n");
     }
     TEST("report: the live block's sparkline") {
         CHECK_TEXT(progress_sparkline({3, 1, 2, 3}), "\u2588\u2581\u2584\u2588");

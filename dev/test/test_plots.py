@@ -186,6 +186,25 @@ def test_plot_over_seconds():
     assert "timed/main.log has no times" in fails(plot_log.draw, [plot_log.Run("timed")], (), True)
 
 
+def add_sources(folder, steps):
+    """Validation losses of two sources, as of a mixture."""
+    for step in steps:
+        append(f"{folder}/metrics.jsonl", f'{{"step": {step}, "val_loss": 2.5, "val_losses": '
+               f'{{"web": {3 - step / 100}, "code": 2}}}}\n')
+
+
+def test_plot_of_a_mixture():
+    """Its sources have curves of their own; in a picture of several runs they have none."""
+    made_run("mix", **{"val-data": "d/fineweb_val_*.bin:1,d/code_val_*.bin:1"})
+    add_sources("mix", (0, 10, 20))
+    curves = draw("mix")[2][0]
+    assert curves["validation web"] == [[0, 10, 20], [3, 2.9, 2.8]]
+    assert curves["validation code"] == [[0, 10, 20], [2, 2, 2]]
+    assert "validation" in curves and not [name for name in curves if "GPT-2" in name]
+    made_run("other")
+    assert [name for name in draw("mix", "other")[2][0] if "web" in name or "code" in name] == []
+
+
 @pytest.mark.parametrize("data, model, known", [
     ("edu_fineweb_val_0.bin", "d12", False), ("data/fineweb10B/fineweb_val_*.bin", "d12", True),
     ("fineweb.bin", "L4,NH4,C128,T128,V256", False), ("FineWeb.bin", "L4,NH4,C128,T128,V50257", True)])
@@ -268,6 +287,13 @@ def test_tensorboard(call, capsys):
         assert_close([got.times[-1] - got.times[0], got.times[-1]],
                      [0.04, os.stat("board/metrics.jsonl").st_mtime], 1e-3, "times")
     assert "cannot read nowhere/metrics.jsonl" in fails(call, "nowhere")
+
+
+def test_tensorboard_of_a_mixture(call):
+    made_run("board_mix", 1)
+    add_sources("board_mix", (5,))
+    assert call("board_mix").steps[5] == {"loss/validation": 2.5, "loss/validation/web": 2.95,
+                                          "loss/validation/code": 2}
 
 
 def test_tensorboard_follows(call, monkeypatch):

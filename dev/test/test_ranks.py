@@ -104,6 +104,9 @@ BITS = {
     "--gpus 0 is one process": (batch(8), [{"--gpus": 0}, {"--gpus": 1}, {"--lanes": 8}]),
     # 37 rows: 12 steps of 12 are 3.9 epochs
     "rows as they lie": ({"-i": "rows.bin", "-x": 12, "--shuffle": 0, "-b": 3, "-z": 12 * SMALL_T}, FEW),
+    # 77 rows of 37; 93 and 37 rows of validation are shared out unevenly
+    "a mixture": ({**LOUD, "-i": "train.bin:0.2,rows.bin:0.8", "-j": "val.bin:1,val_2.bin:2", "-x": 12,
+                   "-m": 99, **batch(8)}, worlds((1, 4), 0) + worlds((2,), 1) + worlds((4,), 2)),
     "-x epoch": ({"-i": "rows.bin", "-x": "epoch", **batch(8)}, worlds((1, 4), 0)),
     "-a 1": ({"-a": 1, **batch(8, rows=2)}, FEW),
     "-e FILE": ({"-e": "trained.bin", "-v": 4, **batch(8)}, FEW),
@@ -118,6 +121,8 @@ BITS = {
     # most ranks have no target that counts in most steps, and one step has none at all
     "masks": ({**LOUD, "-i": "masked.bin", "-j": "masked_val.bin", "--shuffle": 0, **batch(8)},
               worlds((1, 2, 8), 0) + worlds((4,), 1, 2)),
+    "masks in a mixture": ({**LOUD, "-i": "masked.bin:2,rows.bin:1", "-j": "masked_val.bin:1,val_2.bin:1",
+                            "-m": 50, **batch(8)}, worlds((1, 4), 0) + worlds((2,), 1) + worlds((4,), 2)),
     "masks, FP8": ({"-i": "masked.bin", "--shuffle": 0, "--matmul-dtype": "fp8-head", "--optimizer": "muon",
                     **batch(8)}, worlds((1, 4), 0) + worlds((2,), 1)),
     "FP8": ({"--matmul-dtype": "fp8-head", "-b": 2, "-z": 16 * SMALL_T, "--lanes": 4},
@@ -148,6 +153,7 @@ def test_bits(name):
     if name == "FP8" and not on_cpu() and Program.precision != "BF16":
         pytest.skip("the BF16 build's")
     write_shard("rows.bin", sentences(5, 37 * SMALL_T + 1))
+    write_shard("val_2.bin", sentences(6, 37 * SMALL_T + 1))
     if name.startswith("masks"):
         write_masked("masked", {0: 5, 9: 32, 11: 1, 24: 3, 25: 30, 31: 7, 33: 2, 40: 12, 47: 1})
         write_masked("masked_val", {0: 5, 3: 32, 5: 1})

@@ -86,6 +86,14 @@ REFUSED = f"""
 
 -i no/such.bin           => no/such.bin
 -v 1 -j such.bin         => such.bin
+-i train.bin:0.7,val.bin => 'val.bin' has no weight | hint: | web_*.bin:0.7
+-i train.bin:0.7,val.bin:x => weight 'x' of 'val.bin' | above 0
+-i train.bin:1,val.bin:0 => weight '0' of 'val.bin' | above 0
+-i train.bin:0.7,val.bin:0.2 => sum to 0.9 | hint: whole numbers
+-i train.bin:1,t*.bin:1  => train.bin' is in two sources
+-i train.bin:1,such.bin:1 => no file matches 'such.bin'
+-i no:such.bin           => no file matches 'no:such.bin' | hint: | write \\: and
+-v 1 -j val.bin:1,train.bin:1 => train.bin' is both training data
 -i no_models             => 'no_models' is a folder | hint: | 'no_models/*_train*.bin'
 -v 1 -j no_models/       => 'no_models/' is a folder | 'no_models/*_val*.bin'
 -v 1 -j magic.bin        => magic.bin | 20240521

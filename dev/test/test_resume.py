@@ -51,6 +51,7 @@ def data():
     for i, rows in enumerate(ROWS):
         if not os.path.exists(f"part_{i}.bin"):
             write_shard(f"part_{i}.bin", sentences(10 + i, rows * T_ROWS + 1 + i))
+            write_shard("val_2.bin", sentences(20, 40 * T_ROWS))
             write_questions("questions.bin", [([1, 2], [[3], [4], [5], [6]])], [1])
 
 
@@ -207,6 +208,7 @@ def test_fault(start, fault, moment):
 
 # What changes the arithmetic, the data's order or the times of saving. A run with dropout has its own masks.
 LOW = [{"--grad-dtype": "bf16", "--lanes": None, **more} for more in ({"-n": 2}, {"-w": 0})]
+MIXTURE = {"-i": "part_[02].bin:0.7,part_1.bin:0.3", "-j": "val.bin:1,val_2.bin:1", "-v": 2}
 VARIANTS = [{"-n": 1, "-r": 1, "-a": 1, "--state-dtype": "bf16"},
             {"-n": 0, "-b": 4, "--lanes": None, "--shuffle": 0},
             {"-n": 5, "-nk": 0, "-s": 5, "-g": 4, "-r": 2, "-w": 0},
@@ -217,7 +219,7 @@ VARIANTS = [{"-n": 1, "-r": 1, "-a": 1, "--state-dtype": "bf16"},
             {"--dropout": 0.1, "--block": "parallel", "-r": 2},
             {"--matmul-dtype": "fp8-head", "-n": 2, "-l": "1e-3"},
             {"-h": 1, "--eval-data": "questions.bin", "--eval-every": 1},
-            {"--matmul-dtype": "fp8", "-n": 1, "-r": 2, "-l": "1e-3"}]
+            {"--matmul-dtype": "fp8", "-n": 1, "-r": 2, "-l": "1e-3"}, MIXTURE]
 
 
 @pytest.mark.programs("cpu", "lazy")
@@ -241,6 +243,8 @@ ELASTIC = {"2 at zs 2, 4 at 1, 2 at 0": ({"-e": f"L2,NH2,C32,T{T_ROWS},V2000"},
            "Muon, bf16 states, 1, 2 at zs 2, 4 at 1": ({"--optimizer": "muon", "--state-dtype": "bf16"},
                                                        [ranks(1), ranks(2, 2), ranks(4, 1)]),
            "default lanes, 1, 4 at zs 1, 2": ({"--lanes": None}, [ranks(1), ranks(4, 1), ranks(2)]),
+           "mixture, 1, 4 at zs 1, 2": ({"-i": "part_[02].bin:0.7,part_1.bin:0.3"},
+                                        [ranks(1), ranks(4, 1), ranks(2)]),
            "3 at zs 1, 6, 6 at zs 1": ({"-z": 12 * T_ROWS, "--lanes": 12, "--gpus": 3},
                                        [ranks(3, 1), ranks(6), ranks(6, 1)])}
 
@@ -289,6 +293,23 @@ def test_own_flags():
     begun = Job({"-z": None, "--lanes": None, "-o": "open"}, fault=fault).result()
     assert f"batch: {T_ROWS} tokens a step" in begun.out and steps_of("open") == []
     assert f"batch: {2 * T_ROWS} tokens" in Job({}, resume_words("open", {"--gpus": 2})).result().out
+
+
+@pytest.mark.cpu_only
+def test_own_mixture():
+    """A mixture is the run's, too: its paths, from elsewhere, and its shares."""
+    home = "own, 1:2"
+    for name in ("part_0.bin", "part_1.bin", "part_2.bin", "val.bin", "val_2.bin"):
+        os.makedirs(home, exist_ok=True)
+        shutil.copy(name, home)
+    fault = Fault("fputs", "main.log", 9, TERM)
+    assert Job({**MIXTURE, "-o": "mix"}, fault=fault, cwd=home).result().code == 0
+    for data in ("part_[02].bin:0.6,part_1.bin:0.4", "part_0.bin:0.7,part_[12].bin:0.3", "part_*.bin"):
+        refused({"-i": data, "-y": 1, "-o": f"{home}/mix"}, "training data", "of 10 rows] part_")
+    os.makedirs("mix_elsewhere", exist_ok=True)
+    result = Job({}, resume_words(os.path.abspath(f"{home}/mix")), cwd="mix_elsewhere").result()
+    assert (result.code, result.err) == (0, "") and unlike(f"{home}/mix", undisturbed(MIXTURE)) == [
+        "started in", "flag.train-data", "flag.val-data", "flag.eval-data"]
 
 
 @pytest.mark.numeric

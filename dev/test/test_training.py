@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import struct
 
 import pytest
@@ -99,6 +100,32 @@ def test_rows():
             assert_close(sorted(order), sorted(rows), near, f"seed {seed}: every row once")
             orders.add(tuple(order))
     assert len(orders) == 5, "each seed and each epoch has another order, none that of the file"
+
+
+@pytest.mark.parametrize("weights", [(0.75, 0.25), (1, 2)])
+def test_mixture(weights):
+    """Rows come from the source that lags most behind its share, each source's in its order, and a small one
+    anew: the bits of a file for each of these rows."""
+    sources = [windows(sentences(seed, rows * T + 1), T) for seed, rows in ((7, 40), (8, 3))]
+    for k, rows in enumerate(sources):
+        write_shard(f"source_{k}.bin", [*rows[0], *(token for row in rows[1:] for token in row[1:])])
+    counts = [0, 0]
+    for i in range(6 * B):
+        k = max((0, 1), key=lambda k: ((i + 1) * weights[k] / sum(weights) - counts[k], -k))
+        write_shard(f"row_{i:02d}.bin", sources[k][counts[k] % len(sources[k])])
+        counts[k] += 1
+    assert counts[1] > 3 and round(counts[0] * weights[1], 9) >= round((counts[1] - 1) * weights[0], 9)
+    flags = {"-x": 6, "--shuffle": 0, "-l": "1e-2", "-z": B * T}
+    mixed = run_ok({**flags, "-i": f"source_0.bin:{weights[0]},source_1.bin:{weights[1]}", "-o": "mixed"})
+    run_ok({**flags, "-i": "row_*.bin", "-o": "rows"})
+    assert log_lines("mixed") == log_lines("rows") and read(model_path("mixed")) == read(model_path("rows"))
+    share = weights[0] / sum(weights)
+    assert re.findall(r"^source: (.*)$", mixed.out, re.M) == [
+        f"{100 * share:.4g}% of the rows, {share * 6 * B / 40:.3g} epochs of 40 rows: source_0.bin",
+        f"{100 - 100 * share:.4g}% of the rows, {(1 - share) * 6 * B / 3:.3g} epochs of 3 rows: source_1.bin"]
+    assert f"schedule: 6 steps, {6 * B / 43:.3g} epochs; " in mixed.out
+    for folder in ("mixed", "rows"):
+        shutil.rmtree(folder)
 
 
 def test_dropout_aside():

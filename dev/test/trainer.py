@@ -51,6 +51,11 @@ class Result:
     def val_losses(self):
         return [float(x) for x in re.findall(r"^val loss (\S+)", self.out, re.M)]
 
+    def source_losses(self):
+        """(loss, name) of each source of a mixture, of one validation after the other."""
+        found = re.findall(r"^    loss (\S+)(?: \| ppl \S+)? \| (.*)$", self.out, re.M)
+        return [(float(loss), name) for loss, name in found]
+
     def skips(self):
         """Steps whose update was skipped, since the gradient is not finite."""
         return [int(step) for step in re.findall(r"^step (\d+): the gradient is not finite", self.err, re.M)]

@@ -2,16 +2,22 @@
 Token shards -> batches. A thread reads one batch ahead. Host only.
 
 A shard is 256 int32 {20240520, 1, ntokens, tokenizer, 0...}, then uint16 tokens; or {20240801, 7, ...}, then
-uint32 tokens, for vocabularies above 65,536. The data set is every shard that matches a glob pattern. All
-shards that name a tokenizer must name the same one; 0 names none. Beside a shard there may be a mask of the
-tokens that the loss counts (loss_mask.h): other targets are -1. Word 8 of the header names the chat template
-of a shard of conversations (chat_template.h), which must have a mask.
+uint32 tokens, for vocabularies above 65,536. The data set is every shard that matches a glob pattern, or a
+mixture of several such sources (mixture.h). All shards that name a tokenizer must name the same one; 0 names
+none. Beside a shard there may be a mask of the tokens that the loss counts (loss_mask.h): other targets are
+-1. Word 8 of the header names the chat template of a shard of conversations (chat_template.h), which must
+have a mask.
 
 A sample is a window of T+1 tokens: the first T are a row of inputs, the last T are its targets. Window w of a
 shard is its tokens [w*T, w*T + T], so the shard has floor((ntokens - 1) / T) windows. Samples are numbered
 g = 0, 1, 2, ... for ever: sample g is number i = g % samples_per_epoch of epoch g / samples_per_epoch.
 Unshuffled, this is window i of all shards one after another. Shuffled, it is window
 rand_permuted(seed, epoch, samples_per_epoch, i).
+
+In a mixture, mixture_row says which source sample g comes from, and which of that source's samples it is.
+Each source has epochs and an order of its own, as if it were alone. The shuffle's key of source k is the seed
+with k in its bits from 53 on. samples_per_epoch counts the rows of all sources: after as many samples, a
+small source with a large share has begun again.
 
 A step of the job takes the next world*run batches of B samples. Rank r takes `run` consecutive batches, from
 batch r*run on. So in the step that begins at position p, row b of the rank's batch j is sample
@@ -38,6 +44,7 @@ samples_per_epoch - p rows of the batch at p.
 #include "../rand.h"            // gives: rand_permuted
 #include "../worker.h"          // gives: Worker
 #include "loss_mask.h"          // gives: LossMask
+#include "mixture.h"            // gives: Mixture, mixture_split, mixture_row
 
 struct ShardKind { int magic, version, token_bytes; };
 static const ShardKind kShardKinds[] = {{20240520, 1, 2}, {20240801, 7, 4}};        // both are llm.c's
@@ -56,10 +63,18 @@ struct DataShard {
     LossMask mask = {};
 };
 
+struct DataSource {
+    std::string pattern, name;              // name: a short one, which tells it from the others
+    double share;                           // of the rows; 1 if there is no other source
+    size_t first_shard;                     // its shards and windows follow those of the source before
+    int64_t first_window, samples_per_epoch;
+};
+
 // On the heap, where exit() destroys nothing: die() may end the process while the thread reads.
 struct DataPrefetch {
-    std::vector<DataShard> shards;          // sorted by path
-    int64_t samples_per_epoch;
+    std::vector<DataShard> shards;          // of each source, sorted by path
+    std::vector<DataSource> sources;
+    Mixture mixture;
     int B, T, vocab;
     bool shuffle;
     uint64_t seed;
@@ -71,6 +86,7 @@ struct DataPrefetch {
 
     // the caller uses these only while the worker is idle
     int64_t first_row;                      // request: read samples first_row .. first_row + B - 1 ...
+    int source;                             // ... of this source alone; -1: of all
     int slot;                               // ... into this buffer; the caller owns the other one
     std::vector<int> inputs[2], targets[2]; // (B,T)
     std::string error;                      // of the last request; "": none
@@ -91,6 +107,7 @@ struct DataLoader {
     bool masked;                            // a shard has a mask
     int chat;                               // chat template of its conversations; 0: there are none
     DataShare share;
+    int source;                             // the next batch has rows of this source alone; -1: of all
     int batch;                              // number of the next batch within its step, 0 .. share.run-1
     DataPrefetch* prefetch;
 };
@@ -170,9 +187,10 @@ static inline std::vector<std::string> data_glob(const char* pattern) {
     found.gl_stat = [](const char* path, struct stat* st) { return path_stat(path, st) ? 0 : -1; };
     int rc = glob(pattern, GLOB_NOSORT | GLOB_TILDE | GLOB_ALTDIRFUNC, nullptr, &found);
     if (rc != 0) {
-        die("no data: %s '%s'\n"
-            "hint: `make tinyshakespeare` creates dev/data/tinyshakespeare/*.bin; -i and -j name other files",
-            rc == GLOB_NOMATCH ? "no file matches" : "cannot list", pattern);
+        const char* hint = "hint: `make tinyshakespeare` creates dev/data/tinyshakespeare/*.bin; -i and -j "
+                           "name other files";
+        die("no data: %s '%s'\n%s", rc == GLOB_NOMATCH ? "no file matches" : "cannot list", pattern,
+            strchr(pattern, ':') ? kMixtureHint : hint);
     }
     std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + found.gl_pathc);
     globfree(&found);
@@ -180,13 +198,18 @@ static inline std::vector<std::string> data_glob(const char* pattern) {
     return paths;
 }
 
-// ---- order: sample number -> (shard, window) ----
+// ---- order: sample number, of a source alone or of all (-1) -> (shard, window) ----
 
-static inline void data_locate(const DataPrefetch* p, int64_t sample, int64_t* shard, int64_t* window) {
-    const int64_t n = p->samples_per_epoch, epoch = sample / n;
-    int64_t i = sample % n;
+static inline void data_locate(const DataPrefetch* p, int alone, int64_t sample, int64_t* shard,
+                               int64_t* window) {
+    const MixtureRow row = alone < 0 ? mixture_row(p->mixture, sample) : MixtureRow{alone, sample};
+    const DataSource& source = p->sources[(size_t)row.source];
+    const int64_t n = source.samples_per_epoch, epoch = row.number / n;
+    int64_t i = row.number % n;
+    const uint64_t key = p->seed ^ (uint64_t)row.source << 53;
     // Epochs 2^32 apart share an order.
-    if (p->shuffle) { i = (int64_t)rand_permuted(p->seed, (uint32_t)epoch, (uint64_t)n, (uint64_t)i); }
+    if (p->shuffle) { i = (int64_t)rand_permuted(key, (uint32_t)epoch, (uint64_t)n, (uint64_t)i); }
+    i += source.first_window;
     // The last shard that starts at or before window i. A shard without windows starts with its successor.
     auto after = std::upper_bound(p->first_window.begin(), p->first_window.end(), i);
     *shard = after - p->first_window.begin() - 1;
@@ -210,7 +233,7 @@ static inline uint32_t data_token(const DataShard& shard, const char* buffer, in
 // Reads one row. Returns the error, or "".
 static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* inputs, int* targets /*(T)*/) {
     int64_t s, w;
-    data_locate(p, sample, &s, &w);
+    data_locate(p, p->source, sample, &s, &w);
     const DataShard& shard = p->shards[(size_t)s];
     const char* path = shard.path.c_str();
     int T = p->T;
@@ -254,10 +277,15 @@ static inline int64_t data_first_row(const DataLoader* loader) {
 static inline void data_request(DataLoader* loader) {       // the worker is idle
     DataPrefetch* p = loader->prefetch;
     p->first_row = data_first_row(loader);
+    p->source = loader->source;
     worker_post(p->worker, [p] { data_read_batch(p); });
 }
 
 // ---- the loader ----
+
+static inline bool data_same_file(const DataShard& a, const DataShard& b) {
+    return a.device == b.device && a.inode == b.inode;
+}
 
 // Dies if this shard names another tokenizer than an earlier one.
 static inline void data_same_tokenizer(DataLoader* loader, const DataShard& shard) {
@@ -271,36 +299,62 @@ static inline void data_same_tokenizer(DataLoader* loader, const DataShard& shar
     if (shard.tokenizer) { loader->tokenizer = shard.tokenizer; }
 }
 
-static inline void dataloader_init(DataLoader* loader, const char* pattern, int B, int T, bool shuffle,
+// Adds the shards of a source. Dies if another source has one of them.
+static inline void data_open_source(DataLoader* loader, DataSource source, int T) {
+    DataPrefetch* p = loader->prefetch;
+    source.first_shard = p->shards.size();
+    source.first_window = loader->samples_per_epoch;
+    int64_t longest = 0, counted = 0;
+    for (const std::string& path : data_glob(source.pattern.c_str())) {
+        DataShard shard = {path, 0, 0, 0, 0, 0, 0, -1};
+        die_if(data_shard_open(&shard));
+        data_same_tokenizer(loader, shard);
+        for (size_t s = 0; s < source.first_shard; s++) {
+            if (data_same_file(p->shards[s], shard)) {
+                die("'%s' is in two sources of a mixture\nhint: give each source other shards", path.c_str());
+            }
+        }
+        if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
+        die_if(loss_mask_open(&shard.mask, path, shard.tokens, T, shard.chat != 0));
+        for (int64_t w = 0; w < shard.windows; w++) { counted += data_counted(shard, T, w); }
+        loader->masked = loader->masked || shard.mask.fd >= 0;
+        loader->chat = std::max(loader->chat, shard.chat);
+        p->shards.push_back(shard);
+        p->first_window.push_back(loader->samples_per_epoch);
+        source.samples_per_epoch += shard.windows;
+        loader->samples_per_epoch += shard.windows;
+        loader->tokens += shard.tokens;
+        longest = std::max(longest, shard.tokens);
+    }
+    if (source.samples_per_epoch == 0) {
+        die("'%s' is too short: one row takes T+1 = %lld tokens, the longest shard has %lld\n"
+            "hint: use a smaller -t or more text", source.pattern.c_str(), (long long)T + 1,
+            (long long)longest);
+    }
+    if (counted == 0) {
+        die("the masks of '%s' count no token: there is nothing to learn", source.pattern.c_str());
+    }
+    loader->counted += counted;
+    p->sources.push_back(source);
+}
+
+// data: a pattern, or a mixture of several.
+static inline void dataloader_init(DataLoader* loader, const char* data, int B, int T, bool shuffle,
                                    uint64_t seed, int vocab, DataShare share = {}) {
     assert(B > 0 && T > 0 && vocab > 0 && share.rank >= 0 && share.rank < share.world && share.run > 0);
     DataPrefetch* p = new DataPrefetch();
     *loader = DataLoader();
     loader->share = share;
+    loader->source = -1;
     loader->prefetch = p;
-    int64_t longest = 0;
     allow_most_files();
-    for (const std::string& path : data_glob(pattern)) {
-        DataShard shard = {path, 0, 0, 0, 0, 0, 0, -1};
-        die_if(data_shard_open(&shard));
-        data_same_tokenizer(loader, shard);
-        if (shard.tokens > 0) { shard.windows = (shard.tokens - 1) / T; }   // - 1: the last target
-        die_if(loss_mask_open(&shard.mask, path, shard.tokens, T, shard.chat != 0));
-        for (int64_t w = 0; w < shard.windows; w++) { loader->counted += data_counted(shard, T, w); }
-        loader->masked = loader->masked || shard.mask.fd >= 0;
-        loader->chat = std::max(loader->chat, shard.chat);
-        p->shards.push_back(shard);
-        p->first_window.push_back(loader->samples_per_epoch);
-        loader->samples_per_epoch += shard.windows;
-        loader->tokens += shard.tokens;
-        longest = std::max(longest, shard.tokens);
+    const std::vector<MixturePart> parts = mixture_split(data);
+    p->mixture = mixture_init(mixture_weights(data, parts));
+    const std::vector<std::string> names = mixture_names(parts);
+    for (size_t k = 0; k < parts.size(); k++) {
+        const double part = (double)p->mixture.weights[k] / (double)p->mixture.rows.size();
+        data_open_source(loader, {parts[k].pattern, names[k], part, 0, 0, 0}, T);
     }
-    if (loader->samples_per_epoch == 0) {
-        die("'%s' is too short: one row takes T+1 = %lld tokens, the longest shard has %lld\n"
-            "hint: use a smaller -t or more text", pattern, (long long)T + 1, (long long)longest);
-    }
-    if (loader->counted == 0) { die("the masks of '%s' count no token: there is nothing to learn", pattern); }
-    p->samples_per_epoch = loader->samples_per_epoch;
     p->B = B;
     p->T = T;
     p->vocab = vocab;
@@ -321,7 +375,7 @@ static inline void dataloader_init(DataLoader* loader, const char* pattern, int 
 static inline void dataloader_next(DataLoader* loader) {
     DataPrefetch* p = loader->prefetch;
     worker_wait(p->worker);
-    if (p->first_row != data_first_row(loader)) {           // after dataloader_seek
+    if (p->first_row != data_first_row(loader) || p->source != loader->source) {    // after dataloader_seek
         data_request(loader);
         worker_wait(p->worker);
     }
@@ -334,20 +388,23 @@ static inline void dataloader_next(DataLoader* loader) {
     data_request(loader);
 }
 
-// The next step begins at `position`. dataloader_next drops the batch read ahead if it is another one.
-static inline void dataloader_seek(DataLoader* loader, int64_t position) {
-    assert(position >= 0);
+// The next step begins at `position`, of all rows or of those of `source` alone. dataloader_next drops the
+// batch read ahead if it is another one.
+static inline void dataloader_seek(DataLoader* loader, int64_t position, int source = -1) {
+    assert(position >= 0 && source < (int)loader->prefetch->sources.size());
     loader->position = position;
+    loader->source = source;
     loader->batch = 0;
 }
 
-// Targets that the loss counts among those of samples [first, first + count) of the job.
+// Targets that the loss counts among those of samples [first, first + count) of the job: of all, or of the
+// source that was sought last.
 static inline int64_t dataloader_counted(const DataLoader* loader, int64_t first, int64_t count) {
     const DataPrefetch* p = loader->prefetch;
     int64_t sum = loader->masked ? 0 : count * p->T;
     for (int64_t i = first; i < first + count && loader->masked; i++) {
         int64_t s, w;
-        data_locate(p, i, &s, &w);
+        data_locate(p, loader->source, i, &s, &w);
         sum += data_counted(p->shards[(size_t)s], p->T, w);
     }
     return sum;
@@ -357,7 +414,7 @@ static inline int64_t dataloader_counted(const DataLoader* loader, int64_t first
 static inline const char* dataloader_shared_file(const DataLoader* a, const DataLoader* b) {
     for (const DataShard& x : a->prefetch->shards) {
         for (const DataShard& y : b->prefetch->shards) {
-            if (x.device == y.device && x.inode == y.inode) { return y.path.c_str(); }
+            if (data_same_file(x, y)) { return y.path.c_str(); }
         }
     }
     return nullptr;
@@ -369,11 +426,19 @@ static inline std::string dataloader_path(const DataLoader& loader) {
 }
 
 // Names and sizes of the shards in one line, "" without data. Ranks compare it: their folders may differ.
+// Before a source's shards stands its share.
 static inline std::string dataloader_facts(const DataLoader* loader) {
     if (!loader->prefetch) { return ""; }
     std::string text = format("%lld tokens in %zu shards:", (long long)loader->tokens,
                               loader->prefetch->shards.size());
-    for (const DataShard& shard : loader->prefetch->shards) {
+    const DataPrefetch* p = loader->prefetch;
+    size_t source = 0;                          // the next one
+    for (size_t s = 0; s < p->shards.size(); s++) {
+        if (p->sources.size() > 1 && source < p->sources.size() && p->sources[source].first_shard == s) {
+            const int64_t weight = p->mixture.weights[source++];
+            text += format(" [%lld of %zu rows]", (long long)weight, p->mixture.rows.size());
+        }
+        const DataShard& shard = p->shards[s];
         const std::string name = shard.path.substr(shard.path.rfind('/') + 1);
         text += format(" %s %lld", name.c_str(), (long long)shard.tokens);
     }

@@ -218,10 +218,19 @@ static inline void logger_train(Logger* log, const TrainMetrics& m, const std::s
     logger_line(log, text, json + more + "}");
 }
 
-static inline void logger_val(Logger* log, int64_t step, double loss) {
+// The validation losses of a mixture's sources, by their short names; empty for data that are no mixture.
+typedef std::vector<std::pair<std::string, double>> SourceLosses;
+
+// main.log has no line of the sources.
+static inline void logger_val(Logger* log, int64_t step, double loss, const SourceLosses& sources = {}) {
     if (loss < log->best_val) { log->best_val = loss, log->best_step = step; }
+    std::string json = format("{\"step\": %lld, \"val_loss\": ", (long long)step) + json_number(loss);
+    for (size_t k = 0; k < sources.size(); k++) {
+        json += (k ? ", " : ", \"val_losses\": {") + json_quote(sources[k].first) + ": ";
+        json += json_number(sources[k].second);
+    }
     logger_line(log, format("s:%lld tel:%s", (long long)step, logger_number("%.6f", loss).c_str()),
-                format("{\"step\": %lld, \"val_loss\": %s}", (long long)step, json_number(loss).c_str()));
+                json + (sources.empty() ? "}" : "}}"));
 }
 
 // Questions without a choice (LAMBADA) have no accuracy, and so no line in main.log.

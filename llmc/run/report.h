@@ -184,16 +184,25 @@ static inline void report_show(Report* r) {
                          report_eta(*r).c_str()), report_fields(fields, terminal_columns(80) - 1));
 }
 
-// A validation after `step` steps of a run; step -1: of a model alone. Scripts look for `val loss X`.
-static inline void report_val(const Logger& log, int64_t step, double loss) {
+static inline std::string report_perplexity(double loss) {
+    return isfinite(loss) ? format(loss < 20 ? " | ppl %.2f" : " | ppl %.2e", exp(loss)) : "";
+}
+
+// A validation after `step` steps of a run; step -1: of a model alone. Each source of a mixture has a line of
+// its own. Scripts look for `val loss X`.
+static inline void report_val(const Logger& log, int64_t step, double loss,
+                              const SourceLosses& sources = {}) {
     progress_clear();
     printf("val loss %s", logger_number("%.6f", loss).c_str());
     if (step >= 0) { printf(" @%lld", (long long)step); }
     const double more = loss - log.best_val;
     if (isfinite(more) && more < 0) { printf(" (best, %.4f)", more); }
     else if (isfinite(more)) { printf(" (%+.4f, best @%lld)", more, (long long)log.best_step); }
-    if (isfinite(loss)) { printf(loss < 20 ? " | ppl %.2f" : " | ppl %.2e", exp(loss)); }
-    printf("\n");
+    printf("%s\n", report_perplexity(loss).c_str());
+    for (const auto& source : sources) {
+        printf("    loss %s%s | %s\n", logger_number("%.6f", source.second).c_str(),
+               report_perplexity(source.second).c_str(), shown(source.first).c_str());
+    }
     fflush(stdout);
 }
 

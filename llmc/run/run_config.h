@@ -16,6 +16,7 @@ keeps. Host only.
 #include "../facts.h"               // gives: Facts, facts_find, fact_number
 #include "../numbers.h"             // gives: parse_int, kLargestCount
 #include "../comm/comm.h"           // gives: comm, warn, CommOptions
+#include "../data/mixture.h"        // gives: mixture_split
 #include "../model/lanes.h"         // gives: lanes_default, lanes_error
 #include "../model/model_config.h"  // gives: Config
 #include "../ops/op_types.h"        // gives: Kernels, NormKind
@@ -99,9 +100,11 @@ static const FlagTable kFlags = {
     // letters, name           type         where                     default   min, max, options
     //     help
     {"i",   "train-data",      FLAG_STRING, &settings.train_data,
-        DATA_DIR "tiny_shakespeare_train.bin", 1, 0, nullptr, "training shards (glob)"},
+        DATA_DIR "tiny_shakespeare_train.bin", 1, 0, nullptr,
+        "training shards (glob), or a mixture of sources, 'web_*.bin:0.7,code_*.bin:0.3'"},
     {"j",   "val-data",        FLAG_STRING, &settings.val_data,
-        DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr, "validation shards (glob)"},
+        DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr,
+        "validation shards (glob), or a mixture, whose sources have a loss each"},
     {"e",   "model",           FLAG_STRING, &settings.model,          "d12",     1, 0, nullptr,
         "model_*.bin; the folder of a run or of Hugging Face; or d12 d24 d36 d48, gpt3:c768, "
         "L4,NH4,C128,T128,V256",
@@ -171,8 +174,8 @@ static const FlagTable kFlags = {
     {"v",   "val-every",       FLAG_INT,    &settings.val_every,      "20",      0, INT_MAX, nullptr,
         "validate every N steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &settings.val_batches,    "20",      1, INT_MAX, nullptr,
-        "batches per validation, at most the whole set; with -x 0 a batch is the run's -b rows, or 64 where "
-        "-e is no run's folder"},
+        "batches per validation, of each source of a mixture, at most the whole set; with -x 0 a batch is "
+        "the run's -b rows, or 64 where -e is no run's folder"},
     {"",    "log-every",       FLAG_INT,    &settings.log_every,      "0",       0, INT_MAX, nullptr,
         "a line every N steps, with their means; 0: each step, or on a terminal some 20 in all; main.log and "
         "metrics.jsonl have each step"},
@@ -412,7 +415,8 @@ static inline std::string settings_left_open() {
 // A run's data paths are relative to the folder where it was started, as long as that folder exists. One that
 // cannot be looked at may exist: opening the data says why, unless other data are given.
 constexpr const char* kDataFlags[] = {"train-data", "val-data", "eval-data"};
-static inline std::string from_start(const std::string& pattern, const std::string* start) {
+static inline std::string from_start(const std::string& pattern, const std::string* start,
+                                     bool in_mixture = false) {
     char here[PATH_MAX];
     struct stat st;
     const bool relative = pattern[0] != '/' && pattern[0] != '~';
@@ -420,9 +424,20 @@ static inline std::string from_start(const std::string& pattern, const std::stri
     const bool gone = stat(start->c_str(), &st) != 0 ? is_absent() : !S_ISDIR(st.st_mode);
     if (gone || (getcwd(here, sizeof(here)) && *start == here)) { return pattern; }
     std::string path;
-    const bool is_pattern = stat((*start + "/" + pattern).c_str(), &st) != 0;
-    for (char c : *start) { path += (is_pattern && strchr("*?[\\", c) ? "\\" : "") + std::string(1, c); }
+    const bool is_pattern = in_mixture || stat((*start + "/" + pattern).c_str(), &st) != 0;
+    const char* special = in_mixture ? "*?[\\:," : "*?[\\";
+    for (char c : *start) { path += (is_pattern && strchr(special, c) ? "\\" : "") + std::string(1, c); }
     return path + "/" + pattern;
+}
+
+// The same for a flag's text, which may be a mixture of such paths.
+static inline std::string data_from_start(const std::string& text, const std::string* start) {
+    std::string paths;
+    for (const MixturePart& part : mixture_split(text)) {
+        if (!part.has_weight) { return from_start(text, start); }
+        paths += (paths.empty() ? "" : ",") + from_start(part.pattern, start, true) + ":" + part.weight;
+    }
+    return paths;
 }
 
 // Flags of earlier programs that a run may have been started with, each with the value that names what this
@@ -464,7 +479,7 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
     for (auto& fact : facts) {
         for (const char* name : kDataFlags) {
             if (fact.first != std::string("flag.") + name) { continue; }
-            fact.second = from_start(fact.second, facts_find(from, "started in"));
+            fact.second = data_from_start(fact.second, facts_find(from, "started in"));
         }
     }
     static const Facts kinds = {{"block", flags_split(BLOCK_NAMES, '|')[(int)c.block]},

@@ -89,6 +89,20 @@ static inline void data_open_training(RunData* d, int V) {
     d->max_steps = run_max_steps() < 0 ? std::max((int64_t)1, epoch) : run_max_steps();
 }
 
+static inline const std::vector<DataSource>& data_sources(const DataLoader& loader) {
+    return loader.prefetch->sources;
+}
+
+// The rows that a validation reads of a source (val_rows in run_config.h), or of all sources.
+static inline int64_t data_val_rows(const DataSource& source) {
+    return std::min(val_rows(), source.samples_per_epoch);
+}
+static inline int64_t data_val_rows(const DataLoader& loader) {
+    int64_t rows = 0;
+    for (const DataSource& source : data_sources(loader)) { rows += data_val_rows(source); }
+    return rows;
+}
+
 // A model that is trained on conversations is one that chats: config->chat.
 static inline void data_open(RunData* d, Config* config) {
     const int V = config->V;
@@ -100,10 +114,12 @@ static inline void data_open(RunData* d, Config* config) {
         die("'%s' is both training data (-i) and validation data (-j)\nhint: -v 0 trains without validation",
             shared);
     }
-    const int64_t rows = std::min(val_rows(), d->val.samples_per_epoch);
-    if (run_validates() && dataloader_counted(&d->val, 0, rows) == 0) {
+    for (size_t k = 0; run_validates() && k < data_sources(d->val).size(); k++) {
+        const DataSource& source = data_sources(d->val)[k];
+        dataloader_seek(&d->val, 0, (int)k);
+        if (dataloader_counted(&d->val, 0, data_val_rows(source)) > 0) { continue; }
         die("the masks of '%s' count no token of the rows that are validated on\nhint: -m N takes more rows",
-            run.val_data);
+            source.pattern.c_str());
     }
     if (d->train.chat != 0) { config->chat = d->train.chat; }
     const std::string error = config_error(*config);
@@ -142,6 +158,13 @@ static inline void data_print(const RunData& d) {
         run.B, rank_micro_steps(), (long long)d.max_steps,
         (double)d.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
         flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
+    for (const DataSource& source : data_sources(d.train)) {
+        const double epoch = (double)source.samples_per_epoch * run.T;
+        if (source.share == 1.0) { continue; }
+        say("source: %.4g%% of the rows, %.3g epochs of %lld rows: %s\n", 100 * source.share,
+            source.share * (double)d.max_steps * (double)run.total_batch / epoch,
+            (long long)source.samples_per_epoch, shown(source.pattern).c_str());
+    }
     fflush(stdout);                         // the first step may take long
 }
 

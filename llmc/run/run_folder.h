@@ -116,8 +116,8 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
         }
         if (flag.given || !value || !taken) { continue; }
         const bool is_data = std::count(std::begin(kDataFlags), std::end(kDataFlags), name) > 0;
-        const bool is_file = is_data || (name == "model" && model_is_file(*value));
-        texts[i] = is_file ? from_start(*value, start) : *value;
+        const bool is_file = name == "model" && model_is_file(*value);
+        texts[i] = is_data ? data_from_start(*value, start) : is_file ? from_start(*value, start) : *value;
         if (flag.type == FLAG_BOOL) { texts[i] = *value == "true" ? "1" : "0"; }
         flags_set(&flag, texts[i].c_str());
         if (begins_again && flags_text(&flag) != flag.def) { flag.given = "run.json"; }
