@@ -123,7 +123,8 @@ static void fuzz_shard(Bytes input) {
     if (shard.windows == 0) { return; }
     p.shards = {shard};
     p.first_window = {0};
-    p.samples_per_epoch = shard.windows;
+    p.sources = {{"", "", 1.0, 0, 0, shard.windows}};
+    p.source = 0;
     p.T = T;
     p.vocab = V;
     p.window.resize(4 * ((size_t)T + 1));
