@@ -17,7 +17,8 @@ Sections, in the order in which data flows (search for "// == "):
      5 device helpers      6 ops                    7 model                8 a step: start reading here
      9 writing text       10 checkpoint            11 setting up a run    12 training loop
     13 main
-Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 activations, bias  6.5 classifier  6.6 loss
+Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 activations, bias, products with
+     activations (sm90), FP8  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
      6.10 decoding: writes text, token by token  6.11 rotation, swiglu, relu2
 Sections 4 and 5 are headers in llmc/. Read llmc/ops/ops.h first: it lists what each op takes and gives.
@@ -1235,7 +1236,7 @@ constexpr int kProductCluster = 2, kProductThreads = 3 * 4 * kWarp;
 struct Product {
     const floatX *rows, *weight;        // inp or dout (N,K); (pre_columns,K), in the backward (K,columns)
     const floatX* bias;                 // forward: (columns) or null
-    const floatX *pre_act, *out;        // (N,pre_columns) (N,out_columns), written; in the forward, pre_act
+    const floatX *pre_act, *out;        // (N,pre_columns) (N,out_columns) out is written, in the forward pre_act
     float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
     int N, K, columns, pre_columns, out_columns;        // SwiGLU's gate, up and their gradients: 2 columns
     // FP8: rows (N,2K) and weight (..,2K) are bytes. Written are out's bytes and their transpose
@@ -2289,7 +2290,7 @@ static void fp8_scales(const Fp8Scales& a, Stream stream) {
 //     LossAndGrad: x = (softmax(x) - onehot(target)) * dloss * loss_scale, and zeros into columns V and up
 // A target of -1 is not counted: its loss is 0, and so is its row of the gradient.
 // With a softcap y = softcap * tanh(x / softcap) takes the place of x, and the gradient has the factor
-// 1 - (y / softcap)^2.
+// 1 - (y / softcap)^2. Texts that are written have sample_capped (sampler.h).
 // 124M, B=64: 6.6 GB of logits. The streaming kernel reads each row once and keeps it in registers, up to
 // kClassifierVectors vectors a thread: 57,344 elements. The other one, for longer rows and softcaps, reads it
 // twice.
@@ -5374,7 +5375,7 @@ static MicroStep micro_step_of(const GPT2* model, int i, int count);
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
 static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
-                      const MicroStep* micro = nullptr);                        // forward and losses
+                      const MicroStep* micro = nullptr);        // forward, losses, the LM head's backward
 static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro);
 static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n);   // these three: the exchange
 static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro);
@@ -5961,7 +5962,8 @@ struct Backward : Pass {
                                .residual = residual, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
 
-    // dfch, which may be fch, from dact = dout weight; and its column sums, the gradient of the bias of fc
+    // w is fcproj, whose weight's gradient comes first. dact = dout weight, and from it and fch dfch, which may
+    // be fch. dbias: dfch's column sums, the gradient of the bias of fc
     void linear_activate_backward(const Operand& dfch, const Operand& dout, const Operand& act,
                                   const Linear& w, const floatX* fch, const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
@@ -6058,8 +6060,8 @@ struct Backward : Pass {
     }
 };
 
-// The pages of the backward mirror the forward's, from the last line to the first. Theirs undoes linear_add
-// and linear_activate, but for the weight's product.
+// The pages of the backward mirror the forward's, from the last line to the first. linear_activate_backward
+// undoes linear_add and the activation; the line after it is the rest of linear_activate, fc's product.
 static void gpt2_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
     e.linear_activate_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias, a.dact);
@@ -6112,7 +6114,7 @@ struct Recompute : Forward {
         if (whole) { Forward::linear(out, inp, w, residual); }
     }
     void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) override {
-        const bool is_mid = config().block == Block::Sequential && out.data == acts(0).x_mid;
+        const bool is_mid = config().block == Block::Sequential && out.data == acts(0).x_mid;   // one for all
         if (whole && is_mid) { Forward::linear_add(out, before, inp, w); }
     }
     void rotate(floatX* qkv, const Rotation& r) override {

@@ -114,7 +114,7 @@ template <class X, class S> struct MatmulBackwardInputOf {        // dinp = dout
     const X* residual = nullptr;        // (N,C) or null: another gradient of the input; not `dinp`
     const X* pre_act = nullptr;         // as dinp, or null; else the layer's input was the activation of
                                         // pre_act. The product is rounded, and dinp is the gradient of
-                                        // pre_act, without a residual. But for GELU, pre_act may be dinp
+                                        // pre_act, without a residual. Except with GELU, pre_act may be dinp
     int N, C, OC;
     GradOf<S> dbias = {};               // (C) or null: column sums of dinp, as stored; of GELU only
     S* scratch = nullptr;               // where dbias is wanted
