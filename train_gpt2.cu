@@ -4897,7 +4897,7 @@ struct Activations {
                                 // written there
     size_t bytes, muon_bytes, text_bytes;       // of data; of these, what only Muon needs, and only texts
     float* scratch;             // one op at a time uses it: the largest need of any op. With bf16 gradients
-                                // wte's is at its start, see gpt2_backward
+                                // a sum is at its start, see grad_sum
     void* workspace;            // cuBLASLt's
 };
 
@@ -6134,6 +6134,7 @@ struct Recompute : Forward {
 static Head head_part(Head head, int first, int C) {
     const size_t at = (size_t)first * C;
     head.lnf.data += at, head.dlnf += at, head.losses += first, head.targets += first;
+    assert(!head.w.dweight.is_bf16);                // bf16 is rounded once, by grad_sum_store
     if (first > 0) { head.w.dweight.acc = Accumulate::Yes; }
     return head;
 }
@@ -6169,13 +6170,20 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
     }
 }
 
-// dwte is the LM head's part, first, plus the embedding's, last. A bf16 gradient is rounded once, so its
-// parts are summed in fp32, at the start of scratch; other ops use the rest.
-static Grad dwte_sum(Backward* e) {
-    if (!e->model->options.grads_bf16) { return e->grad(PARAM_wte, 0); }
+// Where a gradient is summed that has several parts: the LM head's has those of --head-chunks, and wte's the
+// embedding's, last, too if the head is tied. A bf16 gradient is rounded once a micro-step. So its parts are
+// summed in fp32, at the start of scratch; other ops use the rest.
+static Grad grad_sum(Backward* e, ParamId id) {
+    if (!e->model->options.grads_bf16) { return e->grad(id, 0); }
     const Grad sum = {e->scratch, Accumulate::No};
-    e->scratch += e->model->param_specs[PARAM_wte].elems;
+    e->scratch += e->model->param_specs[id].elems;
     return sum;
+}
+
+static void grad_sum_store(const Backward& e, ParamId id, const Grad& sum) {
+    const Grad grad = e.grad(id, 0);
+    if (grad.data == sum.data) { return; }
+    grad_accumulate({grad, sum.data, e.model->param_specs[id].elems}, e.stream());
 }
 
 // Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step
@@ -6188,7 +6196,8 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
     gpt2_forward(forward);
     Backward backward(pass);
     Head head = pass.head_of();
-    if (micro && model->config.shape().tied) { head.w.dweight = dwte_sum(&backward); }
+    const bool tied = model->config.shape().tied;       // then gpt2_backward adds to the sum and stores it
+    if (micro) { head.w.dweight = grad_sum(&backward, tied ? PARAM_wte : PARAM_headw); }
     for (int first = 0; first < N; first += part) {
         const Pass rows = {model, 1, std::min(part, N - first), micro, backward.scratch};
         const Head h = head_part(head, first, C);
@@ -6198,6 +6207,7 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
         e.transpose(h.dlogits, h.w.OC);
         e.linear_backward(h.dlnf, h.dlogits, h.lnf, h.w);
     }
+    if (micro && !tied) { grad_sum_store(backward, PARAM_headw, head.w.dweight); }
     loss_sum({mean, head.losses, weight, acc, N}, model->stream);
 }
 
@@ -6206,13 +6216,13 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
 static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     const Config& c = model->config;
     const Layout& layout = model->layout;
-    const size_t wte_elems = model->param_specs[PARAM_wte].elems;
     Backward e({model, B, T, &micro, model->acts.scratch});
     const Head head = e.head_of();
-    Grad sum = dwte_sum(&e);
+    Grad dwte = grad_sum(&e, PARAM_wte);
     if (!c.shape().tied) {
         gpt2_bucket_complete(model, layout.head(), micro);
-        if (sum.acc == Accumulate::No) { device_zero(sum.data, wte_elems * sizeof(float), e.stream()); }
+        const size_t bytes = model->param_specs[PARAM_wte].elems * sizeof(float);
+        if (dwte.acc == Accumulate::No) { device_zero(dwte.data, bytes, e.stream()); }
     }
     e.norm_backward(head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
     Recompute recompute(e);                     // the same pass
@@ -6228,12 +6238,11 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     for (int bucket : {layout.norms(), layout.biases()}) {
         if (layout.has(bucket)) { gpt2_bucket_complete(model, bucket, micro); }
     }
-    sum.acc = Accumulate::Yes;
-    encoder_backward({.dwte = sum, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
+    dwte.acc = Accumulate::Yes;
+    encoder_backward({.dwte = dwte, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
                       .dout = e.embed_backward(e.after_layer(-1).added[0].dout.data),
                       .buckets = model->feed.buckets, .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
-    const Grad dwte = e.grad(PARAM_wte, 0);
-    if (dwte.data != sum.data) { grad_accumulate({dwte, sum.data, wte_elems}, e.stream()); }
+    grad_sum_store(e, PARAM_wte, dwte);
     gpt2_bucket_complete(model, layout.embedding(), micro);
     e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);        // layer 0's qkv
     gpt2_bucket_complete(model, layout.layer(0), micro);

@@ -11,6 +11,7 @@ nvidia-smi sees a run take, the driver's part included. A step is four micro-ste
 step of --seconds, after a second. Standard library only.
 """
 import argparse
+import contextlib
 import ctypes
 import math
 import re
@@ -88,7 +89,7 @@ def main(words=None):
     parser.add_argument("--seconds", type=float, default=1.5)
     a = parser.parse_args(words)
     if a.what == "hold":
-        with Held(int(a.left * GIB)):
+        with Held(int(a.left * GIB)), contextlib.suppress(KeyboardInterrupt):
             signal.pause()
         return
     bench.WARM_S = 1.0

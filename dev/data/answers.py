@@ -35,7 +35,7 @@ def parts(where, messages):
     for number, message in enumerate(messages, 1):
         message = message if isinstance(message, dict) else {}
         role, content = message.get("role"), message.get("content")
-        if role not in ROLES or not isinstance(content, str):
+        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
             raise Problem(f"{where}: message {number} has the role {role!r} and as its content "
                           f"{type(content).__name__}",
                           "roles are system, user and assistant; contents are texts")

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from array import array
 
+from documents import first_line
 from fetch import Problem, need
 from shards import KINDS, replace_file
 from tokenizer_files import (END_OF_TEXT, GPT2_ID, MERGES_LISTED, read_head, tokenizer_bin, tokenizer_id,
@@ -33,14 +34,21 @@ def read(path):
             from error
 
 
+def id_of(path, text):
+    try:
+        return tokenizer_id(text)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise Problem(f"'{path}' is no tokenizer.json: {first_line(error)}") from error
+
+
 def any_tokenizer(path, first):
     """OwnTokenizer or AnyTokenizer. first: the token that goes in front of each document."""
     if not os.path.isdir(path):
         return AnyTokenizer(path, first)
-    text, head = read(os.path.join(path, NAMES[0])), read_head(os.path.join(path, NAMES[1]))
-    if head and head.id == tokenizer_id(text) and head.merges == MERGES_LISTED and first == END_OF_TEXT:
+    file, head = os.path.join(path, NAMES[0]), read_head(os.path.join(path, NAMES[1]))
+    if head and head.id == id_of(file, read(file)) and head.merges == MERGES_LISTED and first == END_OF_TEXT:
         return OwnTokenizer(path, head)
-    return AnyTokenizer(os.path.join(path, NAMES[0]), first)
+    return AnyTokenizer(file, first)
 
 
 class OwnTokenizer:
@@ -65,7 +73,7 @@ class AnyTokenizer:
             self.tokenizer.encode_special_tokens = True         # in a text they are text
         except Exception as error:                  # pylint: disable=W0718
             raise Problem(f"'{path}' is no tokenizer.json: {error}") from error
-        self.first, self.id = self.tokenizer.token_to_id(first), tokenizer_id(text)
+        self.first, self.id = self.tokenizer.token_to_id(first), id_of(path, text)
         if self.first is None:
             raise Problem(f"'{path}' has no token '{first}' to begin a document",
                           "--document-token TEXT names another one")

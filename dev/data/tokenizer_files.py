@@ -105,11 +105,12 @@ def decoded(fast):
         byte_of = {character: b for b, character in byte_characters().items()}
         return lambda token: bytes(byte_of[c] for c in token) if byte_of.keys() >= set(token) else \
             token.encode()
-    if "ByteFallback" not in kinds or not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+    replaced = [(step["pattern"].get("String"), step["content"]) for step in steps
+                if step["type"] == "Replace"]
+    if "ByteFallback" not in kinds or not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} or \
+            any(old is None for old, _ in replaced):                # a regular expression
         return None
     named = {f"<0x{b:02X}>": bytes([b]) for b in range(256)}        # as SentencePiece writes them
-    replaced = [(step["pattern"].get("String", "?"), step["content"]) for step in steps
-                if step["type"] == "Replace"]
 
     def to_bytes(token):
         for old, new in replaced:

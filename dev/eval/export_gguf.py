@@ -86,17 +86,18 @@ def add_shape(out, d):
 
 
 def add_tokenizer(out, V, words, chat_template=None):
-    """Tokens that the model has and the tokenizer lacks are padding."""
+    """Ids that the model has and the tokenizer lacks are padding."""
     if words.merges is None:
         out.add_tokenizer_model("none")
         return
-    padding = [f"[PAD{i}]" for i in range(len(words.vocab), V)]
-    kinds = gguf.TokenType
-    types = [kinds.NORMAL] * len(words.vocab) + [kinds.UNUSED] * len(padding)
+    tokens, kinds = [f"[PAD{i}]" for i in range(V)], gguf.TokenType
+    types = [kinds.UNUSED] * V
+    for token, i in words.vocab.items():
+        tokens[i], types[i] = token, kinds.NORMAL
     types[words.end] = kinds.CONTROL
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("gpt-2")
-    out.add_token_list([*words.vocab, *padding])
+    out.add_token_list(tokens)
     out.add_token_types(types)
     # llama.cpp insists on a list of merges, and gguf writes no empty one: byte 0, U+0100, is in no text
     out.add_token_merges(words.merges or ["\u0100 \u0100"])

@@ -247,7 +247,11 @@ def words_of(V, folder):
         for name in OWN_NAMES:
             with open(os.path.join(folder, name), "rb") as f:
                 files[name] = f.read()
-        fast = json.loads(files["tokenizer.json"])
+        try:
+            fast = json.loads(files["tokenizer.json"])
+        except ValueError as e:
+            die(f"'{os.path.join(folder, 'tokenizer.json')}' is no JSON: {e}\n"
+                "hint: copy the tokenizer's files anew, from beside the shards")
         vocab = sorted(token_ids(fast).items(), key=lambda item: item[1])
         return Words(dict(vocab), None if head.merges == MERGES_NONE else merges_of(fast), head.eot, files)
     if V == 256:

@@ -184,6 +184,15 @@ def test_refused_by_get(words, said):
     assert not os.path.exists("new")
 
 
+@pytest.mark.parametrize("text", [b'{"model": ', b"[]"])
+def test_damaged_json(text):
+    own()
+    folder_of("damaged-tok", read(FIXTURE + ".json"))
+    write("damaged-tok/tokenizer.json", text)
+    get_refused("files", "--from", "rows.jsonl", "--out", "new", "--tokenizer", "damaged-tok",
+                said="no tokenizer.json")
+
+
 def test_vocab_of_others():
     own()
     get_refused("files", "--from", "rows.jsonl", "--out", "new", "--vocab", 300, said="--vocab")
@@ -340,7 +349,9 @@ def test_decoded_as_by_the_package(text):
 def test_no_bytes():
     """A decoder that is not known here, or a token that is too long: no tokenizer.bin."""
     fast = json.loads(read(FIXTURE + ".json"))
-    assert tokenizer_files.tokenizer_bin(json.dumps({**fast, "decoder": None}).encode(), END) is None
+    by_pattern = [{"type": "Replace", "pattern": {"Regex": "_+"}, "content": " "}, {"type": "ByteFallback"}]
+    for decoder in None, {"type": "Sequence", "decoders": by_pattern}:
+        assert tokenizer_files.tokenizer_bin(json.dumps({**fast, "decoder": decoder}).encode(), END) is None
     fast["added_tokens"].append({**fast["added_tokens"][0], "id": V, "content": "x" * 256})
     assert tokenizer_files.tokenizer_bin(json.dumps(fast).encode(), END) is None
 
@@ -416,6 +427,12 @@ def test_export_gguf():
         assert len(words) == len(kinds) == size and words[known - 1:known + 1] == [END, f"[PAD{known}]"]
         assert kinds[known - 1:known + 1] == [3, 5] and set(kinds[:known - 1]) == {1}
         assert out.told["bos_token_id"] == out.told["eos_token_id"] == known - 1
+    words, out = export_gguf.words_of(V, "own-tok"), Recorder()
+    words.vocab = {token: i + (i >= 300) for token, i in words.vocab.items()}      # no token has the id 300
+    words.end = V
+    export_gguf.add_tokenizer(out, V + 1, words)
+    assert out.told["token_list"][300] == "[PAD300]" and out.told["token_types"][300] == 5
+    assert all(out.told["token_list"][i] == token for token, i in words.vocab.items())
     constant_model("gpt4/model.bin", {1: 0}, V=V + 4)
     assert "GPT-2's pattern" in exported("export_gguf.py", "gpt4/model.bin", "gpt4.gguf")
     constant_model("own-tok/model.bin", {1: 0}, V=V + 4)

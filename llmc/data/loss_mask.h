@@ -35,7 +35,7 @@ static inline std::string loss_mask_open(LossMask* mask, const std::string& shar
         return format("cannot open '%s', which says which tokens of '%s' count: %s\n%s", path.c_str(),
                       shard.c_str(), strerror(errno), hint);
     }
-    struct stat st;
+    struct stat st = {};
     if (fstat(mask->fd, &st) != 0 || !S_ISREG(st.st_mode) || st.st_size != tokens) {
         return format("'%s' has %lld bytes, but '%s' has %lld tokens, and each takes a byte there\n%s",
                       path.c_str(), (long long)st.st_size, shard.c_str(), (long long)tokens, hint);

@@ -240,6 +240,7 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
     std::string line, system = asks ? chat_system(task.system) : "";
     for (uint32_t number = 0; chat_line(is_terminal, &line); number++) {
         const bool begins = tokens.back() == end;
+        if (asks) { line = chat_trimmed(line); }        // blanks alone are an empty line
         std::string said = (begins || line.empty() ? "" : "\n") + line;
         bool answers = false;                           // the text begins an answer
         if (asks) {
