@@ -1236,7 +1236,8 @@ constexpr int kProductCluster = 2, kProductThreads = 3 * 4 * kWarp;
 struct Product {
     const floatX *rows, *weight;        // inp or dout (N,K); (pre_columns,K), in the backward (K,columns)
     const floatX* bias;                 // forward: (columns) or null
-    const floatX *pre_act, *out;        // (N,pre_columns) (N,out_columns) out is written, in the forward pre_act
+    const floatX *pre_act, *out;        // (N,pre_columns) (N,out_columns) the forward writes both, the
+                                        // backward out
     float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
     int N, K, columns, pre_columns, out_columns;        // SwiGLU's gate, up and their gradients: 2 columns
     // FP8: rows (N,2K) and weight (..,2K) are bytes. Written are out's bytes and their transpose
@@ -1937,9 +1938,9 @@ static bool products_activate(int K, int columns) {
 constexpr int kMaxGatedTerms = 1024;
 
 // Where a model computes its MLP's activation, for the printed line. Both passes have sums of C terms.
-static const char* activation_form(Mlp mlp, int C, int F) {
+static const char* activation_form(Mlp mlp, int C, int F, bool fp8) {
     if (!products_activate(C, F)) { return "apart"; }
-    const bool backward_only = mlp == Mlp::SwiGlu && C > kMaxGatedTerms;
+    const bool backward_only = mlp == Mlp::SwiGlu && C > kMaxGatedTerms && !fp8;
     return backward_only ? "in the backward's product (sm90)" : "in its products (sm90)";
 }
 
@@ -5962,8 +5963,8 @@ struct Backward : Pass {
                                .residual = residual, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
 
-    // w is fcproj, whose weight's gradient comes first. dact = dout weight, and from it and fch dfch, which may
-    // be fch. dbias: dfch's column sums, the gradient of the bias of fc
+    // w is fcproj, whose weight's gradient comes first. dact = dout weight, and from it and fch comes dfch,
+    // which may be fch. dbias: dfch's column sums, the gradient of the bias of fc
     void linear_activate_backward(const Operand& dfch, const Operand& dout, const Operand& act,
                                   const Linear& w, const floatX* fch, const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
@@ -6948,7 +6949,7 @@ static void print_model(const GPT2& model) {
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
     const Config::Shape s = c.shape();
     printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlpNames[(int)s.mlp],
-           activation_form(s.mlp, c.C, s.F));
+           activation_form(s.mlp, c.C, s.F, model.options.fp8));
 }
 
 // Allocates the model. Its parameters are a checkpoint's, a model file's, or random.
