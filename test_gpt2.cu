@@ -3177,7 +3177,7 @@ static void test_kernels() {
         for (int C : {448, 512, 520, 768, 1600}) {
             const bool fits = attention_uses_sm90(64) && C >= 512 && C % 64 == 0;
             for (Mlp mlp : {Mlp::Gelu, Mlp::SwiGlu}) {
-                const char* form = activation_form(mlp, C, 4 * C);
+                const char* form = activation_form(mlp, C, 4 * C, false);
                 const bool both = mlp == Mlp::Gelu || C <= kMaxGatedTerms;
                 const char* fused = both ? "in its products (sm90)" : "in the backward's product (sm90)";
                 CHECK(strcmp(form, fits ? fused : "apart") == 0, "C=%d: %s %s", C, kMlpNames[(int)mlp], form);

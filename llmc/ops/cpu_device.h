@@ -180,7 +180,7 @@ static inline void gemm_free() {}
 static inline void select_kernels(bool, bool) {}
 static inline bool attention_uses_sm90(int) { return false; }
 static inline const char* attention_form(int) { return "plain loops"; }
-static inline const char* activation_form(Mlp, int, int) { return "apart"; }
+static inline const char* activation_form(Mlp, int, int, bool) { return "apart"; }
 static inline std::string attention_error(int NH, int NKV, int) { return attention_heads_error(NH, NKV); }
 static inline std::string fp8_error() { return ""; }
 
