@@ -21,6 +21,7 @@ from fetch import Problem
 from shards import HEADER_BYTES, KINDS, replace_file, run_tool
 
 CHAT_TEMPLATE, CHAT_WORD = 1, 8         # its number, and where a shard's header has it
+ROW_WORD = 9                            # where it has the number of tokens in a row
 ROLES = {"system": "System: ", "user": "User: ", "assistant": "Assistant:"}
 AT_ONCE = 1000                          # conversations among which one is looked for that fits a row
 BEGIN = "\1"                            # a document of its own in front of each conversation's parts
@@ -167,7 +168,7 @@ def put(stem, conversations, numbers, T, shard_tokens, tokenizer):
         tokens, counted = conversations.shard(rows[:count], T)
         kind = next(kind for kind in KINDS if kind.code == tokens.typecode)
         header = [kind.magic, kind.version, len(tokens) % 2**32, tokenizer, *[0] * 252]
-        header[CHAT_WORD] = CHAT_TEMPLATE
+        header[CHAT_WORD], header[ROW_WORD] = CHAT_TEMPLATE, T
         path = f"{stem}_{number:06d}"
         replace_file(path + ".mask", [counted])
         replace_file(path + ".bin", [struct.pack("<256I", *header), tokens.tobytes()])

@@ -25,7 +25,7 @@ from any_tokenizer import draw_key      # noqa: E402
 
 GET = os.path.join(ROOT, "dev/data/get.py")
 TOOL = os.path.join(ROOT, "build/tokenize")
-MODEL_CHAT, SHARD_CHAT = 252, 8         # words of the headers
+MODEL_CHAT, SHARD_CHAT, SHARD_ROW = 252, 8, 9       # words of the headers
 pytestmark = [pytest.mark.cpu_only,
               pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/tokenize: make tokenize")]
 
@@ -92,7 +92,7 @@ def shards(split, out="qa", tokenizer=2):
         data = read(path)
         head, tokens = array.array("i", data[:1024]), array.array("H", data[1024:])
         assert list(head[:4]) == [20240520, 1, len(tokens), tokenizer] and head[SHARD_CHAT] == 1
-        assert sum(map(bool, head)) == 5
+        assert sum(map(bool, head)) == 6 and head[SHARD_ROW] > 0
         found.append((tokens, read(path.removesuffix(".bin") + ".mask")))
         assert len(found[-1][1]) == len(tokens)
     return found
@@ -253,6 +253,8 @@ def test_the_model_knows():
     conversations = {"-i": "qa/qa_train_*.bin", "-j": "qa/qa_val_*.bin", "-v": 2}
     assert " chat taught` asks it" in run_ok({**flags, **conversations, "-x": 2, "-o": "taught"}).out
     assert word("taught/model_00000002.bin", MODEL_CHAT) == 1
+    cut = run({**flags, **conversations, "-t": 32, "-x": 1})
+    assert cut.code == 0 and "rows of 64 tokens, and -t 32 cuts them" in cut.err
     run_ok({**ALONE, "-y": 1, "-o": "taught", "-x": 4})
     assert word("taught/model_00000004.bin", MODEL_CHAT) == 1
     write_shard("text.bin", sentences(8, 2000))

@@ -49,7 +49,7 @@ samples_per_epoch - p rows of the batch at p.
 struct ShardKind { int magic, version, token_bytes; };
 static const ShardKind kShardKinds[] = {{20240520, 1, 2}, {20240801, 7, 4}};        // both are llm.c's
 static const int64_t kShardHeaderBytes = 256 * 4;
-static const int kShardChatWord = 8;
+static const int kShardChatWord = 8, kShardRowWord = 9;
 
 struct DataShard {
     std::string path;
@@ -60,6 +60,7 @@ struct DataShard {
     ino_t inode;
     int fd;                                 // open as long as the loader lives: shuffled rows come from all
     int chat = 0;                           // number of a chat template; 0: no conversations
+    int row_tokens = 0;                     // whole conversations fill rows of so many tokens; 0: not known
     LossMask mask = {};
 };
 
@@ -106,6 +107,7 @@ struct DataLoader {
     int64_t counted;                        // targets of an epoch that the loss counts
     bool masked;                            // a shard has a mask
     int chat;                               // chat template of its conversations; 0: there are none
+    int row_tokens;                         // of the rows that whole conversations fill; 0: not known
     DataShare share;
     int source;                             // the next batch has rows of this source alone; -1: of all
     int batch;                              // number of the next batch within its step, 0 .. share.run-1
@@ -129,7 +131,8 @@ static inline std::string data_shard_open(DataShard* shard) {
     if (S_ISDIR(st.st_mode)) {
         const std::string in = shard->path + (shard->path.back() == '/' ? "" : "/");
         return format("'%s' is a folder\nhint: a pattern in quotes names its shards: -i '%s*_train*.bin', "
-                      "-j '%s*_val*.bin'", path, in.c_str(), in.c_str());
+                      "-j '%s*_val*.bin'; `python3 dev/data/get.py files` makes shards of a folder of texts",
+                      path, in.c_str(), in.c_str());
     }
     if (!S_ISREG(st.st_mode)) { return format("'%s' is not a regular file, so it is no token shard", path); }
     long long bytes = st.st_size;
@@ -164,6 +167,7 @@ static inline std::string data_shard_open(DataShard* shard) {
     shard->token_bytes = kind->token_bytes;
     shard->tokenizer = (uint32_t)header[3];
     shard->chat = header[kShardChatWord];
+    shard->row_tokens = header[kShardRowWord];
     shard->device = st.st_dev;
     shard->inode = st.st_ino;
     return "";
@@ -188,7 +192,7 @@ static inline std::vector<std::string> data_glob(const char* pattern) {
     int rc = glob(pattern, GLOB_NOSORT | GLOB_TILDE | GLOB_ALTDIRFUNC, nullptr, &found);
     if (rc != 0) {
         const char* hint = "hint: `make tinyshakespeare` creates dev/data/tinyshakespeare/*.bin; -i and -j "
-                           "name other files";
+                           "name other files; -v 0 trains without validation";
         die("no data: %s '%s'\n%s", rc == GLOB_NOMATCH ? "no file matches" : "cannot list", pattern,
             strchr(pattern, ':') ? kMixtureHint : hint);
     }
@@ -245,7 +249,8 @@ static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* in
     for (int t = 0; t <= T; t++) {
         const uint32_t token = data_token(shard, p->window.data(), t);
         if (token >= (uint32_t)p->vocab) {
-            const char* hint = "hint: choose a model with a larger V (-e), or tokenize the text for this one";
+            const char* hint = "hint: get.py files --tokenizer makes shards with the model's own tokenizer; or "
+                               "choose a model with a larger V (-e)";
             return format("token id %u in '%s' at byte %lld (token number %lld), but the model's ids are "
                           "0..%d\n%s", token, path, (long long)(offset + shard.token_bytes * t),
                           (long long)(w * T + t), p->vocab - 1, hint);
@@ -319,6 +324,7 @@ static inline void data_open_source(DataLoader* loader, DataSource source, int T
         for (int64_t w = 0; w < shard.windows; w++) { counted += data_counted(shard, T, w); }
         loader->masked = loader->masked || shard.mask.fd >= 0;
         loader->chat = std::max(loader->chat, shard.chat);
+        loader->row_tokens = std::max(loader->row_tokens, shard.row_tokens);
         p->shards.push_back(shard);
         p->first_window.push_back(loader->samples_per_epoch);
         source.samples_per_epoch += shard.windows;

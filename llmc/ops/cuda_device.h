@@ -101,10 +101,13 @@ static inline DeviceInfo device_init(int index = 0) {
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
-        die("no CUDA GPU can be used: %s\nhint: %s", status ? cudaGetErrorString(status) : "none found",
-            status == cudaErrorInsufficientDriver
-            ? "this program was built with a newer CUDA than the driver knows: update the driver"
-            : "`make train_gpt2cpu` builds the CPU program");
+        int driver = 0;                             // stays 0 where there is none; CUDA's error is the same
+        cudaDriverGetVersion(&driver);
+        const bool is_old = status == cudaErrorInsufficientDriver && driver > 0;
+        die("no CUDA GPU can be used: %s\nhint: %s",
+            !status ? "none found" : driver == 0 ? "there is no NVIDIA driver" : cudaGetErrorString(status),
+            is_old ? "this program was built with a newer CUDA than the driver knows: update the driver"
+                   : "`make train_gpt2cpu` builds the CPU program");
     }
     if (index > 0 && count == 1) { index = 0; }     // srun --gpus-per-task=1 shows each rank its own
     if (index >= count) {

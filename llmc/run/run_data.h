@@ -122,6 +122,10 @@ static inline void data_open(RunData* d, Config* config) {
             source.pattern.c_str());
     }
     if (d->train.chat != 0) { config->chat = d->train.chat; }
+    if (d->train.row_tokens != 0 && d->train.row_tokens != run.T) {
+        warn("the conversations fill rows of %d tokens, and -t %d cuts them\n"
+             "hint: get.py answers --row-tokens %d", d->train.row_tokens, run.T, run.T);
+    }
     const std::string error = config_error(*config);
     if (!error.empty()) { die("'%s': %s", run.train_data, error.c_str()); }
     if (run.evaluate) {

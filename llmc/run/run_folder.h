@@ -60,10 +60,12 @@ static inline std::string newest_model(const std::string& folder) {
         if (newest < 0 && file_size((folder + name).c_str()) >= 0) { return folder + name; }
     }
     if (newest < 0) {
-        die("-e %s: there is no %smodel_*.bin in this folder%s\n"
-            "hint: -e takes a folder of a run or of Hugging Face, a model_*.bin, or a descriptor such as d12",
-            folder.c_str(),
-            models.empty() ? "" : "whole ", faults.empty() ? "" : (": " + faults[0]).c_str());
+        const bool is_run = file_size((folder + "/run.json").c_str()) >= 0;
+        die("-e %s: there is no %smodel_*.bin in this folder%s\nhint: %s", folder.c_str(),
+            models.empty() ? "" : "whole ", faults.empty() ? "" : (": " + faults[0]).c_str(),
+            is_run && models.empty()
+            ? "this run has saved no model yet: it saves every -n steps, at its end, and on Ctrl-C"
+            : "-e takes a folder of a run or of Hugging Face, a model_*.bin, or a descriptor such as d12");
     }
     for (const std::string& fault : faults) { warn("passed over: %s", fault.c_str()); }
     return checkpoint_model(folder, newest);
