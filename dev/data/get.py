@@ -395,6 +395,11 @@ def make_shards(dataset, args):
             facts["sources"] = now
         if complete:
             print(f"'{args.out}' is complete; --restart makes it anew")
+            newer = [file.name for _, files in (sources if dataset.kind == "files" else ()) for file in files
+                     if os.path.getmtime(file.path) > os.path.getmtime(record)]
+            if newer:
+                print(f"warning: '{newer[0]}' has changed since: these shards are of what it was",
+                      file=sys.stderr)
         else:
             if by_tool(args):
                 need_tool()
@@ -686,12 +691,14 @@ def run(args):
         return
     {"shards": copy_shards, "tokens": make_token_shards}.get(dataset.kind, make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
-    val = f" -j {shell_quoted(stem + '_val_*.bin')}" if glob.glob(glob.escape(stem) + "_val_*.bin") else ""
+    has_val = glob.glob(glob.escape(stem) + "_val_*.bin")
+    val = f"--val-data {shell_quoted(stem + '_val_*.bin')}" if has_val else "--val-every 0"
     has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
-    model = f"-e d12,V{args.tokenizer.V} " if args.tokenizer and by_tool(args) else ""
-    model += f"-t {args.row_tokens} " if args.row_tokens else ""
+    V = args.tokenizer.V if args.tokenizer and by_tool(args) else 256 if args.bytes else 0
+    model = "--model RUN " if dataset.name == "answers" else f"--model d12,V{V} " if V else ""
+    model += f"--sequence-length {args.row_tokens} " if args.row_tokens else ""
     train_files = shell_quoted(stem + "_train_*.bin")
-    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} {model}-i {train_files}{val} ...")
+    print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} {model}--train-data {train_files} {val} ...")
 
 
 def shell_quoted(text):

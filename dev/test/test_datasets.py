@@ -449,6 +449,9 @@ def test_second_thoughts():
     assert call(*again, prepare=interrupted)[0] == 130 and contents("own")
     for said in ("1 of 1", "complete"):
         assert said in works(*again), "the shard that was made is its own"
+    for later in (False, True):                     # a text that was edited since
+        os.utime("own/dataset.json", (1, 1) if later else None)
+        assert ("has changed since" in call(*again)[2]) == later
     write("own/dataset.json", "{")
     refused(*again, said=("dataset.json' is damaged", "--restart"))
     write("theirs/theirs_train_000001.bin", "x")
@@ -544,7 +547,8 @@ def test_tokens():
     write("nano/meta.pkl", "x")
     words = ["tokens", "--from", "nano", "--out", "out"]
     out = works(*words)
-    assert out.count("whose tokenizer is not known") == 1 and " -j out/out_val_" in out.replace("'", "")
+    assert out.count("whose tokenizer is not known") == 1
+    assert " --val-data out/out_val_" in out.replace("'", "")
     assert shards("out", "train", 1) == [raw[::-1], raw] and shards("out", "val", 0) == [letters]
     refused(*words, said=("'out' holds out_train_000001.bin", "--restart"))
     assert works(*words, "--restart") == out
