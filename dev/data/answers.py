@@ -23,6 +23,7 @@ from shards import HEADER_BYTES, KINDS, replace_file, run_tool
 CHAT_TEMPLATE, CHAT_WORD = 1, 8         # its number, and where a shard's header has it
 ROW_WORD = 9                            # where it has the number of tokens in a row
 ROLES = {"system": "System: ", "user": "User: ", "assistant": "Assistant:"}
+ROW = 'a row is {"messages": [{"role": "user", "content": "..."}, ...]}, or this list alone'
 AT_ONCE = 1000                          # conversations among which one is looked for that fits a row
 BEGIN = "\1"                            # a document of its own in front of each conversation's parts
 
@@ -31,7 +32,7 @@ def parts(where, messages):
     """What is encoded by itself: what stands before an answer, the answer, what stands before the next ..."""
     if not isinstance(messages, list) or not messages:
         raise Problem(f"{where}: 'messages' is no list of messages, but {type(messages).__name__}",
-                      'a row is {"messages": [{"role": "user", "content": "..."}, ...]}')
+                      ROW)
     found, before = [], ""
     for number, message in enumerate(messages, 1):
         message = message if isinstance(message, dict) else {}
@@ -53,6 +54,7 @@ def parts(where, messages):
 class Conversations(Reader):
     """Reads rows of messages as documents.py reads texts. Each part of a conversation is a document, which
     the tokenizer then encodes by itself, and so is BEGIN in front of them."""
+    rows, no_field = (list,), ROW
 
     def in_bytes(self, rows):
         for where, messages in rows:
@@ -63,7 +65,7 @@ class Conversations(Reader):
         for text in super().documents(path):
             if not text.startswith(BEGIN.encode()):
                 raise Problem(f"'{path}' is text, not rows of messages",
-                              'a line is {"messages": [{"role": "user", "content": "..."}, ...]}')
+                              ROW)
             yield text
 
 

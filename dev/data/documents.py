@@ -126,11 +126,20 @@ def parse(text, where):
                       "one object a line, or one list of them; is the file whole?") from error
 
 
+def is_conversation(line):
+    """A line that is a list of messages, as nanochat writes conversations."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, list) and row != [] and all(isinstance(m, dict) and "role" in m for m in row)
+
+
 def json_rows(path, pieces):
     """(where, row) of each line that is not empty, or of each item of a file that is one list"""
     first = next(pieces, "")
     pieces = itertools.chain([first], pieces)
-    if first.lstrip().startswith("["):
+    if first.lstrip().startswith("[") and not is_conversation(first.lstrip().split("\n", 1)[0]):
         for number, row in enumerate(parse("".join(pieces), f"'{path}'"), 1):
             yield f"'{path}' row {number}", row
         return
@@ -144,6 +153,8 @@ def json_rows(path, pieces):
 class Reader:
     """How texts are read. field: where rows have theirs; encoding: of texts and JSON; errors: "replace" makes
     U+FFFD of each byte that the encoding does not allow, and counts it, "strict" refuses the file."""
+
+    rows, no_field = (str,), "--text-field NAME says where the text is"     # rows: of files without fields
 
     def __init__(self, field="text", encoding="utf-8", errors="strict"):
         self.field, self.encoding, self.replaced = field, encoding, 0
@@ -199,12 +210,12 @@ class Reader:
 
     def row_texts(self, path, pieces):
         for where, row in json_rows(path, pieces):
-            if not isinstance(row, (dict, str)):
+            if not isinstance(row, (dict, *self.rows)):
                 raise Problem(f"{where} is neither an object nor a text")
             if isinstance(row, dict) and self.field not in row:
                 raise Problem(f"{where} has no '{self.field}', but {', '.join(map(repr, row))}",
-                              "--text-field NAME says where the text is")
-            yield where, row if isinstance(row, str) else row[self.field]
+                              self.no_field)
+            yield where, row[self.field] if isinstance(row, dict) else row
 
     def parquet_texts(self, path):
         need_pyarrow()
@@ -216,7 +227,7 @@ class Reader:
                 if self.field not in f.schema_arrow.names:
                     raise Problem(f"'{path}' has no column '{self.field}', but "
                                   f"{', '.join(map(repr, f.schema_arrow.names))}",
-                                  "--text-field NAME says where the text is")
+                                  self.no_field)
                 for batch in f.iter_batches(batch_size=1024, columns=[self.field]):
                     column = batch.column(0)
                     is_text = column.type in (pyarrow.string(), pyarrow.large_string())

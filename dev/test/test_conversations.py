@@ -206,6 +206,17 @@ def test_gpt2_tokens():
         assert other[:12] + other[16:] == want[:12] + want[16:], path
 
 
+def test_lists_alone():
+    """A line may be the list of messages itself, as nanochat writes it."""
+    said = some_conversations(4, 20)
+    write_rows(said)
+    makes("--row-tokens", 64, out="rows")
+    write("lists.jsonl", "".join(json.dumps(messages(*some)) + "\n" for some in said))
+    makes("--row-tokens", 64, out="lists", origin="lists.jsonl")
+    for path in glob.glob("rows/rows_*"):
+        assert read(path) == read(path.replace("rows", "lists"))
+
+
 def test_parquet():
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow                                  # pylint: disable=C0415
@@ -222,7 +233,7 @@ def test_parquet():
 def test_refused():
     write("a.txt", "Only text.\n")
     refused("'a.txt' is text, not rows of messages", origin="a.txt")
-    for row, said in (({"text": "x"}, ["line 1 has no 'messages', but 'text'"]),
+    for row, said in (({"text": "x"}, ["line 1 has no 'messages', but 'text'", "or this list alone"]),
                       ({"messages": "x"}, ["is no list of messages, but str"]),
                       ({"messages": []}, ["no list of messages"]),
                       ({"messages": messages(("u", "x"))}, ["no message of the role assistant"]),
