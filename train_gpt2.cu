@@ -6131,7 +6131,7 @@ struct Recompute : Forward {
 // N parts: a part's logits, losses and gradients are complete before the next part's logits take their place.
 // The head's weight then has the sum of N parts' gradients.
 
-// What lies in rows, from row `first` on.
+// The head from row `first` on. Bytes stay: fp8-head takes all rows at once (fp8_check).
 static Head head_part(Head head, int first, int C) {
     const size_t at = (size_t)first * C;
     head.lnf.data += at, head.dlnf += at, head.losses += first, head.targets += first;
@@ -6195,7 +6195,7 @@ static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accu
     const Pass pass = {model, B, T, micro, model->acts.scratch};
     Forward forward(pass);
     gpt2_forward(forward);
-    Backward backward(pass);
+    Backward backward(pass);            // grad_sum moves its scratch behind the sum
     Head head = pass.head_of();
     const bool tied = model->config.shape().tied;       // then gpt2_backward adds to the sum and stores it
     if (micro) { head.w.dweight = grad_sum(&backward, tied ? PARAM_wte : PARAM_headw); }
