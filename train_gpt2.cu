@@ -7318,7 +7318,7 @@ int main(int argc, char** argv) {
     device_prepare(argv);
     const std::vector<const char*> words = words_in_full(argc, argv);
     flags_parse(kFlags, (int)words.size(), words.data(), kFlagGroups, kOtherNames);
-    muon_rate_default();
+    muon_rate_defaults();
     if (run.plan[0] != '\0') {
         print_plan();
         stdout_check();

@@ -15,6 +15,5 @@
 exec "$(dirname "$0")/pretrain.sh" m12 'fineweb10B-shards --shards 33' \
     --model m12 --micro-batch 64 --sequence-length 1024 --total-batch 524288 --max-steps 6200 \
     --optimizer muon --warmup 30 --final-fraction 0.1 --weight-decay 0.1 \
-    --embedding-rate 27.78 --head-rate 1.111 \
     --val-every 250 --val-batches 160 --sample-every 2000 --checkpoint-every 1000 \
     -- "$@"

@@ -24,8 +24,7 @@ model=${model:-m12} questions=${questions:-dev/data}
 recipe=(--micro-batch 64 --sequence-length 1024 --total-batch 65536 --weight-decay 0.1)
 recipe+=(--val-every 250 --val-batches 8 --sample-every 0 --checkpoint-every 1000)
 case $model in
-m12) recipe+=(--max-steps 5000 --optimizer muon --warmup 30 --final-fraction 0.1)
-    recipe+=(--embedding-rate 27.78 --head-rate 1.111) ;;
+m12) recipe+=(--max-steps 5000 --optimizer muon --warmup 30 --final-fraction 0.1) ;;
 d12) recipe+=(--max-steps 5190 --learning-rate 1.2e-3 --warmup 100 --final-fraction 0) ;;
 *) printf "error: model=%s: m12 or d12\nhint: another model takes flags of its own, see docs/train.md\n" \
     "$model" >&2

@@ -15,6 +15,5 @@
 exec "$(dirname "$0")/pretrain.sh" m24 'fineweb100B-shards --shards 168' \
     --model m24 --micro-batch 32 --sequence-length 1024 --total-batch 524288 --max-steps 31800 \
     --optimizer muon --warmup 100 --final-fraction 0.1 --weight-decay 0.1 \
-    --embedding-rate 27.78 --head-rate 1.111 \
     --val-every 500 --val-batches 160 --sample-every 5000 --checkpoint-every 1000 --major-every 5000 \
     -- "$@"

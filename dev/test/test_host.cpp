@@ -789,16 +789,24 @@ static void test_run() {
         }
     }
     TEST("run: Muon's own defaults") {
-        const struct { std::vector<std::string> words; double lr; } rates[] = {
-            {{}, 3e-4}, {{"--optimizer", "muon"}, 3.6e-3}, {{"--optimizer", "muon", "-l", "3e-4"}, 3e-4}};
+        const struct { std::vector<std::string> words; double lr, embedding, head; } rates[] = {
+            {{}, 3e-4, 1, 1}, {{"-e", "m12"}, 3e-4, 1, 1}, {{"--optimizer", "muon"}, 3.6e-3, 1, 1},
+            {{"--optimizer", "muon", "-l", "3e-4"}, 3e-4, 1, 1},
+            {{"--optimizer", "muon", "-e", "m12"}, 3.6e-3, 27.78, 1.111},
+            {{"--optimizer", "muon", "-e", "m24,V256"}, 3.6e-3, 27.78, 1.111},
+            {{"--optimizer", "muon", "-e", "m12.bin"}, 3.6e-3, 1, 1},
+            {{"--optimizer", "muon", "-e", "m12", "-l", "1e-3", "--embedding-rate", "2", "--head-rate", "3"},
+             1e-3, 2, 3}};
         for (const auto& r : rates) {
             parse_run(r.words);
-            muon_rate_default();
-            CHECK(run.lr == r.lr, "-l %g, not %g", run.lr, r.lr);
+            muon_rate_defaults();
+            CHECK(run.lr == r.lr && run.embedding_rate == r.embedding && run.head_rate == r.head,
+                  "-l %g --embedding-rate %g --head-rate %g, not %g %g %g", run.lr, run.embedding_rate,
+                  run.head_rate, r.lr, r.embedding, r.head);
         }
         check_lives("a run of a program without --muon-warmup", [&] {
             parse_run({"--optimizer", "muon"});
-            muon_rate_default();
+            muon_rate_defaults();
             settings_resume({{"T", "8"}, {"total_batch", "8"}, {"lanes", "1"}, {"precision", "BF16"},
                              {"flag.optimizer", "muon"}, {"flag.learning-rate", "0.0003"}},
                             descriptor_config("d12"), cuda);

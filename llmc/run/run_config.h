@@ -3,7 +3,7 @@ A run's configuration: the table of all flags, checks over several flags, and th
 keeps. Host only.
 
     flags_parse(kFlags, argc, argv);                        // fills in `settings`
-    muon_rate_default();
+    muon_rate_defaults();
     if (checkpoint) { settings_resume(checkpoint->facts, config, build); } else { settings_keep(); }
     config_check(&config, is_descriptor, build);            // settles what the flags leave open
     if (run.B > 4 && run_task() == Task::Train) { ... }     // nothing changes any more
@@ -147,9 +147,13 @@ static const FlagTable kFlags = {
     {"",    "eps",             FLAG_FLOAT,  &settings.eps,            "1e-8",    1e-30, 1, nullptr,
         "AdamW", FLAG_FIXED},
     {"",    "embedding-rate",  FLAG_FLOAT,  &settings.embedding_rate, "1",       0, 1e4, nullptr,
-        "the learning rate of wte and wpe, as a multiple of the others'", FLAG_FIXED},
+        "the learning rate of wte and wpe, as a multiple of the others'; with Muon, m12's and m24's "
+        "is by default 27.78",
+        FLAG_FIXED},
     {"",    "head-rate",       FLAG_FLOAT,  &settings.head_rate,      "1",       0, 1e4, nullptr,
-        "an untied LM head's learning rate, as a multiple of the others'", FLAG_FIXED},
+        "an untied LM head's learning rate, as a multiple of the others'; with Muon, m12's and m24's "
+        "is by default 1.111",
+        FLAG_FIXED},
     {"",    "optimizer",       FLAG_ENUM,   &settings.optimizer,      "adamw",   0, 0, "adamw|muon",
         "AdamW for all tensors, or Muon for the layers' matrices and AdamW for the others", FLAG_FIXED},
     {"",    "muon-lr",         FLAG_FLOAT,  &settings.muon_lr,        "0.02",    0, 100, nullptr,
@@ -323,9 +327,15 @@ static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     return words;
 }
 
-// What is left to AdamW beside Muon wants a higher rate (dev/bench/NOTES.md).
-static inline void muon_rate_default() {
-    if (run.optimizer == OptimizerKind::Muon && !run_given("learning-rate")) { settings.lr = 3.6e-3; }
+// What is left to AdamW beside Muon wants a higher rate (dev/bench/NOTES.md). The embedding of m12 and m24,
+// which is not the head, wants a still higher one: 0.1, and the head 0.004.
+static inline void muon_rate_defaults() {
+    if (run.optimizer != OptimizerKind::Muon) { return; }
+    if (!run_given("learning-rate")) { settings.lr = 3.6e-3; }
+    const std::string model = run.model, size = model.substr(0, model.find(",V"));
+    if (size != "m12" && size != "m24") { return; }
+    if (!run_given("embedding-rate")) { settings.embedding_rate = 27.78; }
+    if (!run_given("head-rate")) { settings.head_rate = 1.111; }
 }
 
 // Prints text that is no result; --verbose -1 suppresses it.
