@@ -13,7 +13,8 @@
 #   one H100     5,000 x 107.9 ms (measured) = 9.0 minutes, without validation
 #   d12          5,190 steps x 104 ms (measured) = 9.0 minutes, 340.13e6 tokens. 1.2e-3 is AdamW's best rate
 #                for this batch in 3,000 steps (docs/models.md#muon)
-#   loss         not known for these steps; 600 steps: docs/models.md#the-second-family-the-modern-block
+#   loss         m12 1.597 after 8:59, d12 1.720 after 8:46, one H200, 2026-11-28, commit 9e98df3; with
+#                everything below 568 s and 556 s (docs/train.md#nine-minutes)
 #
 # gpus=N: more of them divide the time. data=FOLDER: other shards. questions=FOLDER: where hellaswag/,
 # lambada/ and arc-easy/ are. Flags by their long names replace the script's, except --output-dir.

@@ -10,6 +10,7 @@ was moved computes the same, in forward, backward and update; who changes an ord
 the entries of all machines in that commit, and removes those of machines that are not there.
 """
 import ctypes
+import fcntl
 import functools
 import json
 import os
@@ -17,7 +18,7 @@ import re
 
 import pytest
 
-from checks import ROOT, read, run_program, write
+from checks import ROOT, read, run_program
 from trainer import Program, flags_of, logged_steps, on_cpu, run_ok, write_shard
 
 pytestmark = [pytest.mark.numeric, pytest.mark.programs("plain")]
@@ -65,11 +66,16 @@ def test_curve(program, model, request):
         pytest.skip("the CPU's")
     made_up_data()
     update, key = request.config.getoption("--update-golden"), key_of(program)
-    golden = json.loads(read(GOLDEN))
-    if key not in golden and not update:
+    want = json.loads(read(GOLDEN)).get(key, {}).get(model)
+    if want is None and not update:
         pytest.skip(f"no entry for '{key}' in golden.json: --update-golden adds it")
-    got, want = curve(model), golden.get(key, {}).get(model)
+    got = curve(model)
     if update and got != want:
-        golden.setdefault(key, {})[model] = want = got
-        write(GOLDEN, json.dumps(golden, indent=0, sort_keys=True) + "\n")
+        with open(GOLDEN, "r+", encoding="utf-8") as f:
+            fcntl.flock(f, fcntl.LOCK_EX)           # other processes update, too
+            golden = json.load(f)
+            golden.setdefault(key, {})[model] = want = got
+            f.seek(0)
+            f.truncate()
+            f.write(json.dumps(golden, indent=0, sort_keys=True) + "\n")
     assert got == want, f"{key}, {model}"
