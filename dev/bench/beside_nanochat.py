@@ -2,7 +2,7 @@
 """nanochat's model and optimizer on our shards, beside a run of ours: losses by step and by second.
 
     git clone https://github.com/karpathy/nanochat          # tried with commit 92d63d4
-    python3 dev/bench/nanochat.py ../nanochat --data dev/data/debian-docs/debian_docs --steps 600
+    python3 dev/bench/beside_nanochat.py ../nanochat --data dev/data/debian-docs/debian_docs --steps 600
 
 From the checkout come nanochat/gpt.py, optim.py and what they import; nothing of it is changed. The rates,
 their scaling with the batch, and the schedules are those of scripts/base_train.py; all of its defaults hold,
@@ -17,6 +17,7 @@ import argparse
 import copy
 import glob
 import math
+import os
 import sys
 import time
 
@@ -85,6 +86,8 @@ def main():
     p.add_argument("--val-batches", type=int, default=7)
     p.add_argument("--seed", type=int, default=1337)
     args = p.parse_args()
+    if not os.path.exists(os.path.join(args.checkout, "nanochat/gpt.py")):
+        sys.exit(f"{args.checkout} has no nanochat/gpt.py: it is no checkout of nanochat")
     sys.path.insert(0, args.checkout)
     from nanochat.gpt import GPT, GPTConfig
 
