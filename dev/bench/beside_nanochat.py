@@ -58,13 +58,13 @@ def momentum(step, steps):
     return 0.97 - (0.97 - 0.90) * max(0.0, (step - (steps - down)) / down)
 
 
-def train_step(model, optimizer, step, args, tokens_a_step, decay, data):
+def train_step(model, optimizer, step, args, decay, data):
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * learning_rate(step, args.steps)
         if group["kind"] == "muon":
             group["momentum"] = momentum(step, args.steps)
             group["weight_decay"] = decay * 0.5 * (1 + math.cos(math.pi * step / args.steps))
-    micro_steps = tokens_a_step // (args.batch * args.seq_len)
+    micro_steps = args.tokens // (args.batch * args.seq_len)
     for _ in range(micro_steps):
         loss = model(*next(data))
         (loss / micro_steps).backward()
@@ -86,6 +86,8 @@ def main():
     p.add_argument("--val-batches", type=int, default=7)
     p.add_argument("--seed", type=int, default=1337)
     args = p.parse_args()
+    if args.tokens < 1 or args.tokens % (args.batch * args.seq_len):
+        sys.exit(f"--tokens {args.tokens} is no multiple of --batch x --seq-len, {args.batch * args.seq_len}")
     if not os.path.exists(os.path.join(args.checkout, "nanochat/gpt.py")):
         sys.exit(f"{args.checkout} has no nanochat/gpt.py: it is no checkout of nanochat")
     sys.path.insert(0, args.checkout)
@@ -129,7 +131,7 @@ def main():
                      set_priority=True):
         before, start = copy.deepcopy(model.state_dict()), time.time()
         for step in range(2):
-            train_step(compiled, optimizer, step, args, args.tokens, decay, batches())
+            train_step(compiled, optimizer, step, args, decay, batches())
         model.load_state_dict(before)
         optimizer.state.clear()
         validate(0)
@@ -139,7 +141,7 @@ def main():
             if device.type == "cuda":
                 torch.cuda.synchronize()
             start = time.time()
-            loss = train_step(compiled, optimizer, step, args, args.tokens, decay, data).item()
+            loss = train_step(compiled, optimizer, step, args, decay, data).item()
             took = time.time() - start
             seconds += took
             print(f"step {step + 1}/{args.steps} | loss {loss:.6f} | {1e3 * took:.1f} ms | {seconds:.1f} s",

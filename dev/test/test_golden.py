@@ -18,7 +18,7 @@ import re
 
 import pytest
 
-from checks import ROOT, read, run_program
+from checks import ROOT, run_program
 from trainer import Program, flags_of, logged_steps, on_cpu, run_ok, write_shard
 
 pytestmark = [pytest.mark.numeric, pytest.mark.programs("plain")]
@@ -66,13 +66,15 @@ def test_curve(program, model, request):
         pytest.skip("the CPU's")
     made_up_data()
     update, key = request.config.getoption("--update-golden"), key_of(program)
-    want = json.loads(read(GOLDEN)).get(key, {}).get(model)
+    with open(GOLDEN, encoding="utf-8") as f:
+        fcntl.flock(f, fcntl.LOCK_SH)               # other processes may update
+        want = json.load(f).get(key, {}).get(model)
     if want is None and not update:
         pytest.skip(f"no entry for '{key}' in golden.json: --update-golden adds it")
     got = curve(model)
     if update and got != want:
         with open(GOLDEN, "r+", encoding="utf-8") as f:
-            fcntl.flock(f, fcntl.LOCK_EX)           # other processes update, too
+            fcntl.flock(f, fcntl.LOCK_EX)
             golden = json.load(f)
             golden.setdefault(key, {})[model] = want = got
             f.seek(0)
