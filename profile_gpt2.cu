@@ -196,8 +196,8 @@ static double copy_rate() {
 }
 
 // A line per plan of llmc/ops/cublaslt.h, with what the library chose (-1: it did not say).
-static void print_plans() {
-    for (const GemmPlan& p : gemm_state.plans) {
+static void print_plans(Stream stream) {
+    for (const GemmPlan& p : gemm_stream(stream).plans) {
         auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute) {
             int value = -1;
             size_t written = 0;
@@ -277,7 +277,7 @@ int main(int argc, char** argv) {
 
     const double gemm_ms =
         sustained_ms([] { for (const auto& gemm : profile.gemms) { gemm(); } }, model.stream, 4);
-    if (run.verbose > 0) { print_plans(); }
+    if (run.verbose > 0) { print_plans(model.stream); }
     gpt2_free(&model);
     const double copy = copy_rate(), gemm = profile.gemm_flops / gemm_ms * 1e3;
     printf("%s, %s, B=%d, T=%d, " PRECISION_NAME "\n", device.name.c_str(), run.model, B, T);

@@ -476,7 +476,6 @@ struct RandomModel : Model {
 static void one_step(GPT2* model, int B, uint32_t batch, int micro_steps = 1) {
     accumulate(model, random_batch(model->config, B, batch), micro_steps);
     step_update(model, 1e-3, 1e-2);
-    stream_sync(model->stream);     // the next step may be another model's, and they share a workspace
 }
 
 // A few steps of training; returns the losses, then the parameters.
@@ -621,6 +620,20 @@ static void test_head_chunks(const Config& c, bool grads_bf16) {
     for (int micro_steps : {1, 2}) {
         accumulate(&whole, batch, micro_steps), accumulate(&parts, batch, micro_steps);
         check_grads("head in parts", &parts, host_grads(&whole), kLowPrecision ? 1e-2 : 1e-6);
+    }
+}
+
+// Two models that compute at the same time have the gradients of one alone.
+static void test_side_by_side(const Config& c) {
+    const Batch batch = random_batch(c, 8, 0);
+    RandomModel one(c, default_options(), batch.B), other(c, default_options(), batch.B);
+    accumulate(&one, batch);
+    const std::vector<Vector> want = host_grads(&one);      // waits
+    for (int i = 0; i < 50; i++) {
+        accumulate(&one, batch), accumulate(&other, batch);
+        const bool equal = host_grads(&one) == want && host_grads(&other) == want;
+        CHECK(equal, "C=%d: beside another model, gradients have other bits (try %d)", c.C, i);
+        if (!equal) { return; }
     }
 }
 
@@ -3093,7 +3106,7 @@ static void test_decoding() {
 
 static void test_kernels() {
     void* workspace = device_malloc(gemm_workspace_bytes(), "matmul workspace");
-    gemm_init(workspace, gemm_workspace_bytes(), false);
+    gemm_init(0, workspace, gemm_workspace_bytes(), false);
     TEST("kernels: encoder") {
         test_encoder(3, 33, 40, 67, 40);
         test_encoder(1, 1, 8, 5, 3);
@@ -3273,7 +3286,7 @@ static void test_kernels() {
         test_extreme_masters();
     }
     TEST("kernels: decoding") { test_decoding(); }
-    gemm_free();
+    gemm_free(0);
     device_free(workspace);
 }
 #endif  // GPT2_CPU
@@ -3372,6 +3385,9 @@ int main(int argc, char** argv) {
                 for (bool grads_bf16 : {false, kLowPrecision}) {
                     for (const Config& c : {kTensorCore, kLlama8}) { test_head_chunks(c, grads_bf16); }
                 }
+            }
+            if (kDeviceIsAsync) TEST("two models at once") {
+                for (const Config& c : {kTensorCore, kWide}) { test_side_by_side(c); }
             }
             TEST("recomputing, micro-steps") {
                 for (const Config& c : {kTiny, kTensorCore}) { test_variant(c, 0.0); }

@@ -4932,10 +4932,11 @@ struct Exchange {
 
 // --matmul-dtype fp8. A linear layer's tensors are its input and its output's gradient; the weights' come
 // behind those of all layers, because only the first are saved: the weights' scales follow from the weights.
-// The logits' gradient has a fixed scale, whose inverse the classifier sets in each micro-step.
+// The logits' gradient has a fixed scale, whose inverse the classifier sets in each micro-step, in a tensor
+// behind all others: what is saved may change in the update alone.
 struct Fp8 {
     int linears;                // the layers' linear layers, then the LM head
-    Fp8Tensor* tensors;         // (3*linears), of which (2*linears) are saved
+    Fp8Tensor* tensors;         // (3*linears + 1), of which (2*linears) are saved
 };
 
 struct GPT2 {
@@ -5035,7 +5036,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     visit(o.muon ? "m and AdamW's v" : "AdamW m and v", &model->opt.m,
           (layout.state_elems + layout.v_elems) * o.state_bytes(), Memory::Zeroed);
     visit("chunk ranges", &model->opt.ranges, layout.buckets.size() * sizeof(ChunkRange), Memory::Plain);
-    visit("FP8 scales", &model->fp8.tensors, o.fp8 * 3 * model->fp8.linears * sizeof(Fp8Tensor),
+    visit("FP8 scales", &model->fp8.tensors, o.fp8 * (3 * model->fp8.linears + 1) * sizeof(Fp8Tensor),
           Memory::Zeroed);
     visit("Muon's updates", &model->opt.muon_updates,
           o.muon && o.split.world > 1 ? model->muon.elems * bytes_floatX : 0, shared);
@@ -5213,7 +5214,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
         copy_to_device(model->rotation, table.data(), table.size() * sizeof(float), model->stream);
         stream_sync(model->stream);
     }
-    gemm_init(model->acts.workspace, gemm_workspace_bytes(), options.tf32);
+    gemm_init(model->stream, model->acts.workspace, gemm_workspace_bytes(), options.tf32);
     select_kernels(options.kernels == Kernels::Portable, options.tf32);
     const int HS = config.shape().HS;
     if (options.kernels == Kernels::Sm90 && !attention_uses_sm90(HS)) {
@@ -5226,7 +5227,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
 static void gpt2_free(GPT2* model) {
     stream_sync(model->stream);
     stream_sync(model->exchange.stream);
-    gemm_free();
+    gemm_free(model->stream);
     for (Graph* graphs : model->micro_graphs) { graph_free(&graphs[0]), graph_free(&graphs[1]); }
     for (int i = 0; i < Feed::kSlots; i++) {
         pinned_free(model->feed.staging[i].tokens);
@@ -5596,13 +5597,14 @@ struct Pass {
         const Options& o = model->options;
         const bool is_head = linear == 4 * c.L;
         Operand y = {.data = x};
-        if (is_head && role == kDout) { y.format = Fp8Format::E5m2; }
+        const bool is_dlogits = is_head && role == kDout;
+        if (is_dlogits) { y.format = Fp8Format::E5m2; }
         const bool is_fp8 = is_head ? o.fp8_head : linear >= 0 && o.fp8 && fp8_layer(linear / 4, c.L);
         if (!micro || !is_fp8) { return y; }
-        y.tensor = model->fp8.tensors +
-                   (role == kWeight ? 2 * model->fp8.linears + linear : 2 * linear + (role == kDout));
-        y.stats = (Fp8Stats*)(model->exchange.record + model->exchange.stats_at) +
-                  (y.tensor - model->fp8.tensors);
+        const int linears = model->fp8.linears;
+        const int number = role == kWeight ? 2 * linears + linear : 2 * linear + (role == kDout);
+        y.tensor = model->fp8.tensors + (is_dlogits ? 3 * linears : number);
+        y.stats = (Fp8Stats*)(model->exchange.record + model->exchange.stats_at) + number;
         if (model->step >= (c.is_llama() ? kFp8LlamaBegins : 1)) { y.bytes = bytes, y.bytes_t = bytes_t; }
         return y;
     }
@@ -6640,6 +6642,7 @@ static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts,
     send(d->positions, positions);
     send(d->ids, ids);
     send(d->draws, draws);
+    stream_sync(model->stream);                 // the vectors end here
     return kept - 1;
 }
 

@@ -14,8 +14,8 @@ and no more of it than that needs. Which of the streams that can go on does so i
     GPT2_LAZY=random:SEED   any
 
 All of these are orders that CUDA allows. Like there, the host's waits are event_wait, event_ms, stream_sync,
-to free memory, and copies to memory that is not pinned. Copies from such memory take its data at once. Of
-all this, other threads than main's may call event_wait only.
+to free memory, and copies to memory that is not pinned. Copies from such memory may be as late as others: the
+host waits before it lets the memory go. Of all this, other threads than main's may call event_wait only.
 
 A graph's capture keeps work for later, as CUDA's does. What CUDA refuses ends the program: see "graphs".
 */
@@ -238,10 +238,10 @@ static inline bool lazy_is_pinned(const void* p) {
     return (const char*)p < next->first + next->second;
 }
 static inline void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
-    if (lazy_is_pinned(host)) { on_stream(stream, [=] { memcpy(device, host, bytes); }); return; }
-    capture_refuses("a copy of memory that is not pinned, which would be read at each launch");
-    std::vector<char> data((const char*)host, (const char*)host + bytes);
-    on_stream(stream, [device, data = std::move(data)] { memcpy(device, data.data(), data.size()); });
+    if (!lazy_is_pinned(host)) {
+        capture_refuses("a copy of memory that is not pinned, which would be read at each launch");
+    }
+    on_stream(stream, [=] { memcpy(device, host, bytes); });
 }
 static inline void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) {
     on_stream(stream, [=] { memcpy(host, device, bytes); });

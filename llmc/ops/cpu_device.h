@@ -175,8 +175,8 @@ constexpr bool kDeviceHasNccl = false, kDeviceIsCuda = false;
 
 // Names of llmc/ops/cublaslt.h and section 6.9 that the model calls: there is nothing to do here.
 static inline size_t gemm_workspace_bytes() { return 0; }
-static inline void gemm_init(void*, size_t, bool) {}
-static inline void gemm_free() {}
+static inline void gemm_init(Stream, void*, size_t, bool) {}
+static inline void gemm_free(Stream) {}
 static inline void select_kernels(bool, bool) {}
 static inline bool attention_uses_sm90(int) { return false; }
 static inline const char* attention_form(int) { return "plain loops"; }

@@ -3,9 +3,9 @@ Matrix products through cuBLASLt: a plan for each shape (descriptors and the alg
 The linear layers (train_gpt2.cu, section 6.3) and Muon (6.8) use it. The includer has defined floatX and
 PRECISION_NAME.
 
-    gemm_init(workspace, gemm_workspace_bytes(), tf32);
+    gemm_init(stream, workspace, gemm_workspace_bytes(), tf32);
     gemm({.d = d, .a = a, .b = b, .m = m, .n = n, .k = k}, stream);
-    gemm_free();
+    gemm_free(stream);
 
 gemm_preferred says which of the library's suggestions a plan takes. No timing takes part, so equal runs take
 equal algorithms.
@@ -15,6 +15,7 @@ equal algorithms.
 #include <cublasLt.h>           // gives: cublasLtMatmul
 
 #include <array>                // gives: std::array
+#include <list>                 // gives: std::list
 
 #include "../check.h"           // gives: die
 #include "cuda_device.h"        // gives: cublasCheck, Stream, device_is_hopper
@@ -61,33 +62,40 @@ struct GemmPlan {
     cublasLtMatmulAlgo_t algo;
 };
 
-static struct {
-    int users;                          // models; of two at a time, in tests, the first must end first
-    cublasLtHandle_t handle;
+// What a stream's products share. They run one after the other, so one workspace serves them all. Products of
+// two streams would add up each other's partial sums in it.
+struct GemmStream {
+    Stream stream;
     void* workspace;
     size_t workspace_bytes;
     cublasComputeType_t compute;
+    cublasLtHandle_t handle;
     std::vector<GemmPlan> plans;        // 124M: 13 of them
-} gemm_state;
+};
+static std::list<GemmStream> gemm_streams;      // one a model
 
-static inline void gemm_init(void* workspace, size_t workspace_bytes, bool tf32) {
-    if (gemm_state.users++ == 0) { cublasCheck(cublasLtCreate(&gemm_state.handle)); }
-    gemm_state.workspace = workspace;
-    gemm_state.workspace_bytes = workspace_bytes;
-    gemm_state.compute = tf32 && sizeof(floatX) == 4 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+static inline GemmStream& gemm_stream(Stream stream) {
+    for (GemmStream& s : gemm_streams) { if (s.stream == stream) { return s; } }
+    die("a matrix product on a stream for which gemm_init was not called");
 }
 
-static inline void gemm_free() {
-    assert(gemm_state.users > 0);
-    if (--gemm_state.users > 0) { return; }
-    for (GemmPlan& plan : gemm_state.plans) {
+static inline void gemm_init(Stream stream, void* workspace, size_t workspace_bytes, bool tf32) {
+    const bool rounds = tf32 && sizeof(floatX) == 4;
+    gemm_streams.push_back({stream, workspace, workspace_bytes,
+                            rounds ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F});
+    cublasCheck(cublasLtCreate(&gemm_streams.back().handle));
+}
+
+static inline void gemm_free(Stream stream) {
+    GemmStream& s = gemm_stream(stream);
+    for (GemmPlan& plan : s.plans) {
         cublasCheck(cublasLtMatmulDescDestroy(plan.desc));
         for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.c, plan.d}) {
             cublasCheck(cublasLtMatrixLayoutDestroy(layout));
         }
     }
-    gemm_state.plans.clear();
-    cublasCheck(cublasLtDestroy(gemm_state.handle));
+    cublasCheck(cublasLtDestroy(s.handle));
+    gemm_streams.remove_if([=](const GemmStream& it) { return it.stream == stream; });
 }
 
 // The largest power of two that divides the address, for a batch the addresses of all its matrices. At most
@@ -143,20 +151,20 @@ static inline int gemm_preferred(const Gemm& g, const cublasLtMatmulHeuristicRes
 }
 
 // Sets the plan's algorithm. Dies if the library has none.
-static inline void gemm_choose(GemmPlan* plan, const Gemm& g) {
+static inline void gemm_choose(GemmPlan* plan, const Gemm& g, const GemmStream& s) {
     cublasLtMatmulPreference_t pref;
     cublasCheck(cublasLtMatmulPreferenceCreate(&pref));
     auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
         cublasCheck(cublasLtMatmulPreferenceSetAttribute(pref, attribute, &value, sizeof(value)));
     };
-    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, gemm_state.workspace_bytes);
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, s.workspace_bytes);
     // Split-K partials are added in fp32 in the workspace, in a fixed order; the in-place scheme adds as
     // blocks finish. Where n counts rows (forward, input gradient), fp32 without TF32 takes no split: every
     // algorithm then adds k = 0, 1, 2, ... one after the other (measured: dev/bench/NOTES.md), so a row's
     // result depends neither on how many rows are beside it (splitting a batch changes gradients by 1e-7
     // instead of 2e-6) nor on the library's choice.
     const bool sequential = g.count_all > 0 || (sizeof(floatX) == 4 && !g.trans_b &&
-                                                gemm_state.compute == CUBLAS_COMPUTE_32F);
+                                                s.compute == CUBLAS_COMPUTE_32F);
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         (uint32_t)(sequential ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     const GemmAlignments at = gemm_alignments(g);
@@ -166,7 +174,7 @@ static inline void gemm_choose(GemmPlan* plan, const Gemm& g) {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)at.d);
     int count = 0;
     cublasLtMatmulHeuristicResult_t suggestions[8] = {};        // it makes no more
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemm_state.handle, plan->desc, plan->a, plan->b,
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(s.handle, plan->desc, plan->a, plan->b,
                                                            plan->c, plan->d, pref, 8, suggestions, &count);
     cublasCheck(cublasLtMatmulPreferenceDestroy(pref));
     if (status != CUBLAS_STATUS_NOT_SUPPORTED) { cublasCheck(status); }
@@ -192,10 +200,10 @@ static inline void gemm_set_count(const GemmPlan& plan, const Gemm& g, int32_t c
     }
 }
 
-static inline GemmPlan gemm_plan(const Gemm& g) {
+static inline GemmPlan gemm_plan(const Gemm& g, const GemmStream& s) {
     GemmPlan plan = {};
     const cudaDataType_t type = g.inp_type;
-    cublasCheck(cublasLtMatmulDescCreate(&plan.desc, gemm_state.compute, CUDA_R_32F));
+    cublasCheck(cublasLtMatmulDescCreate(&plan.desc, s.compute, CUDA_R_32F));
     auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
         cublasCheck(cublasLtMatmulDescSetAttribute(plan.desc, attribute, &value, sizeof(value)));
     };
@@ -213,7 +221,7 @@ static inline GemmPlan gemm_plan(const Gemm& g) {
         cublasCheck(cublasLtMatrixLayoutCreate(layout, g.d_type, g.m, g.n, g.m));
     }
     if (g.count_all > 0) { gemm_set_count(plan, g, g.count_all); }
-    gemm_choose(&plan, g);
+    gemm_choose(&plan, g, s);
     if (g.count_all > 0) { gemm_set_count(plan, g, g.count); }
     return plan;
 }
@@ -224,18 +232,19 @@ static inline void gemm(const Gemm& g, Stream stream) {
         g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, at.a, at.b, at.c, at.d,
         pointer_alignment(g.bias), g.inp_type, g.count, g.count_all, (int64_t)g.a_stride,
         (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride, g.fast, g.b_is_e5m2};
+    GemmStream& s = gemm_stream(stream);
     GemmPlan* plan = nullptr;
-    for (GemmPlan& p : gemm_state.plans) {
+    for (GemmPlan& p : s.plans) {
         if (p.key == key) { plan = &p; }
     }
     if (!plan) {
-        gemm_state.plans.push_back(gemm_plan(g));
-        plan = &gemm_state.plans.back();
+        s.plans.push_back(gemm_plan(g, s));
+        plan = &s.plans.back();
         plan->key = key;
     }
     gemm_set_pointers(plan->desc, g);
     const float beta = g.c ? g.beta : 0.0f;
-    cublasCheck(cublasLtMatmul(gemm_state.handle, plan->desc, &g.alpha, g.a, plan->a, g.b, plan->b, &beta,
-                               g.c ? g.c : g.d, plan->c, g.d, plan->d, &plan->algo, gemm_state.workspace,
-                               gemm_state.workspace_bytes, stream));
+    cublasCheck(cublasLtMatmul(s.handle, plan->desc, &g.alpha, g.a, plan->a, g.b, plan->b, &beta,
+                               g.c ? g.c : g.d, plan->c, g.d, plan->d, &plan->algo, s.workspace,
+                               s.workspace_bytes, stream));
 }
