@@ -656,3 +656,52 @@ def test_family_in_transformers(kind):
     model.save_pretrained("theirs", max_shard_size="20KB")
     assert os.path.exists("theirs/model.safetensors.index.json")
     computes("theirs", dims, params)
+# what the classes of transformers take where config.json lacks the key
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+            "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu"}
+CLASS_DEFAULTS = {
+    "Llama": {**DEFAULTS, "mlp_bias": False},
+    "Qwen3": {**DEFAULTS, "num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
+    "NanoChat": {**DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0}}
+
+
+def by_default(kind):
+    """(dims, params, config without any key that has a default) of m.bin and hf."""
+    sizes = {"Llama": {}, "Qwen3": {"NH": 64, "C": 8, "F": 8}, "NanoChat": {}}[kind]
+    defaults = CLASS_DEFAULTS[kind]
+    dims, params = family_model("m.bin", **{
+        **FAMILY[kind], "C": 64, "eps": 1e-6, "theta": 1e4, "NKV": defaults["num_key_value_heads"],
+        "HS": defaults["head_dim"], "softcap": defaults.get("final_logit_softcapping", 0.0), "V": 250,
+        **sizes})
+    tool_ok("m.bin", "hf")
+    config, optional = read_json("hf/config.json"), {*defaults, "rope_parameters"}
+    return dims, params, {key: value for key, value in config.items() if key not in optional}
+
+
+@pytest.mark.parametrize("kind", CLASS_DEFAULTS)
+def test_defaults(kind):
+    """A config.json may lack what is as its class has it."""
+    dims, _, config = by_default(kind)
+    for more in ({}, {"rope_parameters": None, "rope_scaling": None, "layer_types": None}):
+        write_json("hf/config.json", {**config, **more})
+        run_ok({"-e": "hf", "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
+        assert formats.read_checkpoint_header(model_path("taken"))[0] == dims
+        shutil.rmtree("taken")
+
+
+@pytest.mark.parametrize("kind", CLASS_DEFAULTS)
+def test_defaults_of_transformers(kind):
+    """The table is what the classes have, and exports leave nothing to them."""
+    theirs = pytest.importorskip("transformers")
+    dims, _, config = by_default(kind)
+    sizes = {key: config[key] for key in config.keys() - {"architectures", "torch_dtype", "model_type"}}
+    has = getattr(theirs, kind + "Config")(**sizes)
+    rope = {"rope_theta": has.rope_parameters["rope_theta"]} if hasattr(has, "rope_parameters") else {}
+    for key, value in CLASS_DEFAULTS[kind].items():
+        found = rope.get(key, getattr(has, key, 16 if key == "head_dim" else None))
+        assert found == value, key
+    exported = export_hf.model_config(dims, "F32", 0)
+    silent = set(has.to_dict()) - set(theirs.PretrainedConfig().to_dict()) - set(exported)
+    assert silent <= {"pretraining_tp", "sliding_window", "max_window_layers", "layer_types"}, silent
+
+

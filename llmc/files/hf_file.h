@@ -61,7 +61,7 @@ static inline const HfClass& hf_check_class(const std::string& path, const Facts
         {"scale_attn_by_inverse_layer_idx", "false", ""}, {"reorder_and_upcast_attn", "false", ""},
         {"add_cross_attention", "false", ""}, {"quantization_config", "null", ""},
         {"attention_bias", "false", ""}, {"mlp_bias", "false", ""}, {"use_sliding_window", "false", ""},
-        {"layer_types", "full_attention", ""}, {"rope_interleaved", "false", ""},
+        {"layer_types", "full_attention", "null"}, {"rope_interleaved", "false", ""},
         {"partial_rotary_factor", "1", ""}, {"rope_parameters.partial_rotary_factor", "1", ""},
         {"rope_parameters.rope_type", "default", ""}, {"rope_scaling.rope_type", "default", ""},
         {"rope_scaling.type", "default", ""}};
@@ -125,10 +125,12 @@ static inline HfModel hf_read_model(const std::string& weights) {
         c.family = Family::Llama, c.norm = NormKind::Rms;
         c.maxT = number("max_position_embeddings"), c.L = number("num_hidden_layers");
         c.NH = number("num_attention_heads"), c.C = number("hidden_size");
-        const bool nanochat = type == "nanochat";
+        const bool nanochat = type == "nanochat", qwen3 = type == "qwen3";
         Config::Shape& s = c.llama;
-        s.NKV = number("num_key_value_heads", c.NH), s.F = number("intermediate_size");
-        s.HS = number("head_dim", type == "qwen3" ? 128 : c.C / std::max(c.NH, 1));
+        // where a Qwen3 lacks these keys, its class has numbers of its own
+        const bool lacks_NKV = qwen3 && !facts_find(values, "num_key_value_heads");
+        s.NKV = number("num_key_value_heads", lacks_NKV ? 32 : c.NH), s.F = number("intermediate_size");
+        s.HS = number("head_dim", qwen3 ? 128 : c.C / std::max(c.NH, 1));
         s.mlp = nanochat ? Mlp::Relu2 : Mlp::SwiGlu;
         s.qk_norm = type != "llama", s.norm_weights = !nanochat, s.embed_norm = nanochat, s.tied = tied;
         s.eps = real("rms_norm_eps", 1e-6);
