@@ -9,10 +9,10 @@ import shutil
 
 import pytest
 
-from checks import read
+from checks import ROOT, read, run_program, write
 from trainer import (log_lines, model_path, need_fp8, on_cpu, refused, run_ok, sentences, tolerance,
                      write_shard, write_wide_shard)
-from twins import doubles, logits_of, np, softmax, windows
+from twins import FAMILY, doubles, family_model, logits_of, np, softmax, windows
 
 LLAMA = "llama:L2,NH4,NKV2,HS16,C48,F96,T32,V256,qk_norm"          # NH * HS is not C
 NANO = "llama:L2,NH2,NKV1,HS16,C40,F56,T32,V256,relu2,qk_norm,no_norm_weights,embed_norm,tied,softcap=15"
@@ -105,3 +105,18 @@ def test_refusals():
         refused({**usual, "-e": f"llama:L2,NH4,C48,T32,V256,{sizes}"}, why)
     refused({**usual, "-e": LLAMA + ",theta=0"}, "theta=0")
     refused({**usual, "-e": LLAMA + ",soft"}, "neither a file nor a model descriptor")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.skipif(not os.access(ROOT + "/build/checkpoint", os.X_OK), reason="no build/checkpoint")
+@pytest.mark.parametrize("kind", FAMILY)
+def test_looking(kind):
+    """build/checkpoint knows the family's shapes, and how many bytes each means."""
+    for version in (203, 205):
+        dims, _ = family_model("m.bin", version, V=250, **FAMILY[kind])
+        code, out, _ = run_program([ROOT + "/build/checkpoint", "m.bin"])
+        assert code == 0 and f"  version {version} " in out and "no checksum: " in out, out
+        assert re.split(",theta|,eps|,softcap", dims.text())[0] + ",theta=" in out
+    write("m.bin", read("m.bin") + b"x")
+    code, out, _ = run_program([ROOT + "/build/checkpoint", "m.bin"])
+    assert code == 1 and "NOT SOUND: it has" in out, out

@@ -44,7 +44,7 @@ static std::string read_tensors(const StateFile& s, bool print) {
         if (print && show_tensors) {
             printf("  %-24s %-4s %14s  %-24s %s%s\n", shown(row.name).c_str(), row.type, shape.c_str(),
                    part.c_str(), checksum_text(row.checksum).c_str(), error.empty() ? "" : "  DAMAGED");
-        } else if (print && !error.empty()) { printf("  %s\n", error.c_str()); }
+        } else if (print && !error.empty()) { printf("  %s\n", shown(error).c_str()); }
     }
     return first;
 }
@@ -62,25 +62,40 @@ static std::string state_error(const std::string& path, bool print) {
     return error;
 }
 
+// variant: not GPT-2, words 8 and 9 of the header say which block and norm.
+static double gpt2_parameters(const int* h, bool variant) {
+    const bool tied = variant && h[8] == 2, rms = variant && h[9] == 1;
+    const double C = h[6], norms = (tied ? 1 : 2) * (rms ? 1 : 2);         // vectors of a layer
+    return C * h[7] + C * h[2] + h[4] * (12 * C * C + (9 + norms) * C) + (rms ? 1 : 2) * C;
+}
+
+static double llama_parameters(const int* h) {
+    Config c = {};
+    c.maxT = h[2], c.V = h[3], c.L = h[4], c.NH = h[5], c.C = h[6], c.llama = llama_from_header(h);
+    printf("  %s\n", llama_text(c).c_str());
+    const Config::Shape& s = c.llama;
+    const double C = c.C, norms = s.norm_weights ? 1 : 0;
+    const double attention = (2.0 * c.NH + 2.0 * s.NKV) * s.HS * C, mlp = s.mlp == Mlp::SwiGlu ? 3 : 2;
+    const double layer = attention + mlp * s.F * C + norms * (2 * C + (s.qk_norm ? 2 * s.HS : 0));
+    return C * h[7] * (s.tied ? 1 : 2) + c.L * layer + norms * C;
+}
+
 static std::string model_error(const std::string& path) {
     int h[256];
     FILE* f = fopen_check(path.c_str(), "rb");
     const bool read = fread(h, sizeof(h), 1, f) == 1;
     fclose(f);
-    if (!read || h[0] != 20240326) { return "is neither a state file nor a model file"; }
-    const bool variant = h[1] >= 100;               // not GPT-2: words 8 and 9 say which block and norm
-    const int version = h[1] - (variant ? 100 : 0);
-    if (version != 3 && version != 5) {
-        return format("has version %d; known are 3 (fp32) and 5 (bf16), 103 and 105", h[1]);
+    if (!read || h[0] != kModelMagic) { return "is neither a state file nor a model file"; }
+    const bool llama = h[1] >= kModelLlama, variant = !llama && h[1] >= kModelVariant;
+    const int version = h[1] - (llama ? kModelLlama : variant ? kModelVariant : 0);
+    if (version != kModelFp32 && version != kModelBf16) {
+        return format("has version %d; known are 3 (fp32) and 5 (bf16), 103 and 105, 203 and 205", h[1]);
     }
     printf("  version %d (%s), maxT %d, V %d, L %d, NH %d, C %d, Vp %d\n", h[1],
-           version == 3 ? "fp32" : "bf16", h[2], h[3], h[4], h[5], h[6], h[7]);
+           version == kModelFp32 ? "fp32" : "bf16", h[2], h[3], h[4], h[5], h[6], h[7]);
     if (variant) { printf("  not GPT-2: block %d, norm %d\n", h[8], h[9]); }
-    const bool tied = variant && h[8] == 2, rms = variant && h[9] == 1;
-    const double C = h[6], norms = (tied ? 1 : 2) * (rms ? 1 : 2);         // vectors of a layer
-    const double parameters =
-        C * h[7] + C * h[2] + h[4] * (12 * C * C + (9 + norms) * C) + (rms ? 1 : 2) * C;
-    const double bytes = sizeof(h) + parameters * (version == 3 ? 4 : 2);
+    const double parameters = llama ? llama_parameters(h) : gpt2_parameters(h, variant);
+    const double bytes = sizeof(h) + parameters * (version == kModelFp32 ? 4 : 2);
     if ((double)file_size(path.c_str()) != bytes) {
         return format("has %lld bytes, and its header means %.0f", (long long)file_size(path.c_str()), bytes);
     }
@@ -110,7 +125,7 @@ static bool show_checkpoint(const std::string& folder, int64_t step) {
         if (!error.empty()) { error = file_name(states[i]) + " " + error; }
     }
     if (!error.empty()) {
-        printf("  step %lld: NOT SOUND: %s\n", (long long)step, error.c_str());
+        printf("  step %lld: NOT SOUND: %s\n", (long long)step, shown(error).c_str());
         return false;
     }
     const bool marked = file_size(checkpoint_marker(folder, step).c_str()) >= 0;
@@ -137,7 +152,7 @@ static bool show_path(const std::string& path) {
     fclose(f);
     const bool is_state = read && memcmp(magic, kStateMagic, sizeof(magic)) == 0;
     const std::string error = is_state ? state_error(path, true) : model_error(path);
-    if (!error.empty()) { printf("  NOT SOUND: it %s\n", error.c_str()); }
+    if (!error.empty()) { printf("  NOT SOUND: it %s\n", shown(error).c_str()); }
     return error.empty();
 }
 
