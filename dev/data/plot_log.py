@@ -21,6 +21,7 @@ import sys
 import textwrap
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from outputs import whole_file                      # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 # a line's curves, and its form, behind which more words may stand; llm.c's older logs have no lr and norm
@@ -308,7 +309,8 @@ def main():
         take_the_venv()
         fail("no plot without matplotlib", "scripts/setup.sh installs it into .venv")
     try:
-        figure.savefig(output)
+        with whole_file(output) as f:
+            figure.savefig(f, format=os.path.splitext(output)[1][1:] or None)
     except (OSError, ValueError) as e:                  # ValueError: an ending that it does not know
         fail(f"cannot write {output}: {e.strerror if isinstance(e, OSError) else e}")
     print(f"wrote {output}")

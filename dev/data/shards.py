@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import dataclass
 
 from fetch import Problem
+from outputs import whole_file
 
 HEADER_BYTES = 1024
 EOT = 50256                 # of GPT-2's tokens; 0 of bytes
@@ -30,20 +31,12 @@ KINDS = (Kind(20240520, 1, "H", 2, 2**16), Kind(20240801, 7, "I", 4, 2**32))
 
 def replace_file(path, blocks_of_bytes):
     """The file appears whole, or not at all."""
-    part = path + ".part"
     try:
-        with open(part, "wb") as f:
+        with whole_file(path) as f:
             f.writelines(blocks_of_bytes)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        if isinstance(error, OSError):
-            raise Problem(f"cannot write '{path}': {error.strerror}",
-                          "free some space, or choose another --out") from error
-        raise
+    except OSError as error:
+        raise Problem(f"cannot write '{path}': {error.strerror}",
+                      "free some space, or choose another --out") from error
 
 
 def write_facts(path, facts):

@@ -11,12 +11,13 @@ the last step that is there counts as done when the file was last written, and t
 they took.
 """
 import argparse
+import glob
 import math
 import os
-import shutil
 import sys
 import time
 
+from outputs import shown
 from plot_log import fail, number, read_metrics, take_the_venv
 
 # key of metrics.jsonl: where TensorBoard shows it; other keys (but for step) are shown by their own names;
@@ -46,7 +47,10 @@ def advance(run, new_writer, writer, written):
     if writer is None or records[:len(written)] != written:
         if writer:
             writer.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        if os.path.islink(folder) or os.path.exists(folder) and not os.path.isdir(folder):
+            fail(f"cannot write the event files: '{folder}' is there, and no folder", "remove it")
+        for old in glob.glob(os.path.join(glob.escape(folder), "events.out.tfevents.*")):
+            os.unlink(old)
         writer, written = new_writer(folder), []
     new = records[len(written):]
     at = os.stat(path).st_mtime - sum(number(record.get("ms", 0)) for record in new) * 1e-3
@@ -72,7 +76,7 @@ def main():
             for run, (writer, before) in written.items():
                 written[run] = advance(run, new_writer, writer, before)
                 if writer is None:
-                    print(f"wrote {run}/tensorboard: {len(written[run][1])} records", flush=True)
+                    print(f"wrote {shown(run)}/tensorboard: {len(written[run][1])} records", flush=True)
             if not args.follow:
                 break
             time.sleep(POLL_S)

@@ -16,6 +16,7 @@ import stat
 from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die, last_model, mode,
                        np, read_model, take_the_venv, words_of)
 
+from outputs import shown, whole_file
 try:
     import gguf
 except ImportError:
@@ -132,7 +133,6 @@ def main():
     parser.add_argument("file", help="file to write")
     parser.add_argument("--type", choices=TYPES, default="f16", help="type of the matrices (default: f16)")
     args = parser.parse_args()
-    part = args.file + ".part"
     try:
         source = last_model(args.model) if stat.S_ISDIR(mode(args.model)) else args.model
         dims, params, _ = read_model(source)
@@ -141,14 +141,12 @@ def main():
                 "hint: dev/eval/export_hf.py writes it for transformers")
         name = os.path.basename(args.file).removesuffix(".gguf")
         words = words_of(dims.V, os.path.dirname(source))
-        write(part, name, dims, params, args.type, words, CHAT_TEMPLATES.get(chat_template_of(source)))
-        os.replace(part, args.file)
+        with whole_file(args.file) as f:
+            write(f.name, name, dims, params, args.type, words, CHAT_TEMPLATES.get(chat_template_of(source)))
     except OSError as e:
         die(f"'{e.filename or args.file}': {e.strerror}")
-    finally:
-        if os.path.exists(part):
-            os.unlink(part)
-    print(f"wrote {args.file}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {args.type}"
+    print(f"wrote {shown(args.file)}: {shown(os.path.basename(source))}, {count_parameters(dims):,} "
+          f"parameters, {args.type}"
           + ("" if words.merges is not None else f"; no tokenizer: there is none for V={dims.V}"
              if not words.vocab else "; no tokenizer: GGUF takes one that cuts text by GPT-2's pattern"))
 

@@ -16,19 +16,20 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import stat
 import sys
 from dataclasses import dataclass
+import tempfile
 
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
                  for more in ((), ("reference",), ("data",))]
 from venv_python import take_the_venv               # noqa: E402
+from outputs import shown                           # noqa: E402
 
 
 def die(message):
-    sys.exit("error: " + message)
+    sys.exit("error: " + "\nhint: ".join(map(shown, message.split("\nhint: "))))
 
 
 def mode(path):
@@ -331,7 +332,6 @@ def main():
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: the file's)")
     args = parser.parse_args()
     folder = os.path.realpath(args.folder)              # a link to a folder stays a link
-    made = f"{folder}.{os.getpid()}.tmp"
     try:
         source = last_model(args.model) if stat.S_ISDIR(mode(args.model)) else args.model
         dims, params, dtype = read_model(source)
@@ -346,17 +346,19 @@ def main():
                  "README.md": model_card(os.path.basename(folder), dims, dtype, source, words)}
         files = {**{name: text.encode() for name, text in texts.items()},
                  **tokenizer_files(dims, words, CHAT_TEMPLATES.get(chat_template_of(source)))}
-        os.makedirs(made)
-        for name, data in files.items():
-            with open(os.path.join(made, name), "wb") as f:
-                f.write(data)
-        write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
-        os.rename(made, folder)                 # fails if others have written into the folder since
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(folder), suffix=".tmp") as parent:
+            made = os.path.join(parent, "made")
+            os.mkdir(made)
+            for name, data in files.items():
+                with open(os.path.join(made, name), "wb") as f:
+                    f.write(data)
+            write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
+            os.rename(made, folder)             # fails if others have written into the folder since
     except OSError as e:
-        die(f"'{e.filename or made}': {e.strerror}")
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    print(f"wrote {args.folder}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {dtype}"
+        die(f"'{e.filename2 or e.filename or folder}': {e.strerror}")
+    print(f"wrote {shown(args.folder)}: {shown(os.path.basename(source))}, {count_parameters(dims):,} "
+          f"parameters, {dtype}"
           + ("" if words.vocab else
              f"; no tokenizer: there is none for V={dims.V} (50257, 50304: GPT-2, 256: bytes)"))
 

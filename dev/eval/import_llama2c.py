@@ -16,6 +16,7 @@ import stat
 
 from export_hf import die, mode, np         # np from there: it restarts the program where numpy is elsewhere
 from formats import NAMES, Llama, param_shape, write_checkpoint
+from outputs import shown
 
 
 def read_llama2c(path):
@@ -86,7 +87,7 @@ def main():
         write_checkpoint(args.out, dims, params)
     except OSError as e:
         die(f"'{e.filename or args.out}': {e.strerror}")
-    print(f"wrote {args.out}: {dims.text()}")
+    print(f"wrote {shown(args.out)}: {dims.text()}")
 
 
 if __name__ == "__main__":

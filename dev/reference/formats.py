@@ -10,15 +10,20 @@ Hugging Face's files (dev/eval/export_hf.py) reads models with it.
     loader = Loader("tiny_shakespeare_train.bin", B=4, T=64, shuffle=True, seed=1337)
     x, y = loader.next()                               # (B,T) int64 each
 """
+import contextlib
 import glob
 import math
 import os
 import re
 from dataclasses import dataclass, fields
+import sys
 
 import numpy as np
 
 MAGIC_SHARD, MAGIC_MODEL, MAGIC_TENSORS = 20240520, 20240326, 20240327
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
+from outputs import shown, whole_file               # noqa: E402
+
 MAGIC_WIDE_SHARD, WIDE_SHARD_VERSION = 20240801, 7                      # tokens of 32 bits, as llm.c's
 RAND_INIT, RAND_SHUFFLE, RAND_DROPOUT = 1, 3, 6                          # enum RandPurpose
 
@@ -323,7 +328,7 @@ def round_params(params, kind):
 # ---- files ----
 class FileError(SystemExit):
     def __init__(self, path, text):
-        super().__init__(f"error: '{path}': {text}")
+        super().__init__(f"error: '{shown(path)}': {text}")
 
 
 def open_checked(path):
@@ -425,23 +430,12 @@ def read_checkpoint(path):
     return dims, params
 
 
-class AtomicWriter:
-    """A file that appears under its name whole or not at all."""
-
-    def __init__(self, path):
-        self.path, self.temp = path, path + ".part"
-
-    def __enter__(self):
-        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-        self.file = open(self.temp, "wb")
-        return self.file
-
-    def __exit__(self, kind, value, trace):
-        self.file.close()
-        if kind is None:
-            os.replace(self.temp, self.path)
-        else:
-            os.unlink(self.temp)
+@contextlib.contextmanager
+def new_file(path):
+    """It appears under its name whole or not at all, its folder before."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with whole_file(path) as f:
+        yield f
 
 
 def header_words(*values):
@@ -451,7 +445,7 @@ def header_words(*values):
 
 
 def write_checkpoint(path, dims, params, version=3):
-    with AtomicWriter(path) as f:
+    with new_file(path) as f:
         # what is not GPT-2 has versions of its own
         own = 200 if dims.is_llama else 100 if dims.block or dims.norm else 0
         header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
@@ -466,7 +460,7 @@ def write_tensors(path, dims, x, y, logits, loss, grads):
     """Reference tensors: x, y, logits over the V live columns, the loss, every gradient in table order."""
     B, T = x.shape
     assert logits.shape == (B, T, dims.V)
-    with AtomicWriter(path) as f:
+    with new_file(path) as f:
         header_words(MAGIC_TENSORS, 2, B, T).tofile(f)
         x.astype("<i4").tofile(f)
         y.astype("<i4").tofile(f)
@@ -497,7 +491,7 @@ def read_tensors(path, dims):
 
 
 def write_shard(path, tokens, wide=False):
-    with AtomicWriter(path) as f:
+    with new_file(path) as f:
         kind = (MAGIC_WIDE_SHARD, WIDE_SHARD_VERSION) if wide else (MAGIC_SHARD, 1)
         header_words(*kind, len(tokens)).tofile(f)
         np.asarray(tokens, dtype="<u4" if wide else "<u2").tofile(f)

@@ -24,12 +24,11 @@ tensors file is the truth to hold a 16-bit build against.
 import contextlib
 import json
 import math
-import os
 
 import numpy as np
 import torch
 
-from formats import NAMES, round_params, write_checkpoint, write_tensors
+from formats import NAMES, new_file, round_params, write_checkpoint, write_tensors
 from gpt2 import (get_grads, load_params, make_optimizer, new_model, setup_device, to_numpy, undropped,
                   update, versions)
 
@@ -116,10 +115,9 @@ def optimizer_steps(dims, params, x, y, dtype, device, hyper):
 # ---- the files ----
 def write_json(path, data):
     """One top-level key per line, so that a small scanner can read it too."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path + ".part", "w") as f:
-        f.write("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items()) + "\n}\n")
-    os.replace(path + ".part", path)
+    rows = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items())
+    with new_file(path) as f:
+        f.write(f"{{\n{rows}\n}}\n".encode())
 
 
 def write(prefix, dims, params, x, y, hyper, device="cpu", command="", weights="float32"):
