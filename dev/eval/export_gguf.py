@@ -10,12 +10,12 @@ place of q8_0. The tokenizer goes into the file, GPT-2's (V=50257 or 50304), byt
 and says that <|endoftext|> goes before each text. Needs numpy and gguf, which .venv has.
 """
 import argparse
+import json
 import os
 import stat
 
 from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die, last_model, mode,
                        np, read_model, take_the_venv, words_of)
-
 from outputs import shown, whole_file
 try:
     import gguf

@@ -15,6 +15,7 @@ from twins import FAMILY, family_model, formats, greedy, logits_of, np, wide_mod
 gguf = pytest.importorskip("gguf")
 sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
 import export_gguf                                  # noqa: E402
+import export_hf                                    # noqa: E402
 
 GPT2 = "L2,NH2,C64,T24,V256"
 KINDS = ("GPT-2", *(kind for kind in FAMILY if "NanoChat" not in kind))
@@ -140,6 +141,19 @@ def test_tokenizer():
     assert [i for i, kind in enumerate(types) if kind != 1] == [50256] and types[50256] == 3
     assert values["tokenizer.ggml.bos_token_id"] == values["tokenizer.ggml.eos_token_id"] == 50256
     assert values["tokenizer.ggml.add_bos_token"] is True
+
+
+def test_kinds_of_tokens():
+    """llama.cpp writes no CONTROL token, and cuts a text at both kinds."""
+    added = [{"content": content, "id": i, "special": special} for i, (content, special) in enumerate(
+        [("<pad>", True), ("<tool>", False), ("<end>", True)], 3)]
+    vocab = {"a": 0, "b": 1, "c": 2, **{token["content"]: token["id"] for token in added}}
+    files = {"tokenizer.json": json.dumps({"added_tokens": added}).encode()}
+    out = gguf.GGUFWriter(None, "gpt2")
+    export_gguf.add_tokenizer(out, 7, export_hf.Words(vocab, [], 5, files))
+    kinds = out.kv_data[0]["tokenizer.ggml.token_type"].value
+    normal, control, user_defined, unused = 1, 3, 4, 5          # as llama.cpp numbers them
+    assert kinds == [normal, normal, normal, control, user_defined, control, unused]
 
 
 @pytest.mark.parametrize("shape, said", [
