@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from checks import ROOT, LEASH, run_program, write
+from checks import ROOT, LEASH, read, run_program, write
 from twins import FAMILY, family_model, formats, greedy, logits_of, np, wide_model
 
 gguf = pytest.importorskip("gguf")
@@ -158,11 +158,14 @@ def test_kinds_of_tokens():
 
 @pytest.mark.parametrize("shape, said", [
     ("NanoChat", "is a NanoChat, and GGUF has no architecture"), ("softcap", "computes this"),
-    ("parallel", "is not GPT-2"), (None, "no file 'none.bin'")])
+    ("parallel", "is not GPT-2"), ("damaged", "does not have the checksum"), (None, "no file 'none.bin'")])
 def test_refused(shape, said):
     if shape == "parallel":
         dims = formats.Dims(maxT=8, V=256, L=1, NH=1, C=16, block=1)
         formats.write_checkpoint("none.bin", dims, formats.init_params(dims, 1))
+    elif shape == "damaged":
+        good = read(wide_model("none.bin", GPT2))
+        write("none.bin", good[:1016] + bytes(range(8)) + good[1024:])
     elif shape:
         family_model("none.bin", **(FAMILY["NanoChat"] if shape == "NanoChat" else {"softcap": 30.0}))
     elif os.path.exists("none.bin"):
