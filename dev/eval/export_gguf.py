@@ -17,6 +17,7 @@ import stat
 from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die, last_model, mode,
                        np, read_model, take_the_venv, words_of)
 from outputs import shown, whole_file
+
 try:
     import gguf
 except ImportError:
@@ -96,6 +97,8 @@ def add_tokenizer(out, V, words, chat_template=None):
     for token, i in words.vocab.items():
         tokens[i], types[i] = token, kinds.NORMAL
     types[words.end] = kinds.CONTROL
+    for token in json.loads(words.files.get("tokenizer.json", '{"added_tokens": []}'))["added_tokens"]:
+        types[words.vocab[token["content"]]] = kinds.CONTROL if token["special"] else kinds.USER_DEFINED
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("gpt-2")
     out.add_token_list(tokens)

@@ -12,6 +12,7 @@ their bits unless --dtype names another type. It appears whole or not at all. Ne
 transformers.
 """
 import argparse
+import html
 import json
 import math
 import os
@@ -19,13 +20,13 @@ import re
 import signal
 import stat
 import sys
-from dataclasses import dataclass
 import tempfile
+from dataclasses import dataclass
 
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
                  for more in ((), ("reference",), ("data",))]
-from venv_python import take_the_venv               # noqa: E402
 from outputs import shown                           # noqa: E402
+from venv_python import take_the_venv               # noqa: E402
 
 
 def die(message):
@@ -283,21 +284,24 @@ def tokenizer_files(dims, words, chat_template=None):
 # ---- the folder ----
 
 def model_card(name, dims, dtype, source, words):
-    """Short: what the files are; what it was trained on, its maker has to say."""
+    """Short: what the files are; what it was trained on, its maker has to say. Only names in it are not ours.
+    It encodes a text as get.py does: some tokenizers put tokens around it by themselves."""
     loss = validation_loss(source)
+    name, file = (html.escape(shown(text), quote=False) for text in (name, os.path.basename(source)))
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", f"# {name}", "",
              f"{class_of(dims)} with {count_parameters(dims):,} parameters: {dims.L} layers, "
              f"{dims.NH} heads, {dims.C} channels, {dims.maxT} positions, {dims.V} tokens, "
-             f"{'fp32' if dtype == 'F32' else 'bf16'}. Exported from `{os.path.basename(source)}`"
+             f"{'fp32' if dtype == 'F32' else 'bf16'}. Exported from `{file}`"
              + (f", validation loss {loss}" if loss else "") + ".", "",
              "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer",
              "model = AutoModelForCausalLM.from_pretrained(folder)",
-             "tokenizer = AutoTokenizer.from_pretrained(folder)", "```", "",
-             f"The trainer begins each text with `{words.end_text()}`, which the tokenizer does not add: "
-             "put it in front of a prompt.", "",
+             "tokenizer = AutoTokenizer.from_pretrained(folder)",
+             'ids = tokenizer("Once upon a time", add_special_tokens=False)["input_ids"]',
+             "ids = [tokenizer.bos_token_id] + ids", "```", "",
+             "Each text that it was trained on begins with this first id, and so must a prompt.", "",
              "Training data and licence: to be filled in by who publishes it."]
     if not words.vocab:
-        lines[-6:-2] = ["```", "", "Its tokenizer is not known, and none is here."]
+        lines[-8:-2] = ["```", "", "Its tokenizer is not known, and none is here."]
     return "\n".join(lines) + "\n"
 
 
@@ -308,7 +312,7 @@ def validation_loss(path):
     if not step or not stat.S_ISREG(mode(log)):
         return None
     with open(log, encoding="utf-8", errors="replace") as f:
-        found = re.findall(rf"^s:{int(step[1])} tel:(\S+)$", f.read(), re.M)
+        found = re.findall(rf"^s:{int(step[1])} tel:(-?[0-9.]+|-?nan|-?inf)$", f.read(), re.M)
     return found[-1] if found else None
 
 

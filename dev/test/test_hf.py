@@ -184,7 +184,7 @@ def test_run_folder():
     takes("deep/er/mine", "run/model_00000006.bin")
     card = read("deep/er/mine/README.md").decode()
     loss = log_lines("run", "tel")[-1].split("tel:")[1].strip()
-    assert "model_00000006.bin" in card and f"validation loss {loss}" in card and "`<|endoftext|>`" in card
+    assert "model_00000006.bin" in card and f"validation loss {loss}" in card and "tokenizer" in card
     assert "# mine\n" in card and os.getcwd() not in card, "the card names the folder, not its place"
     os.mkdir("empty_run")
     refused("empty_run", "out", said="no model_*.bin in 'empty_run'")
@@ -198,7 +198,7 @@ def test_config():
     assert {key: config[key] for key in want} == want
     names = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert sorted(os.listdir("plain")) == names, "no tokenizer for V=300"
-    assert b"endoftext" not in read("plain/README.md"), "nor a word of it on the card"
+    assert b"ids" not in read("plain/README.md"), "nor a word of it on the card"
     assert set(read_json("plain/generation_config.json").values()) == {None}
     out = tool_ok("plain.bin", "plain2").out
     assert "no tokenizer" in out and f"{(300 + 17) * 24 + (12 * 24 + 13) * 24 + 48:,} parameters" in out
@@ -386,7 +386,8 @@ def test_damaged_folders():
 
 
 @pytest.mark.parametrize("change, said", [
-    (lambda good: b"", "shorter than"), (lambda good: good[:512], "shorter than its 1024-byte header"),
+    (lambda good: b"", "shorter than"), (lambda good: good[:1], "shorter"),
+    (lambda good: good[:512], "shorter than its 1024-byte header"),
     (lambda good: read("val.bin"), "starts with 20240520, expected 20240326"),
     (lambda good: good[:-1], "bytes, expected"), (lambda good: good + b"x", "bytes, expected"),
     (lambda good: good[:4] + b"\4" + good[5:], "version 4"),
@@ -397,6 +398,95 @@ def test_damaged_folders():
 def test_damaged_models(change, said):
     write("bad.bin", change(read("plain.bin")))
     refused("bad.bin", "x", said=said)
+
+
+def test_checksum():
+    """Each byte of a model file counts, the header's free words, too. Other programs' have no checksum."""
+    run_ok({"-o": "run", "-x": 1, "-n": None})
+    good = read(model_path("run"))
+    for at in (36, 1000, 1016, 1023, 1024, len(good) // 2, len(good) - 1):
+        write("bad.bin", good[:at] + bytes([good[at] ^ 1]) + good[at + 1:])
+        refused("bad.bin", "x", said="'bad.bin': damaged: it does not have the checksum in its header")
+    tool_ok(write("other.bin", good[:1016] + bytes(8) + good[1024:]), "other")
+    tool_ok("run", "whole")
+    assert read("other/model.safetensors") == read("whole/model.safetensors")
+
+
+@pytest.mark.parametrize("package", ["xxhash", "no package"])
+def test_xxh64(package, monkeypatch):
+    """As the package xxhash computes it, of lengths on both sides of what its loops take."""
+    if package == "xxhash":
+        pytest.importorskip("xxhash")
+    else:
+        monkeypatch.setitem(sys.modules, "xxhash", None)
+    for count, want in ((0, 0xef46db3751d8e999), (1, 0xe934a84adb052768), (5, 0xdd0274386e26030c),
+                        (31, 0xc346d2b59b4d8ee1), (32, 0xcbf59c5116ff32b4), (63, 0xe26aa9e2a95f8e4f),
+                        (100, 0x6ac1e58032166597), (199, 0xd58f873f60942829)):
+        data = bytes(range(count))
+        assert formats.xxh64([data]) == want == formats.xxh64(
+            [data[:32], data[32:]] if count > 32 else [data]), count
+
+
+def test_foreign_text_on_the_card():
+    """None of it is HTML to who renders the card, or moves the cursor of who prints it."""
+    bad = "a<img src=x onerror=f()>`\x1b[2J\x9b"
+    words = export_hf.Words({bad: 0, "b": 1}, [], 0, {})
+    run_ok({"-o": "run", "-x": 1, "-v": 1, "-n": None})
+    os.rename("run", bad)
+    for line in ("s:1 tel:<img>", "s:1 tel:\x1b[2J", "s:1 tel:1.5`<img>", "s:1 tel:2.5\x1b[2J", "s:1 tel:"):
+        write(bad + "/main.log", line + "\n")
+        tool_ok(bad, bad + ".hf")
+        dims = formats.parse_model(SHAPES[0])
+        for card in (read(bad + ".hf/README.md").decode(),
+                     export_hf.model_card(bad, dims, "F32", f"{bad}/{bad}.bin", words)):
+            assert not [c for c in card if not c.isprintable() and c != "\n"] and "<" not in card, card
+            assert "validation loss" not in card, "of no number"
+        shutil.rmtree(bad + ".hf")
+
+
+def test_foreign_text_of_messages():
+    bad = "\x1b[2J\u202e\n"
+    shutil.copy("plain.bin", bad)
+    said = [tool(bad + "none", "x").err, tool("plain.bin", bad).err,
+            tool_ok(bad, bad + "2").out, tool(write(bad + "3", "x"), "x").err]
+    for text in said:
+        assert [line for line in text.splitlines() if not line.isprintable()] == [] and r"\x1b[2J" in text
+        assert text.count("\n") <= 2
+
+
+class FromFiles:
+    """In the place of transformers' AutoTokenizer; the package tokenizers does its work."""
+    def __init__(self, folder):
+        package = pytest.importorskip("tokenizers")
+        self.inner = package.Tokenizer.from_file(folder + "/tokenizer.json")
+        self.bos_token_id = self.inner.token_to_id(read_json(folder + "/tokenizer_config.json")["bos_token"])
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": self.inner.encode(text, add_special_tokens=add_special_tokens).ids}
+
+
+def around(*pieces):
+    """A post_processor that puts tokens around each text; "$A" is the text."""
+    single = [{"Sequence": {"id": "A", "type_id": 0}} if piece == "$A" else
+              {"SpecialToken": {"id": piece, "type_id": 0}} for piece in pieces]
+    special = {piece: {"id": piece, "ids": [0], "tokens": [piece]} for piece in pieces if piece != "$A"}
+    return {"type": "TemplateProcessing", "single": single, "pair": [*single, *single],
+            "special_tokens": special}
+
+
+@pytest.mark.parametrize("added", [None, around("<|endoftext|>", "$A"), around("$A", "<|endoftext|>"),
+                                   {"type": "RobertaProcessing", "sep": ["b", 1], "cls": ["a", 0],
+                                    "trim_offsets": False, "add_prefix_space": False}],
+                         ids=["nothing", "before", "behind", "around"])
+def test_the_card_encodes_as_get_py(added):
+    """Its lines make of a text what shards have, whatever the tokenizer adds by itself."""
+    tool_ok(wide_model("bytes.bin", SHAPES[0]), "hf")
+    write_json("hf/tokenizer.json", {**read_json("hf/tokenizer.json"), "post_processor": added})
+    lines = read("hf/README.md").decode().split("```")[1].splitlines()[1:]
+    known = {"folder": "hf", "tokenizer": FromFiles("hf")}
+    exec("\n".join(line for line in lines if "from" not in line), known)        # pylint: disable=W0122
+    assert known["ids"] == [0, *b"Once upon a time"]
+    assert "add" not in read("hf/README.md").decode().split("```")[2], "what some tokenizers do by themselves"
 
 
 def test_outputs():
@@ -595,6 +685,55 @@ def test_family_types():
     computes("halves", dims, params)
 
 
+# what the classes of transformers take where config.json lacks the key
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+            "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu"}
+CLASS_DEFAULTS = {
+    "Llama": {**DEFAULTS, "mlp_bias": False},
+    "Qwen3": {**DEFAULTS, "num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
+    "NanoChat": {**DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0}}
+
+
+def by_default(kind):
+    """(dims, params, config without any key that has a default) of m.bin and hf."""
+    sizes = {"Llama": {}, "Qwen3": {"NH": 64, "C": 8, "F": 8}, "NanoChat": {}}[kind]
+    defaults = CLASS_DEFAULTS[kind]
+    dims, params = family_model("m.bin", **{
+        **FAMILY[kind], "C": 64, "eps": 1e-6, "theta": 1e4, "NKV": defaults["num_key_value_heads"],
+        "HS": defaults["head_dim"], "softcap": defaults.get("final_logit_softcapping", 0.0), "V": 250,
+        **sizes})
+    tool_ok("m.bin", "hf")
+    config, optional = read_json("hf/config.json"), {*defaults, "rope_parameters"}
+    return dims, params, {key: value for key, value in config.items() if key not in optional}
+
+
+@pytest.mark.parametrize("kind", CLASS_DEFAULTS)
+def test_defaults(kind):
+    """A config.json may lack what is as its class has it."""
+    dims, _, config = by_default(kind)
+    for more in ({}, {"rope_parameters": None, "rope_scaling": None, "layer_types": None}):
+        write_json("hf/config.json", {**config, **more})
+        run_ok({"-e": "hf", "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
+        assert formats.read_checkpoint_header(model_path("taken"))[0] == dims
+        shutil.rmtree("taken")
+
+
+@pytest.mark.parametrize("kind", CLASS_DEFAULTS)
+def test_defaults_of_transformers(kind):
+    """The table is what the classes have, and exports leave nothing to them."""
+    theirs = pytest.importorskip("transformers")
+    dims, _, config = by_default(kind)
+    sizes = {key: config[key] for key in config.keys() - {"architectures", "torch_dtype", "model_type"}}
+    has = getattr(theirs, kind + "Config")(**sizes)
+    rope = {"rope_theta": has.rope_parameters["rope_theta"]} if hasattr(has, "rope_parameters") else {}
+    for key, value in CLASS_DEFAULTS[kind].items():
+        found = rope.get(key, getattr(has, key, 16 if key == "head_dim" else None))
+        assert found == value, key
+    exported = export_hf.model_config(dims, "F32", 0)
+    silent = set(has.to_dict()) - set(theirs.PretrainedConfig().to_dict()) - set(exported)
+    assert silent <= {"pretraining_tp", "sliding_window", "max_window_layers", "layer_types"}, silent
+
+
 LLAMA_OTHERS = [
     ("Llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type is llama3; Llama has default"),
     ("Llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type is linear"),
@@ -656,52 +795,3 @@ def test_family_in_transformers(kind):
     model.save_pretrained("theirs", max_shard_size="20KB")
     assert os.path.exists("theirs/model.safetensors.index.json")
     computes("theirs", dims, params)
-# what the classes of transformers take where config.json lacks the key
-DEFAULTS = {"num_key_value_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-            "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu"}
-CLASS_DEFAULTS = {
-    "Llama": {**DEFAULTS, "mlp_bias": False},
-    "Qwen3": {**DEFAULTS, "num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
-    "NanoChat": {**DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0}}
-
-
-def by_default(kind):
-    """(dims, params, config without any key that has a default) of m.bin and hf."""
-    sizes = {"Llama": {}, "Qwen3": {"NH": 64, "C": 8, "F": 8}, "NanoChat": {}}[kind]
-    defaults = CLASS_DEFAULTS[kind]
-    dims, params = family_model("m.bin", **{
-        **FAMILY[kind], "C": 64, "eps": 1e-6, "theta": 1e4, "NKV": defaults["num_key_value_heads"],
-        "HS": defaults["head_dim"], "softcap": defaults.get("final_logit_softcapping", 0.0), "V": 250,
-        **sizes})
-    tool_ok("m.bin", "hf")
-    config, optional = read_json("hf/config.json"), {*defaults, "rope_parameters"}
-    return dims, params, {key: value for key, value in config.items() if key not in optional}
-
-
-@pytest.mark.parametrize("kind", CLASS_DEFAULTS)
-def test_defaults(kind):
-    """A config.json may lack what is as its class has it."""
-    dims, _, config = by_default(kind)
-    for more in ({}, {"rope_parameters": None, "rope_scaling": None, "layer_types": None}):
-        write_json("hf/config.json", {**config, **more})
-        run_ok({"-e": "hf", "-t": 8, "-x": 1, "-l": 0, "-o": "taken", "-n": None})
-        assert formats.read_checkpoint_header(model_path("taken"))[0] == dims
-        shutil.rmtree("taken")
-
-
-@pytest.mark.parametrize("kind", CLASS_DEFAULTS)
-def test_defaults_of_transformers(kind):
-    """The table is what the classes have, and exports leave nothing to them."""
-    theirs = pytest.importorskip("transformers")
-    dims, _, config = by_default(kind)
-    sizes = {key: config[key] for key in config.keys() - {"architectures", "torch_dtype", "model_type"}}
-    has = getattr(theirs, kind + "Config")(**sizes)
-    rope = {"rope_theta": has.rope_parameters["rope_theta"]} if hasattr(has, "rope_parameters") else {}
-    for key, value in CLASS_DEFAULTS[kind].items():
-        found = rope.get(key, getattr(has, key, 16 if key == "head_dim" else None))
-        assert found == value, key
-    exported = export_hf.model_config(dims, "F32", 0)
-    silent = set(has.to_dict()) - set(theirs.PretrainedConfig().to_dict()) - set(exported)
-    assert silent <= {"pretraining_tp", "sliding_window", "max_window_layers", "layer_types"}, silent
-
-
