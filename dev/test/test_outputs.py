@@ -165,6 +165,20 @@ def test_in_the_way(tool, way, inputs):
     assert what_is() == before
 
 
+@pytest.mark.parametrize("name", ["main.log", "metrics.jsonl", "run.json", "model_00000001.bin"])
+def test_in_a_run(name, inputs):
+    """The files of the trainer's folder; a model's name it meets at the end."""
+    for way, put in IN_THE_WAY.items():
+        os.mkdir("out")
+        put("out/" + name)
+        before = what_is()
+        code, err = run_tool(FOLDERS["trainer"], inputs)
+        after = what_is()
+        assert code == 1 and "regular file" in err, way
+        assert {path: after[path] for path in before} == before, way
+        shutil.rmtree("out")
+
+
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize("tool", [*FILES.values(), *FOLDERS.values(), *INSIDE.values()],
                          ids=[*FILES, *FOLDERS, *(name + ", inside" for name in INSIDE)])
