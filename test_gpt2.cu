@@ -2195,6 +2195,85 @@ static void test_matmul_act(Mlp mlp, int N, int K, int F) {
     same("pre_act", "plain"), same("out", "out_apart"), same("dinp", "dinp_apart");
 }
 
+// The epilogues of product_sm90_kernel, called as ProductLoop calls them, without products and without
+// clusters: compute-sanitizer's racecheck (2025.3.1) cannot run kernels with clusters, and runs this one.
+template <class E>
+__global__ void __launch_bounds__(256, 1) epilogue_kernel(const __grid_constant__ ProductMaps maps,
+                                                          const Product p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char sm90_bytes[];
+    auto& shared = *(ProductShared<E>*)sm90_bytes;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 4; i++) { mbarrier_init(&shared.loaded[i / 2][i % 2], 1); }
+        mbarrier_fence_init();
+    }
+    __syncthreads();
+    E epilogue(shared, maps, p);
+    const int tiles = product_tiles<E>(p);
+    ProductTile before = product_tile<E>(p, 0);
+    for (int t = 0; t < tiles; t++) {
+        const ProductTile tile = product_tile<E>(p, t);
+        epilogue.begin(tile);
+#pragma unroll
+        for (int s = 0; s < E::kSlices; s++) { if (t > 0) { epilogue.finish(before, s); } }
+        epilogue.load(tile);
+        float d[32][4];
+#pragma unroll
+        for (int n = 0; n < 32; n++) {
+            for (int i = 0; i < 4; i++) { d[n][i] = (int)((threadIdx.x * 5 + n * 7 + i + t) % 13) - 6; }
+        }
+        epilogue.meet();
+        epilogue.take(d);
+        before = tile;
+    }
+#pragma unroll
+    for (int s = 0; s < E::kSlices; s++) { epilogue.finish(before, s); }
+    epilogue.end();
+#endif
+}
+
+// Of an MLP F wide, backward or forward. A cluster's two blocks have two tiles each or more.
+template <class E> static void test_epilogue(const char* name, bool gated, bool forward) {
+    const int N = 192, F = 512, K = 512, wide = gated ? 2 * F : F, out = forward ? F : wide;
+    Case k(format("epilogue %s", name));
+    repeat(k, [&](auto at) {
+        std::vector<Fp8Tensor> tensors(3);
+        fp8_set_scale(&tensors[0], 4.0f), fp8_set_scale(&tensors[1], 2.0f), fp8_set_scale(&tensors[2], 64.0f);
+        auto* t = at.exact("tensors", tensors);
+        const std::vector<uint8_t> filler((size_t)N * out, 0xFF);
+        const Product p = {.rows = at.x("rows", In(N * K)), .weight = at.x("weight", In(wide * K)),
+                           .bias = forward && !gated ? at.x("bias", In(F)) : nullptr,
+                           .pre_act = at.x("pre_act", InOut(N * wide, 2.0)), .out = at.x("out", Out(N * out)),
+                           .partial = at.s("partial", Scratch(N / 64 * F)), .N = N, .K = K / 2, .columns = F,
+                           .pre_columns = wide, .out_columns = out,
+                           .bytes = at.exact("bytes", filler), .transposed = at.exact("turned", filler),
+                           .rows8 = t, .weight8 = t + 1, .bytes8 = t + 2,
+                           .stats = at.exact("stats", std::vector<Fp8Stats>(1))};
+        const auto kernel = epilogue_kernel<E>;
+        allow_shared_memory(kernel, sizeof(ProductShared<E>));
+        kernel<<<kProductCluster, 256, sizeof(ProductShared<E>), 0>>>(product_maps<E>(p), p);
+    });
+    if (!E::kFp8) { return; }
+    const auto bytes = k["bytes"].read<uint8_t>(), turned = k["turned"].read<uint8_t>();
+    size_t wrong = 0;
+    for (int i = 0; i < N * out; i++) { wrong += bytes[i] != turned[i % out * N + i / out]; }
+    CHECK(wrong == 0, "%s: %zu of the transposed bytes differ", name, wrong);
+}
+
+template <class X> static void test_epilogues() {
+    if constexpr (sizeof(X) == 2) {
+        if (!products_activate(512, 512)) { return; }
+        test_epilogue<ActivationForward<Gelu>>("forward", false, true);
+        test_epilogue<ActivationBackward<Gelu>>("backward", false, false);
+        test_epilogue<GatedForward>("gated forward", true, true);
+        test_epilogue<GatedBackward>("gated backward", true, false);
+        test_epilogue<ForwardBytes<Gelu>>("forward, bytes", false, true);
+        test_epilogue<BackwardBytes<Gelu>>("backward, bytes", false, false);
+        test_epilogue<GatedForwardBytes>("gated forward, bytes", true, true);
+        test_epilogue<GatedBackwardBytes>("gated backward, bytes", true, false);
+    }
+}
+
 // GELU's products of `columns` results, each a sum of K, with biases.
 static void test_matmul_gelu(int N, int K, int columns) {
     const size_t n = (size_t)N * columns;
@@ -3197,6 +3276,7 @@ static void test_kernels() {
             }
         }
     }
+    TEST("kernels: epilogues of products, alone") { test_epilogues<floatX>(); }
     TEST("kernels: products with activations") {
         for (Mlp mlp : {Mlp::Gelu, Mlp::SwiGlu, Mlp::Relu2}) {
             test_matmul_act(mlp, 7, 40, 120);               // a product, then the op

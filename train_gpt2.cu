@@ -1954,25 +1954,30 @@ template <bool kRows> static CUtensorMap product_bytes_map(const void* bytes, in
                                  {2, row * (kRows ? 1 : 2), 2}, {(size_t)rows / 16, row * 16, 8}});
 }
 
+template <class E> static ProductMaps product_maps(const Product& p) {
+    constexpr int kPart = kProductColumns / kProductCluster;
+    ProductMaps maps = {.pre_act = tensor_map(p.pre_act, 1, p.N, p.pre_columns / 64)};
+    if (E::kFp8) {
+        maps.rows = product_bytes_map<true>(p.rows, p.N, p.K);
+        const int rows = p.columns * kProductColumns / E::kColumns;         // of weight
+        maps.weight = product_bytes_map<false>(p.weight, rows, p.K);
+        maps.out = tensor_map(p.bytes, 1, p.N, p.out_columns / 64, 64, 1, 32);
+        maps.out_t = tensor_map(p.transposed, 1, p.out_columns, p.N / 64, 64, 1, 32);
+    } else {
+        maps.rows = tensor_map(p.rows, 1, p.N, p.K / 64, kProductRows);
+        maps.weight = E::kTransB ? tensor_map(p.weight, 1, p.K, p.columns / 64, kProductK, kPart / 64)
+                                 : tensor_map(p.weight, 1, p.pre_columns, p.K / 64, kPart);
+        maps.out = tensor_map(p.out, 1, p.N, p.out_columns / 64);
+    }
+    return maps;
+}
+
 // Runs the product with epilogue E. False, and nothing done, where the kernel does not serve it.
 template <class E> static bool product_sm90([[maybe_unused]] const Product& p, Stream stream) {
     if constexpr (kLowPrecision) {
         if (!products_activate(E::kFp8 ? 2 * p.K : p.K, p.columns)) { return false; }
         if (E::kFp8 && p.N % 64 != 0) { return false; }
-        constexpr int kPart = kProductColumns / kProductCluster;
-        ProductMaps maps = {.pre_act = tensor_map(p.pre_act, 1, p.N, p.pre_columns / 64)};
-        if (E::kFp8) {
-            maps.rows = product_bytes_map<true>(p.rows, p.N, p.K);
-            const int rows = p.columns * kProductColumns / E::kColumns;         // of weight
-            maps.weight = product_bytes_map<false>(p.weight, rows, p.K);
-            maps.out = tensor_map(p.bytes, 1, p.N, p.out_columns / 64, 64, 1, 32);
-            maps.out_t = tensor_map(p.transposed, 1, p.out_columns, p.N / 64, 64, 1, 32);
-        } else {
-            maps.rows = tensor_map(p.rows, 1, p.N, p.K / 64, kProductRows);
-            maps.weight = E::kTransB ? tensor_map(p.weight, 1, p.K, p.columns / 64, kProductK, kPart / 64)
-                                     : tensor_map(p.weight, 1, p.pre_columns, p.K / 64, kPart);
-            maps.out = tensor_map(p.out, 1, p.N, p.out_columns / 64);
-        }
+        const ProductMaps maps = product_maps<E>(p);
         const auto kernel = product_sm90_kernel<E>;
         constexpr int kShared = sizeof(ProductShared<E>);
         static_assert(kShared <= 227 * 1024, "what a block may have on sm_90");
