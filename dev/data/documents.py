@@ -7,7 +7,6 @@ import bz2
 import codecs
 import contextlib
 import gzip
-import io
 import itertools
 import json
 import lzma
@@ -103,19 +102,46 @@ def first_bytes(path):
         return f.read(6)
 
 
+def streams(f, decoder):
+    """What streams of xz or bzip2 hold that follow each other. Python's own readers take xz's padding, and
+    damage where a later stream begins, for the file's end."""
+    packed = f.read(BLOCK)
+    while packed:
+        stream = decoder()
+        while not stream.eof:
+            if not packed and stream.needs_input:
+                raise EOFError("it ends within a stream")
+            yield stream.decompress(packed, BLOCK)
+            packed = f.read(BLOCK) if stream.needs_input and not stream.eof else b""
+        packed = stream.unused_data or f.read(BLOCK)
+        while decoder is lzma.LZMADecompressor and packed.startswith(bytes(4)):     # padding
+            zeros = len(packed) - len(packed.lstrip(b"\0"))
+            packed = packed[zeros - zeros % 4:] or f.read(BLOCK)
+
+
 def unpacked(path):
-    head = first_bytes(path)
-    if head.startswith(b"\x1f\x8b"):
-        return gzip.open(path)
-    if head.startswith(b"\xfd7zXZ\0"):
-        return lzma.open(path)
-    if re.match(rb"BZh[1-9]1A", head):
-        return bz2.open(path)
-    if head.startswith(b"\x28\xb5\x2f\xfd") or head[1:4] == b"\x2a\x4d\x18":    # pzstd begins with the second
-        need_pyarrow()
-        import pyarrow
-        return io.BufferedReader(pyarrow.CompressedInputStream(open(path, "rb"), "zstd"), BLOCK)
-    return open(path, "rb")
+    """A file's bytes, a BLOCK or more at a time, the last ones fewer."""
+    head, block = first_bytes(path), bytearray()
+    with open(path, "rb") as f:
+        reader = f
+        if head.startswith(b"\x1f\x8b"):
+            reader = gzip.open(f)
+        elif head.startswith(b"\x28\xb5\x2f\xfd") or head[1:4] == b"\x2a\x4d\x18":    # the second: pzstd's
+            need_pyarrow()
+            import pyarrow
+            reader = pyarrow.CompressedInputStream(f, "zstd")
+        parts = iter(lambda: reader.read(BLOCK), b"")
+        if head.startswith(b"\xfd7zXZ\0"):
+            parts = streams(f, lzma.LZMADecompressor)
+        elif re.match(rb"BZh[1-9](1A|\x17r)", head):            # the second begins an empty stream
+            parts = streams(f, bz2.BZ2Decompressor)
+        for part in parts:
+            block += part
+            if len(block) >= BLOCK:
+                yield bytes(block)
+                block.clear()
+    if block:
+        yield bytes(block)
 
 
 def parse(text, where):
@@ -178,33 +204,29 @@ class Reader:
     def pieces(self, path):
         """A file's text, many whole lines at a time."""
         at, kept, decoder = 0, [], None
-        with unpacked(path) as f:
-            while True:
-                block = f.read(BLOCK)
-                if not decoder:
-                    encoding = self.encoding_of(path, block)
-                    decoder = codecs.getincrementaldecoder(encoding)(self.errors)
-                try:
-                    text = decoder.decode(block, not block)
-                except UnicodeDecodeError as error:
-                    number = at + len(block) - len(error.object) + error.start
-                    raise Problem(f"'{path}' is not {encoding.upper()}: byte {number} is "
-                                  f"0x{error.object[error.start]:02x}", CURE) from error
-                if "\0" in text:            # it would end a document; UTF-16 looks like UTF-8 with bytes 0
-                    if self.errors == "strict":
-                        where = f"byte {at + block.find(0)} is 0" if encoding == "utf-8" else "it holds a NUL"
-                        raise Problem(f"'{path}' is no text in {encoding.upper()}: {where}", CURE)
-                    self.replaced += text.count("\0")
-                    text = text.replace("\0", "\ufffd")
-                text = text if at else text.removeprefix("\ufeff")      # a byte order mark
-                at += len(block)
-                cut = text.rfind("\n") + 1 if len(block) == BLOCK else 0     # a small file is one piece
-                if cut:
-                    yield "".join(kept) + text[:cut]
-                    kept = []
-                kept.append(text[cut:])
-                if not block:
-                    break
+        for block in itertools.chain(unpacked(path), [b""]):
+            if not decoder:
+                encoding = self.encoding_of(path, block)
+                decoder = codecs.getincrementaldecoder(encoding)(self.errors)
+            try:
+                text = decoder.decode(block, not block)
+            except UnicodeDecodeError as error:
+                number = at + len(block) - len(error.object) + error.start
+                raise Problem(f"'{path}' is not {encoding.upper()}: byte {number} is "
+                              f"0x{error.object[error.start]:02x}", CURE) from error
+            if "\0" in text:            # it would end a document; UTF-16 looks like UTF-8 with bytes 0
+                if self.errors == "strict":
+                    where = f"byte {at + block.find(0)} is 0" if encoding == "utf-8" else "it holds a NUL"
+                    raise Problem(f"'{path}' is no text in {encoding.upper()}: {where}", CURE)
+                self.replaced += text.count("\0")
+                text = text.replace("\0", "\ufffd")
+            text = text if at else text.removeprefix("\ufeff")      # a byte order mark
+            at += len(block)
+            cut = text.rfind("\n") + 1 if len(block) >= BLOCK else 0        # a small file is one piece
+            if cut:
+                yield "".join(kept) + text[:cut]
+                kept = []
+            kept.append(text[cut:])
         if last := "".join(kept):
             yield last
 
@@ -267,8 +289,7 @@ class Reader:
                 yield from self.in_bytes(self.parquet_texts(path))
                 return
             if kind == "parquet":
-                with unpacked(path) as f:
-                    hint = "unpack it" if f.read(4) == PARQUET else "fetch it again"
+                hint = "unpack it" if next(unpacked(path), b"").startswith(PARQUET) else "fetch it again"
                 raise Problem(f"'{path}' is no parquet file: it does not begin with PAR1", hint)
             pieces = self.pieces(path)
             first = next(pieces, "")
