@@ -157,11 +157,15 @@ def batches(items, size):
 
 def split(texts):
     """Documents, each with a byte 0 behind it in the pieces, as str."""
-    rest = b""
+    kept = []
     for piece in texts:
-        *whole, rest = (rest + piece).split(b"\0")
-        yield from (document.decode("utf-8", "replace") for document in whole if document)
-    if rest:
+        *ends, rest = piece.split(b"\0")
+        for end in ends:
+            if document := b"".join([*kept, end]):
+                yield document.decode("utf-8", "replace")
+            kept = []
+        kept.append(rest)
+    if rest := b"".join(kept):
         yield rest.decode("utf-8", "replace")
 
 

@@ -47,7 +47,7 @@ def tar_rows(path):
             if f.read().strip(b"\0"):
                 raise Problem(f"'{path}' ends before its end", "remove it and run again")
         try:
-            with tarfile.open(path) as archive:
+            with tarfile.open(path, "r:") as archive:
                 names = sorted(name for name in archive.getnames()
                                if "/test/" in "/" + name and name.endswith("_test.csv"))
                 for name in names:

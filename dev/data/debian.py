@@ -3,6 +3,7 @@
 apt-get download needs no root. The documents (HTML, text, POD, reStructuredText) come in the order of their
 sha256, which is as good as a shuffle. A document that two packages share comes once.
 """
+import concurrent.futures.process
 import gzip
 import hashlib
 import html.parser
@@ -13,9 +14,11 @@ import shutil
 import signal
 import subprocess
 import tarfile
+import threading
 import zlib
 
 from fetch import Problem
+from shards import replace_file
 
 # Whole names, as regular expressions: versions differ between releases; what a release lacks is left out, and
 # of several versions all but the last. The RFCs are in non-free, which apt's sources need not have.
@@ -38,8 +41,9 @@ ENDINGS = re.compile(r"\.(html?|xhtml|html\.en|txt|text|md|pod|rst)(\.gz)?$")
 LEFT_OUT = re.compile(r"/(_sources|_static|changelog[^/]*|copyright|NEWS[^/]*|genindex[^/]*|search\.html|"
                       r"(?!en[-_])[a-z]{2}[-_][a-z]{2}|"                 # fr-FR, half translated
                       r"rfc\d+\.html(\.gz)?)(/|$)", re.I)               # an RFC is there as text, too
-PAGE_BREAK = re.compile(r"\n*[^\n]*\[Page \w+\]\s*(RFC[^\n]*\n+)?")       # an RFC's foot, and the next head
+PAGE_BREAK = re.compile(r"(?m)^[^\n]*\[Page \w+\](?:\s*\n)?(?:[^\S\n]*(RFC)[^\n]*\n+)?")   # foot, next head
 SMALLEST, LARGEST = 400, 2_000_000          # bytes of a document: less says little, more is a table or a log
+UNREAD = 10 * LARGEST                       # a larger file has no document of this size
 COMMON = frozenset("the of and to a in is that for it as be are with this on or not can if you by".split())
 
 
@@ -101,8 +105,10 @@ def package_files(deb):
                 for member in archive:
                     if not member.isfile() or not ENDINGS.search(member.name) or LEFT_OUT.search(member.name):
                         continue
-                    data = archive.extractfile(member).read()
-                    yield member.name, gzip.decompress(data) if member.name.endswith(".gz") else data
+                    f = archive.extractfile(member)
+                    data = (gzip.GzipFile(fileobj=f) if member.name.endswith(".gz") else f).read(UNREAD + 1)
+                    if len(data) <= UNREAD:
+                        yield member.name, data
             while child.stdout.read(1 << 16):
                 pass
         except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
@@ -166,10 +172,12 @@ class Text(html.parser.HTMLParser):
 
 def without_pages(text):
     """An RFC in one piece: a paragraph goes on over the end of a page. Text begins in the first column."""
-    def joint(found):
-        before, after = text[:found.start()][-1:], text[found.end():].lstrip()[:1]
-        return "\n" if before not in ".:;" and after.islower() else "\n\n"
-    return re.sub(r"(?m)^   ", "", PAGE_BREAK.sub(joint, text))
+    whole, *rest = PAGE_BREAK.split(text)
+    parts = [whole.rstrip("\n")]
+    for head, page in zip(rest[::2], rest[1::2]):
+        goes_on = parts[-1][-1:] not in ".:;" and page.lstrip()[:1].islower()
+        parts += ["\n" if goes_on else "\n\n", (page if head else page.lstrip()).rstrip("\n")]
+    return re.sub(r"(?m)^   ", "", "".join(parts))
 
 
 def plain(name, data):
@@ -181,7 +189,7 @@ def plain(name, data):
         page.feed(text)
         page.close()
         text = "".join(page.out)
-    text = re.sub(r"[ \t\r\f\v\xa0]+\n", "\n", text.replace("\0", "") + "\n")
+    text = "\n".join(line.rstrip(" \t\r\f\v\xa0") for line in text.replace("\0", "").split("\n"))
     text = re.sub(r"(?m)^ (?! )", "", text)     # what a line break in the HTML left before a word
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
@@ -201,24 +209,34 @@ def package_documents(deb):
     return found
 
 
-def leave_signals():
-    """A worker: Ctrl-C is the parent's, which then ends it."""
+def be_worker():
+    """Ctrl-C is the parent's, which then ends this process; so does the parent's end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with, args=[multiprocessing.parent_process()], daemon=True).start()
+
+
+def end_with(process):
+    process.join()
+    os._exit(1)
 
 
 def write_documents(debs, path):
     """All documents of these packages into one text, a line <|endoftext|> before each. Returns how many."""
     documents = {}
-    with multiprocessing.Pool(initializer=leave_signals) as pool:      # ends its workers when it is left
-        for deb, texts in zip(debs, pool.imap(package_documents, debs)):
+    pool = concurrent.futures.ProcessPoolExecutor(initializer=be_worker)
+    try:
+        for deb, texts in zip(debs, pool.map(package_documents, debs)):
             print(f"{os.path.basename(deb)}: {len(texts)} documents", flush=True)
             documents.update((hashlib.sha256(text.encode()).digest(), text) for text in texts)
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise Problem("a process that reads packages was ended",
+                      "the same command goes on from here") from error
+    finally:
+        for worker in multiprocessing.active_children():
+            worker.kill()                       # else shutdown waits for packages that nobody wants
+        pool.shutdown(cancel_futures=True)
     if not documents:
         raise Problem("there is no English document in " + ", ".join(map(os.path.basename, debs[:5])))
-    part = path + ".part"
-    with open(part, "w", encoding="utf-8") as f:
-        for _, text in sorted(documents.items()):
-            f.write("<|endoftext|>\n" + text)
-    os.replace(part, path)
+    replace_file(path, (b"<|endoftext|>\n" + text.encode() for _, text in sorted(documents.items())))
     return len(documents)

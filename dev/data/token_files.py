@@ -22,7 +22,7 @@ def npy_begin(path):
     with open(path, "rb") as f:
         version = f.read(8)[6]
         length = struct.unpack("<H" if version == 1 else "<I", f.read(2 if version == 1 else 4))[0]
-        says = ast.literal_eval(f.read(length).decode("latin-1"))
+        says = ast.literal_eval(f.read(min(length, 10000)).decode("latin-1"))     # as numpy limits it
         if says["descr"] != "<u2" or len(says["shape"]) != 1:
             raise Problem(f"'{path}' holds {says['descr']} of shape {says['shape']}, not one row of uint16",
                           "numpy converts it: tokens.astype(numpy.uint16).ravel()")
