@@ -22,6 +22,7 @@ import textwrap
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from outputs import whole_file                      # noqa: E402
+from terminal import guard_terminals                # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 # a line's curves, and its form, behind which more words may stand; llm.c's older logs have no lr and norm
@@ -288,6 +289,7 @@ def tell_apart(runs):
 
 
 def main():
+    guard_terminals()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("runs", nargs="+", help="run folders, or main.log files")
     parser.add_argument("-o", "--output", help="picture to write (default: loss.png beside the first log)")

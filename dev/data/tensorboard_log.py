@@ -17,8 +17,7 @@ import os
 import sys
 import time
 
-from outputs import shown
-from plot_log import fail, number, read_metrics, take_the_venv
+from plot_log import fail, guard_terminals, number, read_metrics, take_the_venv
 
 # key of metrics.jsonl: where TensorBoard shows it; other keys (but for step) are shown by their own names;
 # losses of a mixture's sources, "val_losses", beside that of all
@@ -66,6 +65,7 @@ def advance(run, new_writer, writer, written):
 
 
 def main():
+    guard_terminals()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("runs", nargs="+", help="run folders")
     parser.add_argument("--follow", action="store_true", help="go on while the runs do; Ctrl-C ends")
@@ -76,7 +76,7 @@ def main():
             for run, (writer, before) in written.items():
                 written[run] = advance(run, new_writer, writer, before)
                 if writer is None:
-                    print(f"wrote {shown(run)}/tensorboard: {len(written[run][1])} records", flush=True)
+                    print(f"wrote {run}/tensorboard: {len(written[run][1])} records", flush=True)
             if not args.follow:
                 break
             time.sleep(POLL_S)

@@ -14,9 +14,9 @@ import json
 import os
 import stat
 
-from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die, last_model, mode,
-                       np, read_model, take_the_venv, words_of)
-from outputs import shown, whole_file
+from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die,
+                       guard_terminals, last_model, mode, np, read_model, take_the_venv, words_of)
+from outputs import whole_file
 
 try:
     import gguf
@@ -130,6 +130,7 @@ def write(path, name, d, params, kind, words, chat_template=None):
 
 
 def main():
+    guard_terminals()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.error = lambda message: die(f"{message}\nhint: {parser.prog} --help")
     parser.add_argument("model", help="model_*.bin, or the folder of a run (its last model)")
@@ -148,7 +149,7 @@ def main():
             write(f.name, name, dims, params, args.type, words, CHAT_TEMPLATES.get(chat_template_of(source)))
     except OSError as e:
         die(f"'{e.filename or args.file}': {e.strerror}")
-    print(f"wrote {shown(args.file)}: {shown(os.path.basename(source))}, {count_parameters(dims):,} "
+    print(f"wrote {args.file}: {os.path.basename(source)}, {count_parameters(dims):,} "
           f"parameters, {args.type}"
           + ("" if words.merges is not None else f"; no tokenizer: there is none for V={dims.V}"
              if not words.vocab else "; no tokenizer: GGUF takes one that cuts text by GPT-2's pattern"))

@@ -26,11 +26,12 @@ from dataclasses import dataclass
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
                  for more in ((), ("reference",), ("data",))]
 from outputs import shown                           # noqa: E402
+from terminal import guard_terminals                # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 
 def die(message):
-    sys.exit("error: " + "\nhint: ".join(map(shown, message.split("\nhint: "))))
+    sys.exit("error: " + message)
 
 
 def mode(path):
@@ -327,6 +328,7 @@ def check_folder(folder):
 
 
 def main():
+    guard_terminals()
     for number in (signal.SIGINT, signal.SIGTERM):          # what was begun is removed
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -361,7 +363,7 @@ def main():
             os.rename(made, folder)             # fails if others have written into the folder since
     except OSError as e:
         die(f"'{e.filename2 or e.filename or folder}': {e.strerror}")
-    print(f"wrote {shown(args.folder)}: {shown(os.path.basename(source))}, {count_parameters(dims):,} "
+    print(f"wrote {args.folder}: {os.path.basename(source)}, {count_parameters(dims):,} "
           f"parameters, {dtype}"
           + ("" if words.vocab else
              f"; no tokenizer: there is none for V={dims.V} (50257, 50304: GPT-2, 256: bytes)"))

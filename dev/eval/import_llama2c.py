@@ -14,9 +14,9 @@ import math
 import os
 import stat
 
-from export_hf import die, mode, np         # np from there: it restarts the program where numpy is elsewhere
+# np from there: it restarts the program where numpy is elsewhere
+from export_hf import die, guard_terminals, mode, np
 from formats import NAMES, Llama, param_shape, write_checkpoint
-from outputs import shown
 
 
 def read_llama2c(path):
@@ -77,6 +77,7 @@ def converted(s, w):
 
 
 def main():
+    guard_terminals()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.error = lambda message: die(f"{message}\nhint: {parser.prog} --help")
     parser.add_argument("model", help="llama2.c's file")
@@ -87,7 +88,7 @@ def main():
         write_checkpoint(args.out, dims, params)
     except OSError as e:
         die(f"'{e.filename or args.out}': {e.strerror}")
-    print(f"wrote {shown(args.out)}: {dims.text()}")
+    print(f"wrote {args.out}: {dims.text()}")
 
 
 if __name__ == "__main__":

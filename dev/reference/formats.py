@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
-from outputs import shown, whole_file               # noqa: E402
+from outputs import whole_file               # noqa: E402
 
 MAGIC_SHARD, MAGIC_MODEL, MAGIC_TENSORS = 20240520, 20240326, 20240327
 MAGIC_WIDE_SHARD, WIDE_SHARD_VERSION = 20240801, 7                      # tokens of 32 bits, as llm.c's
@@ -329,7 +329,7 @@ def round_params(params, kind):
 # ---- files ----
 class FileError(SystemExit):
     def __init__(self, path, text):
-        super().__init__(f"error: '{shown(path)}': {text}")
+        super().__init__(f"error: '{path}': {text}")
 
 
 def open_checked(path):

@@ -444,16 +444,6 @@ def test_foreign_text_on_the_card():
         shutil.rmtree(bad + ".hf")
 
 
-def test_foreign_text_of_messages():
-    bad = "\x1b[2J\u202e\n"
-    shutil.copy("plain.bin", bad)
-    said = [tool(bad + "none", "x").err, tool("plain.bin", bad).err,
-            tool_ok(bad, bad + "2").out, tool(write(bad + "3", "x"), "x").err]
-    for text in said:
-        assert [line for line in text.splitlines() if not line.isprintable()] == [] and r"\x1b[2J" in text
-        assert text.count("\n") <= 2
-
-
 class FromFiles:
     """In the place of transformers' AutoTokenizer; the package tokenizers does its work."""
     def __init__(self, folder):

@@ -1,9 +1,12 @@
 """Pictures and TensorBoard's event files of runs: dev/data/plot_log.py and tensorboard_log.py.
 """
+import contextlib
 import json
 import math
 import os
+import pty
 import shutil
+import subprocess
 import sys
 import types
 
@@ -46,6 +49,39 @@ def fails(function, *args):
         function(*args)
     assert str(end.value).startswith("error: ") and str(end.value).count("\n") <= 2
     return str(end.value)
+
+
+# ---- on a terminal ----
+
+TOOLS = ["data/get.py files --out out --from", "data/get.py NAME --out", "data/get.py --NAME",
+         "data/plot_log.py", "data/tensorboard_log.py", "eval/export_hf.py NAME", "eval/export_gguf.py NAME",
+         "eval/import_llama2c.py NAME"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_control_characters(tool):
+    """A name commands no terminal. A pipe gets its bytes."""
+    name = "a\x1b[2J\x9b\x07\r\x7fé.txt"
+    script, *words = tool.split()
+    command = [sys.executable, os.path.join(ROOT, "dev", script)]
+    command += [word.replace("NAME", name) for word in words] + [name] * ("--NAME" not in words)
+    piped = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    said = piped.stdout + piped.stderr
+    if b"no tensorboard" in said or b"without tensorboard" in said or b"no gguf" in said:
+        pytest.skip(said.decode().splitlines()[0])
+    assert name.encode() in said and piped.returncode > 0
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs) as child:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):          # EIO is its end
+            while block := os.read(ours, 4096):
+                shown += block
+    os.close(ours)
+    assert child.returncode == piped.returncode
+    escaped = name.replace("é", "").encode("unicode_escape").replace(b"\\r", b"\\x0d").partition(b".")[0]
+    assert escaped + "é.txt".encode() in shown and shown.replace(b"\r\n", b"\n").decode().translate(
+        {10: 32}).isprintable()
 
 
 # ---- what is read ----
