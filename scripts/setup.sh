@@ -46,7 +46,8 @@ if [ -x .venv/bin/python ]; then had_venv=1; fi
 # A package that only one script wants: what it is imported as, and what is not possible without it.
 extra='' need_extra=0
 case ${1:-} in
-    data) extra='pyarrow huggingface_hub tokenizers' module='pyarrow.parquet, huggingface_hub, tokenizers'
+    data) extra='pyarrow==25.0.1 huggingface_hub==2.4.0 tokenizers==0.23.3'
+        module='pyarrow.parquet, huggingface_hub, tokenizers'
         lost="dev/data/get.py can neither fetch from the hub nor read parquet, zstd and tokenizer.json" ;;
     tensorboard) extra=tensorboard==2.21.0 module=tensorboard.summary.writer.event_file_writer
         lost="dev/data/tensorboard_log.py writes no event files" ;;
@@ -101,7 +102,7 @@ if [ $need_extra = 1 ]; then
     if ! { { [ -x .venv/bin/pip ] || python3 -m venv .venv; } &&
                .venv/bin/pip install $extra; } >"$log" 2>&1; then
         tail -3 "$log" >&2
-        echo "error: no ${extra%%=*}, so $lost" >&2
+        echo "error: no $extra, so $lost" >&2
         echo "hint: python3 -m venv .venv && .venv/bin/pip install $extra" >&2
         exit 1
     fi

@@ -379,7 +379,7 @@ SETUPS = [
     ("", BOTH, {"LACKS": "numpy"}, [PIP], [], ""),
     ("tests", BOTH, {"LACKS": "pytest", "OFFLINE": "1"}, [PIP], [], "warning: not all Python packages"),
     *[(word, BOTH, env, calls, [PIP], said)
-      for word, calls in (("data", ["pip install pyarrow"]), ("tensorboard", ["pip install tensorboard=="]))
+      for word, calls in (("data", ["pip install pyarrow=="]), ("tensorboard", ["pip install tensorboard=="]))
       for env, calls, said in (({"LACKS": "arrow|tens"}, calls, ""), ({}, [], ""),
                                ({"LACKS": "arrow|tens", "OFFLINE": "1"}, calls, "error: no"))],
     ("", BOTH, {"LACKS": "arrow|tens"}, [], ["pip"], "")]
@@ -403,6 +403,20 @@ def test_setup(words, make, env, calls, never, said, venv):
     assert ("hint: " in err) == ("OFFLINE" in env)
     assert ("\nnext: " in "\n" + out) == (code == 0 and words != "tests"), "a setup ends with what comes next"
     assert os.path.exists(".venv") == (venv or "OFFLINE" not in env and "pip" in called() or code == 1)
+
+
+def test_pins():
+    """Every Python package that is installed has one version, the same wherever it is named."""
+    setup, listed = (read(os.path.join(ROOT, name)).decode()
+                     for name in ("scripts/setup.sh", "dev/requirements.txt"))
+    wanted = [line.partition(";")[0] for line in listed.splitlines() if line[0] != "#"]
+    for quoted, plain in re.findall(r"\bextra=(?:'([^']+)'|(\w\S*))", setup):
+        wanted += (quoted or plain).split()
+    pins = {}
+    for name, version in (re.fullmatch(r"([\w-]+)==([\d.]+)", text).groups() for text in wanted):
+        pins.setdefault(name, set()).add(version)
+    assert {"huggingface_hub", "pyarrow", "tensorboard", "tokenizers", "pytest"} <= pins.keys()
+    assert {name for name, versions in pins.items() if len(versions) > 1} == {"numpy"}  # by Python
 
 
 @pytest.mark.parametrize("command", ["scripts/setup.sh", "make test"])
@@ -560,7 +574,7 @@ def test_make_plot():
 
 
 def test_plot_takes_the_venv():
-    copy("dev/data/plot_log.py", "dev/data/outputs.py", "dev/venv_python.py")
+    copy("dev/data/plot_log.py", "dev/data/outputs.py", "dev/terminal.py", "dev/venv_python.py")
     write("runs/mine/main.log", "s:0 tel:5.5\ns:1 trl:5.4 lr:1e-3 norm:2\n")
     write("none/matplotlib.py", "raise ImportError\n")
     plot = [sys.executable, "dev/data/plot_log.py", "runs/mine"]
