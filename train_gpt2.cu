@@ -7038,7 +7038,8 @@ static void print_plan() {
     if (may_lower_lanes()) { least.lanes = 1; }
 
     const std::vector<ParamSpec> specs = param_table(config);
-    printf("plan: %s on %d x %s, %s\n", run.model, comm.world, device.name.c_str(), build.precision);
+    printf("plan: %s on %d x %s, %s\n", shown(run.model).c_str(), comm.world, device.name.c_str(),
+           build.precision);
     report_model(config, specs, options.muon, false);
     memory_print(gpt2_memory_plan(config, options, run.B, run.T), run.verbose > 0);
     const MemoryRoom room = memory_room(device);

@@ -101,18 +101,33 @@ static inline int32_t utf8_decode(const uint8_t* s, size_t len, size_t* width) {
     return (int32_t)cp;
 }
 
-// Escapes control characters (C0, DEL, C1) in a path or another text from the user, as \n, \x1b and so on:
-// printed raw, they could move the cursor, colour the terminal or forge lines.
-static inline std::string shown(const std::string& text) {
+// Escapes control characters (C0, DEL, C1) in a path or another text from outside, as \n, \x1b and so on:
+// printed raw, they could move the cursor, colour the terminal or forge lines. kept: those that may stay.
+static inline std::string shown(const std::string& text, const std::string& kept = "") {
     std::string out;
     for (size_t i = 0, width; i < text.size(); i += width) {
         const int32_t c = utf8_decode((const uint8_t*)&text[i], text.size() - i, &width);
-        if (c == '\n') { out += "\\n"; }
-        else if ((c >= 0 && c < 0x20) || c == 0x7F) { out += format("\\x%02x", (unsigned)c); }
-        else if (c >= 0x80 && c < 0xA0) { out += format("\\u%04x", (unsigned)c); }
-        else { out += text.substr(i, width); }
+        const bool is_control = (c >= 0 && c < 0x20) || (c >= 0x7F && c < 0xA0);
+        if (!is_control || kept.find(text[i]) != std::string::npos) { out += text.substr(i, width); }
+        else if (c == '\n') { out += "\\n"; }
+        else { out += format(c < 0x80 ? "\\x%02x" : "\\u%04x", (unsigned)c); }
     }
     return out;
+}
+
+// The same for a message: only "\nhint: " begins a new line.
+static inline std::string shown_message(const std::string& text) {
+    const std::string hint = "\nhint: ";
+    const size_t at = text.rfind(hint);
+    const std::string line = shown(text.substr(0, at));
+    return at == std::string::npos ? line : line + hint + shown(text.substr(at + hint.size()));
+}
+
+// Prints a model's or a user's text on stdout. A pipe or a file gets its bytes; a terminal gets newlines and
+// tabs, and other control characters escaped.
+static inline void print_text(const std::string& text) {
+    const std::string out = isatty(STDOUT_FILENO) ? shown(text, "\n\t") : text;
+    fwrite(out.data(), 1, out.size(), stdout);
 }
 
 // The width of the terminal that stdout is; `otherwise` if it is none.
@@ -159,17 +174,12 @@ __attribute__((noreturn)) static inline void die_now(const char* text) {
     exit(EXIT_FAILURE);
 }
 
-// Only "\nhint: " begins a new line: newlines in quoted names are escaped.
 __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const char* fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    const std::string text = vformat(fmt, args);
+    const std::string text = shown_message(vformat(fmt, args));
     va_end(args);
-    const std::string hint = "\nhint: ";
-    size_t at = text.rfind(hint);
-    std::string line = shown(text.substr(0, at));
-    if (at != std::string::npos) { line += hint + shown(text.substr(at + hint.size())); }
-    die_now(line.c_str());
+    die_now(text.c_str());
 }
 static inline void die_if(const std::string& error) {      // "": no error
     if (!error.empty()) { die("%s", error.c_str()); }

@@ -98,6 +98,9 @@ static const struct { const char* name; std::function<void()> run; } programs[] 
     {"loop", [] { rank_loop(); }},
     {"unhandled", [] { signal(SIGHUP, SIG_DFL); rank_loop(); }},
     {"die", [] { rank_loop([](int step) { die("bad thing in step %d\nhint: none", step); }); }},
+    {"raw_words", [] {                          // of a rank that is no program of ours
+        rank_loop([](int) { comm_send(0, kCommError, "bad\x1b[2J\nforged: \xC2\x9Bm\nhint: \x7F"); });
+    }},
     {"thread_dies", [] { rank_loop([](int) { std::thread([] { die("from a thread"); }).join(); }); }},
     {"exit", [] { rank_loop([](int) { exit(0); }); }},
     {"stuck_early", wait_as_victim},
@@ -441,6 +444,8 @@ static std::vector<Case> failure_cases() {
         // rank 0 speaks for the first of them, and has the others end silently
         over_tcp({.name = "die others", .program = "die", .victim = OTHERS, .words = {": bad thing"},
                   .world = 4}, 1),
+        {.name = "raw words", .program = "raw_words", .victim = 1, .codes = {1},
+         .words = {"error: bad\\x1b[2J\\nforged: \\u009bm\nhint: \\x7f\n"}, .world = 2},
         {.name = "die in a thread", .program = "thread_dies", .victim = 1, .codes = {1},
          .words = {"error: rank 1: from a thread"}, .world = 2},
         {.name = "die early", .program = "dies_early", .victim = ALL, .codes = {1},

@@ -226,6 +226,10 @@ static void test_check() {
             {"a\nb\tc\rd", "a\\nb\\x09c\\x0dd"}, {"Übung/日本語", "Übung/日本語"},
             {"\xC2\x9B" "31m", "\\u009b31m"}};
         for (const auto& c : cases) { CHECK_TEXT(shown(c[0]), c[1]); }
+        CHECK_TEXT(shown(std::string("a\nb\tc\rd\0", 8), "\n\t"), "a\nb\tc\\x0dd\\x00");
+        CHECK_TEXT(shown_message("a\nb\nhint: c\x1b"), "a\\nb\nhint: c\\x1b");
+        const Child warned = run_child([] { warn("the run in %s", "a\x1b[2J\nb"); });
+        CHECK_TEXT(warned.err, "warning: the run in a\\x1b[2J\\nb\n");
         const std::string evil = in_folder("x\nerror: \x1b[2Jforged");
         const std::function<void()> errors[] = {
             [&] { fopen_check(evil.c_str(), "rb"); }, [&] { atomic_open(evil + "/y"); },
@@ -616,7 +620,7 @@ static void test_flags() {
             {{"-"}, {"unexpected '-'"}},
             {{"--"}, {"unexpected '--'"}},
             {{""}, {"unexpected ''"}},
-            {{"-b", "1\n2\n3\n4\n5"}, {"'1?2?3?4?5'"}},
+            {{"-b", "1\n2\n3\n4\n5"}, {"'1\\n2\\n3\\n4\\n5'"}},
             {{"-b", std::string(100000, '7')}, {"777..."}},
         };
         for (const auto& c : cases) {

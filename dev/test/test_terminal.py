@@ -23,6 +23,7 @@ LIVE = re.compile(r"loss \S+( (?:\xe2\x96[\x81-\x88]){2,10})? \| lr \S+ \| norm 
 TWO_LINES = r"([^\r\x1b]+)\x1b\[K\r\n([^\r\x1b]+)\x1b\[K"
 BLOCK = re.compile(rf"\r(?:\x1b\[A)?{TWO_LINES}")       # the first one, or over the one before
 SHOWN = re.compile(rf"\r{TWO_LINES}(?:\r\x1b\[A{TWO_LINES})*\r\x1b\[A\x1b\[J")      # blocks, and their end
+MODEL_3 = "model_00000003.bin"
 LONG = {"-x": 10**6, "--log-every": 10**6}
 
 
@@ -37,6 +38,16 @@ def on_terminal(flags, until=None, then=None, **more):
     lines = SHOWN.sub("", text).replace("\r\n", "\n").split("\n")
     assert not any(map(BAR.search, lines)), "progress stays on the screen"
     return code, text, lines
+
+
+COMMANDS = re.compile(r"[\0-\x08\x0b-\x1f\x7f\x80-\x9f]")
+
+
+def tame(text):
+    """As a terminal gets a text that a pipe gets as it is; both are bytes, one to a character."""
+    whole = text.encode("latin-1").decode("utf-8", "surrogateescape")
+    whole = COMMANDS.sub(lambda m: (r"\x%02x" if m[0] < "\x80" else r"\u%04x") % ord(m[0]), whole)
+    return whole.encode("utf-8", "surrogateescape").decode("latin-1")
 
 
 def untimed(text):
@@ -108,7 +119,7 @@ def test_progress():
     flags = {"-x": 12, "-v": 5, "-m": 1, "-s": 6, "-g": 12, "-n": 0, "--log-every": 4}
     piped = run_ok({"-o": "piped", **flags})
     code, text, lines = on_terminal({"-o": "shown", **flags})
-    assert code == 0 and untimed("\n".join(lines).replace("shown", "piped")) == untimed(piped.out)
+    assert code == 0 and untimed("\n".join(lines).replace("shown", "piped")) == tame(untimed(piped.out))
     blocks = BLOCK.findall(text)
     shown = [BAR.fullmatch(first) for first, _ in blocks]
     assert shown and all(shown) and {LIVE.fullmatch(second)[1] for _, second in blocks} == {None}
@@ -144,6 +155,38 @@ def test_progress_and_messages():
     _, _, lines = on_terminal(LONG, until=b" [")
     assert "stopping; press Ctrl-C again to stop at once" in lines
     assert on_terminal({**LONG, "--gpus": 2}, until=b" [", then=lambda p: p.terminate())[0] == 0
+
+
+@pytest.mark.cpu_only
+def test_control_characters():
+    """No name, prompt, setting or byte of a model commands a terminal, whatever the command; a pipe gets a
+    model's bytes."""
+    evil = "e\x1b[2J\x07\r\u009bm"
+    write(f"{evil}.bin", read("train.bin"))
+    write(f"val{evil}.bin", read("val.bin"))
+    alone, settings = dict.fromkeys(USUAL), {"-g": 60, "-f": None}
+    train = {"-i": f"{evil}.bin:0.5,train.bin:0.5", "-j": f"val{evil}.bin:0.5,val.bin:0.5", "-t": 32, "-n": 1,
+             "-o": evil, "-x": 2, "-v": 1, "-s": 1, "--prompt": evil, "--verbose": 1, **settings}
+    rows = [(train, 0), (train, 1), ({**alone, "-y": 1, "-o": evil, "-x": 3}, 0),
+            ({**alone, "-y": 1, "-o": evil, "--eval-data": evil, "-x": 3, "-h": 1}, 1),
+            ({**alone, "eval": evil}, 0), ({**alone, "eval": evil, "-j": f"{evil}.bin"}, 0),
+            ({**alone, "sample": evil, **settings, "--prompt": evil, "--num-samples": 3}, 0),
+            ({**alone, "sample": evil, "-g": 60, "--num-samples": 3, "--seed": 4}, 0),
+            ({**alone, "eval": evil + "x"}, 1), ({"-i": evil, "-o": "no"}, 1), ({evil: 1}, 1),
+            ({**alone, "-e": f"{evil}/{MODEL_3}", "--plan": "H200"}, 0),
+            ({**alone, "-y": 1, "-o": evil + "none"}, 1)]
+    for flags, wanted in rows:
+        code, text, lines = on_terminal(flags)
+        shown = "\n".join(lines).encode("latin-1").decode("utf-8", "surrogateescape")
+        assert code == wanted and not COMMANDS.search(shown), (flags, shown)
+    same = {**alone, "sample": evil, "-g": 200, "--num-samples": 3, "--verbose": -1}
+    piped, (_, _, lines) = run_ok(same).out, on_terminal(same, stderr=subprocess.DEVNULL)
+    assert COMMANDS.search(piped) and "\n".join(lines) == tame(piped)
+    terminal = Terminal({**alone, "chat": evil, "-g": 200, "--verbose": -1})
+    os.write(terminal.ours, b"tak\n\x04")
+    code, shown = terminal.end()
+    shown = shown.decode("utf-8", "surrogateescape").replace("\r\n", "\n")
+    assert code == 0 and len(shown) > 200 and not COMMANDS.search(shown), shown
 
 
 @pytest.mark.cpu_only

@@ -38,7 +38,7 @@ __attribute__((format(printf, 1, 2))) static inline void warn(const char* fmt, .
     va_list args;
     va_start(args, fmt);
     progress_clear();
-    fprintf(stderr, "warning: %s\n", vformat(fmt, args).c_str());
+    fprintf(stderr, "warning: %s\n", shown_message(vformat(fmt, args)).c_str());
     va_end(args);
 }
 

@@ -262,7 +262,8 @@ static inline void comm_accept(int listener, std::vector<CommPending>* pending) 
 static inline void comm_tell_wait(bool* told, double deadline, int limit_s, const char* whom,
                                   const std::string& where) {
     if (*told || comm_now() < deadline - limit_s + 10) { return; }
-    fprintf(stderr, "note: still waiting for %s, at %s, for %d s in all\n", whom, where.c_str(), limit_s);
+    fprintf(stderr, "note: still waiting for %s, at %s, for %d s in all\n", whom,
+            shown(where).c_str(), limit_s);
     *told = true;
 }
 

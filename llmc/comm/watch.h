@@ -269,7 +269,7 @@ static inline void comm_receive_control(int peer) {
         seen.heard = comm_now();
         seen.last = m;
         if (m.word == kCommBye && !seen.bye) { seen.bye = true; s->byes++; }
-        if (m.word == kCommError) { comm_fail(m.text); }
+        if (m.word == kCommError) { comm_fail(shown_message(m.text)); }
         if (m.word == kCommEnd) { comm_fail(""); }
     }
     seen.closed = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);

@@ -152,7 +152,7 @@ static inline Config model_read_config(const char* path, ParamTable table) {
     fclose(f);
     if (header[kModelResidualWord] != 0 && comm.rank == 0) {
         fprintf(stderr, "note: '%s' was trained with --residual-dtype fp32; here the residual stream has the "
-                "type of the other activations\n", path);
+                "type of the other activations\n", shown(path).c_str());
     }
     return c;
 }

@@ -51,9 +51,7 @@ typedef std::vector<FlagAnswer> FlagAnswers;
 
 // User text for an error message: at most 60 characters, on one line.
 static inline std::string flags_show(const std::string& text) {
-    std::string s = text.substr(0, 60);
-    for (char& c : s) { if ((unsigned char)c < 32 || c == 127) { c = '?'; } }
-    return text.size() > 60 ? s + "..." : s;
+    return shown(text.substr(0, 60)) + (text.size() > 60 ? "..." : "");
 }
 
 static inline std::vector<std::string> flags_split(const std::string& text, char separator) {

@@ -12,7 +12,7 @@ Texts on the terminal: samples, and a chat. A callback draws the tokens, so no m
 #include <pthread.h>    // gives: pthread_sigmask
 #include <sys/select.h> // gives: pselect
 
-#include "../check.h"           // gives: die, format, shown, file_size
+#include "../check.h"           // gives: die, format, shown, print_text, file_size
 #include "../comm/comm.h"       // gives: comm_now, warn
 #include "../data/chat_template.h"  // gives: chat_system, chat_question
 #include "../data/tokenizer.h"  // gives: Tokenizer
@@ -102,7 +102,7 @@ struct TextOut {
     }
     void show(bool all) {
         const size_t bytes = all ? text.size() : whole_characters(text);
-        fwrite(text.data(), 1, bytes, stdout);
+        print_text(text.substr(0, bytes));
         fflush(stdout);
         text.erase(0, bytes);
     }
@@ -138,10 +138,11 @@ static inline void write_samples(const TextTask& task, const Samples& samples, c
     const int end = task.prompt[0];
     auto begin = [&](int sample) {
         if (samples.titled) {
-            printf("sample %d at step %lld:\n%s", sample + 1, (long long)samples.step, samples.prompt);
-        } else {
-            printf("%s%s", sample > 0 ? "---\n" : "", isatty(STDOUT_FILENO) ? samples.prompt : "");
+            printf("sample %d at step %lld:\n", sample + 1, (long long)samples.step);
+        } else if (sample > 0) {
+            printf("---\n");
         }
+        if (samples.titled || isatty(STDOUT_FILENO)) { print_text(samples.prompt); }
     };
     TextSpeed speed;
     for (int first = 0; first < samples.count && !stop_requested; first += samples.rows) {
@@ -254,7 +255,7 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
         tokens.insert(tokens.end(), ids.begin(), ids.end());
         TextOut text = {task.tokenizer, ""};
         const std::vector<int> prompt = tokens;
-        if (is_terminal && !asks) { fwrite(line.data(), 1, line.size(), stdout); }  // it begins with the line
+        if (is_terminal && !asks) { print_text(line); }       // it begins with the line
         if (speed.tokens == 0) { speed.start = comm_now(); }
         draw(prompt, whole ? 4 * task.tokens : task.tokens, end, number, [&](int, int token) {
             speed.add(tokens.size() == prompt.size());
