@@ -386,6 +386,30 @@ def test_other_runs():
 
 
 @pytest.mark.cpu_only
+@pytest.mark.usefixtures("own_folder")
+def test_no_such_run():
+    """-y 1 where there is no run: by the folder alone an error, which names the runs beside it, of many
+    those with the likeliest names. With flags of a run one begins."""
+    flags = {"-i": "train.bin", "-e": "L1,NH1,C16,T8,V256", "-b": 1, "-z": 8, "-x": 1, "-v": 0, "-n": 0}
+    write_shard("train.bin", sentences(1, 100))
+    for name in ("mine", "a\x1b[31m", *(f"other{i:02d}" for i in range(20))):
+        write(f"runs/{name}/run.json", b"{}")
+    os.makedirs("runs/.hidden")
+    os.makedirs("runs/none")
+    alone = dict.fromkeys(USUAL)
+    told = {"--verbose": -1, "--gpus": 2}               # flags of this start alone
+    for folder, more in (("runs/min", {}), ("runs/none", {}), ("runs/min/", told)):
+        said = refused({**alone, "-y": 1, "-o": folder, **more}, f"-o {folder}: there is no run to go on",
+                       "; runs beside it: mine, a\\x1b[31m, other" if folder != "runs/none" else "mine").err
+        assert 5 < said.count(", ") < 15 and "hidden" not in said
+    assert "runs beside" in refused({**alone, "-o": None, "eval": "runs/nine"}, "cannot open", "mine, ").err
+    assert "beside" not in refused({**alone, "-y": 1, "-o": "alone"}, "no run to go on with").err
+    began = run_ok({**alone, **flags, "-y": 1, "-o": "runs/min"})
+    assert began.out.startswith("-y 1: there is no run in runs/min, so a new one begins\n")
+    assert "so a new one" not in run_ok({**alone, "-y": 1, "-o": "runs/min", "-x": 2}).out
+
+
+@pytest.mark.cpu_only
 def test_failed_start():
     """A run that fails before its first step is done leaves the folder as it was, or none."""
     for i, row in enumerate([sentences(30 + i, T_ROWS + 1) for i in range(16)]):

@@ -71,6 +71,24 @@ static inline std::string newest_model(const std::string& folder) {
     return checkpoint_model(folder, newest);
 }
 
+// The end of a hint: the runs beside a folder, the first few by the likeness of their names.
+static inline std::string runs_beside(const std::string& folder) {
+    const std::string path = folder.substr(0, folder.find_last_not_of('/') + 1);
+    const size_t slash = path.rfind('/') + 1;           // npos + 1 is 0
+    const std::string parent = path.substr(0, slash), name = path.substr(slash);
+    if (access((parent + ".").c_str(), R_OK) != 0) { return ""; }       // it cannot be listed
+    std::multimap<int, std::string> runs;
+    for (const std::string& other : folder_names(parent + ".")) {
+        const bool is_run = access((parent + other + "/run.json").c_str(), F_OK) == 0;
+        if (is_run && other[0] != '.') { runs.insert({flags_distance(name, other), other}); }
+    }
+    std::string names;
+    for (const auto& it : runs) {
+        if (names.size() < 80) { names += (names.empty() ? "; runs beside it: " : ", ") + shown(it.second); }
+    }
+    return names;
+}
+
 static inline bool model_is_file(const std::string& text) {
     return file_size(text.c_str()) >= 0 || text.find('/') != std::string::npos ||
            text.find(".bin") != std::string::npos || text.find(".safetensors") != std::string::npos;
@@ -87,7 +105,8 @@ static inline void model_file_check(const std::string& path) {
     die("cannot open '%s': %s\nhint: %s", path.c_str(), strerror(ENOENT),
         is_repository ? weights_hint(path).c_str()
         : name.rfind("gpt2_", 0) == 0 ? (weights_hint("gpt2") + "; or llm.c's starter pack has it").c_str()
-        : "-e takes a model_*.bin, a folder of a run or of Hugging Face, or a descriptor such as d12");
+        : ("-e takes a model_*.bin, a folder of a run or of Hugging Face, or a descriptor such as d12" +
+           runs_beside(path)).c_str());
 }
 
 // Sets flags that are not given from run.json: those that -x 0 needs, or, for a run that begins again, all
@@ -206,13 +225,24 @@ static inline void run_folder_check(const std::string& folder) {
         die("-o %s already holds a run (%s)\nhint: -y 1 goes on with it; or choose another folder",
             folder.c_str(), holds_checkpoint ? "its checkpoints" : "main.log");
     }
-    if (!run.resumed && run.resume && (run.again || holds_run(folder + "/main.log"))) {
+    if (!run.resumed && run.resume) {
         if (checkpoint_has_models(folder)) {
             die("-o %s holds models of a run, but no state_*.bin to go on from\n"
                 "hint: choose another folder; -e takes a model_*.bin of this one", folder.c_str());
         }
-        warn("the run in -o %s has no checkpoint: it begins anew%s", shown(folder).c_str(),
-             run.again ? ", with the settings in its run.json where no flag says otherwise" : "");
+        // what a new run would be; flags of this start alone do not say that
+        const bool is_described = std::any_of(kFlags.begin(), kFlags.end(), [](const Flag& flag) {
+            return flag.given && flag.resume != FLAG_NOW;
+        });
+        if (run.again || holds_run(folder + "/main.log")) {
+            warn("the run in -o %s has no checkpoint: it begins anew%s", folder.c_str(),
+                 run.again ? ", with the settings in its run.json where no flag says otherwise" : "");
+        } else if (is_described) {
+            say("-y 1: there is no run in %s, so a new one begins\n", shown(folder).c_str());
+        } else {
+            die("-o %s: there is no run to go on with\nhint: a new one wants its flags, too, such as -i%s",
+                folder.c_str(), runs_beside(folder).c_str());
+        }
     }
     const char* last = "/state_1000000000000000_00000.bin.4194304.2147483647.part";
     if (folder.size() + strlen(last) >= PATH_MAX) {
