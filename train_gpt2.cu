@@ -6984,10 +6984,6 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     logger_init(&t->logger, comm.rank == 0 ? run.output_dir : "");
     char here[PATH_MAX];
     t->start = getcwd(here, sizeof(here)) ? here : "";
-    logger_run(&t->logger, kFlags,
-               {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
-                {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
-                {"device", t->device.name}, {"program", t->program}, {"started in", t->start}});
     t->logger.copied = t->data.tokenizer_files;
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->data.max_steps;
@@ -7009,6 +7005,24 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     }
     catch_signals(t->saves);
     data_print(t->data);
+}
+
+// Rank 0 writes run.json after its first step, which has chosen the algorithms of matrix products. Libraries
+// and algorithms are facts of this file and not of the states: those of equal runs are equal.
+static void log_run(Training* t) {
+    if (!t->saves || comm.rank != 0) { return; }
+    DiskWait disk(t->step);
+    const Facts before = run.resumed ? run_json(run.output_dir) : Facts();
+    const std::string now = gemm_algorithms(t->model.stream), *then = facts_find(before, "algorithms");
+    resumed_check(before, {{"set of libraries", t->device.libraries}}, run.output_dir);
+    if (then && choices_differ(now, *then)) {
+        warn("cuBLASLt chooses other algorithms than before: the run's bits may differ");
+    }
+    logger_run(&t->logger, kFlags,
+               {{"left open", settings_left_open()}, {"precision", PRECISION_NAME},
+                {"lanes", std::to_string(t->model.options.lanes * comm.world)},     // as memory allows
+                {"device", t->device.name}, {"program", t->program}, {"started in", t->start},
+                {"set of libraries", t->device.libraries}, {"algorithms", now}});
 }
 
 // --plan GPU: prints what the run would take there, and trains nothing. The CPU build plans for the CUDA
@@ -7267,6 +7281,7 @@ static void train(Training* t) {
     };
 
     dataloader_seek(&t->data.train, t->position);
+    const int64_t first = t->step;
     while (t->step < t->data.max_steps && !stop_agreed(t->step)) {
         const int64_t step = t->step;
         const bool val_due = due(run.val_every, step);
@@ -7284,7 +7299,7 @@ static void train(Training* t) {
         reports_begin(&reports, step, model->stream);
         const double lr = lr_at(schedule, step), muon_lr = lr_at(muon_schedule, step);
         if (!train_step(model, &t->data.train, t->saver, lr, muon_lr)) { break; }
-        t->step++;
+        if (t->step++ == first) { log_run(t); }
         t->position = t->data.train.position;
         reports_end(&reports, step, model->state, model->stream);
         // the last step is awaited inside the loop, because it, too, may send the run back

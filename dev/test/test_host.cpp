@@ -792,6 +792,15 @@ static void test_run() {
             CHECK_HOLDS(facts_update(forged, &update), "update.norms_count");
         }
     }
+    TEST("run: algorithms of a run that goes on") {
+        const struct { const char *now, *then; bool differ; } cases[] = {
+            {"", "", false}, {"a1:b2", "", false}, {"", "a1:b2", false}, {"a1:b2", "a1:b2", false},
+            {"a1:b2", "a1:b3", true}, {"a1:b2 c1:d1", "c1:d1 a1:b2", false}, {"a1:b2 e1:f1", "e1:f2", true},
+            {"a1:b2", "c1:d1 a2:b1", false}};           // other products alone, as another -r has
+        for (const auto& c : cases) {
+            CHECK(choices_differ(c.now, c.then) == c.differ, "'%s' after '%s'", c.now, c.then);
+        }
+    }
     TEST("run: Muon's own defaults") {
         const struct { std::vector<std::string> words; double lr, embedding, head; } rates[] = {
             {{}, 3e-4, 1, 1}, {{"-e", "m12"}, 3e-4, 1, 1}, {{"--optimizer", "muon"}, 3.6e-3, 1, 1},

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import functools
 import glob
+import json
 import os
 import random
 import re
@@ -286,6 +287,8 @@ def test_own_flags():
     assert "launch: --gpus 2, as the run was started" in result.out
     assert [name for name in ("main.log", MODEL % 20)
             if read(f"own/{name}") != read(f"{judge}/{name}")] == []
+    given = Job({}, resume_words("own", {"-x": 20, "--gpus": 2})).result()
+    assert given.code == 0 and "launch: " not in given.out
     result = Job({}, resume_words("own", {"-x": 20, "--gpus": 1})).result()
     assert "launch: ranks now 1, before 2\n" in result.out
     # what was left open is settled anew where there is no checkpoint
@@ -407,6 +410,38 @@ def test_no_such_run():
     began = run_ok({**alone, **flags, "-y": 1, "-o": "runs/min"})
     assert began.out.startswith("-y 1: there is no run in runs/min, so a new one begins\n")
     assert "so a new one" not in run_ok({**alone, "-y": 1, "-o": "runs/min", "-x": 2}).out
+
+
+def test_other_libraries():
+    """run.json names the libraries and, of cuBLASLt, the algorithm of each product. A run that goes on with
+    others says so; no bit of a model or state depends on what it says. Earlier programs wrote neither."""
+    folder, judge = stopped_run("libraries"), undisturbed({})
+    said = json.loads(read(folder + "/run.json"))
+    libraries, pairs = said["set of libraries"], said["algorithms"].split()
+    assert re.search(r"glibc \d" if on_cpu() else r"^cuBLASLt \d+\.\d+\.\d+, CUDA \d+\.\d+", libraries)
+    assert bool(pairs) != on_cpu() and all(re.fullmatch("[0-9a-f]{8}:[0-9a-f]{8}", pair) for pair in pairs)
+    other = f"the run goes on with another set of libraries than before ({libraries}, then x\\x1b): its bits"
+    chosen = "cuBLASLt chooses other algorithms than before: the run's bits"
+    rows = [({}, []), ({"set of libraries": "x\x1b"}, [other]), ({"algorithms": "00000000:1 b:"}, []),
+            (dict.fromkeys(["set of libraries", "algorithms"]), []), (b"{", []), (None, [])]
+    for at in () if on_cpu() else {0, len(pairs) - 1}:
+        changed = " ".join([*pairs[:at], pairs[at][:9] + "x" * 8, *pairs[at + 1:]])
+        rows += [({"algorithms": changed}, [chosen]),
+                 ({"algorithms": changed, "set of libraries": "x\x1b"}, [other, chosen])]
+    for changes, warnings in rows:
+        again = shutil.copytree(folder, "again")
+        os.remove(again + "/run.json")
+        if isinstance(changes, dict):
+            facts = {name: value for name, value in {**said, **changes}.items() if value is not None}
+            changes = json.dumps(facts).encode()
+        if changes:
+            write(again + "/run.json", changes)
+        result = run({"-y": 1, "-o": again})
+        assert (result.code, result.err) == (0, "".join(f"warning: {text} may differ\n" for text in warnings))
+        now = json.loads(read(again + "/run.json"))
+        assert now["set of libraries"] == libraries and {*now["algorithms"].split()} <= {*pairs}
+        assert unlike(again, judge) == []
+        shutil.rmtree(again)
 
 
 @pytest.mark.cpu_only

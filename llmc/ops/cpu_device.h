@@ -22,11 +22,11 @@ the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 template <class Args> static void break_outputs(const Args& args, int stream);     // test_gpt2.cu: --break
 #define OP_DONE(args) break_outputs(args, 0)
 #endif
-#include "cpu_ops.h"        // gives: the twins, GPT2_OPS, Stream, openblas_get_corename
+#include "cpu_ops.h"        // gives: the twins, GPT2_OPS, Stream, openblas_get_corename, _config
 #include "token_buckets.h"  // gives: max_bucket_slots
 
 // ---- device runtime ----
-struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id; };
+struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id, libraries; };
 
 #ifdef LAZY_STREAMS
 #include "../../dev/test/lazy_streams.h"   // gives: the names of #else; work runs as late as it may
@@ -118,12 +118,15 @@ static inline DeviceInfo device_init(int /*index*/ = 0) {
     threads = omp_get_max_threads();
 #endif
 #ifdef USE_OPENBLAS
-    const char* blas = "OpenBLAS";
+    const char *blas = "OpenBLAS", *version = openblas_get_config();    // and the kind of core it is for
 #else
-    const char* blas = "no BLAS";
+    const char *blas = "no BLAS", *version = blas;
 #endif
+    char libc[64] = "";
+    confstr(_CS_GNU_LIBC_VERSION, libc, sizeof(libc));
     DeviceInfo info = {format("CPU (%d threads, %s)", threads, blas),
-                       host_memory_free(), proc_bytes("/proc/meminfo", "MemTotal"), "cpu"};    // no GPU's
+                       host_memory_free(), proc_bytes("/proc/meminfo", "MemTotal"), "cpu",     // no GPU's
+                       format("%s, %s", version, libc)};
     limit_memory(&info, threads);
     return info;
 }
@@ -177,6 +180,7 @@ constexpr bool kDeviceHasNccl = false, kDeviceIsCuda = false;
 static inline size_t gemm_workspace_bytes() { return 0; }
 static inline void gemm_init(Stream, void*, size_t, bool) {}
 static inline void gemm_free(Stream) {}
+static inline std::string gemm_algorithms(Stream) { return ""; }
 static inline void select_kernels(bool, bool) {}
 static inline bool attention_uses_sm90(int) { return false; }
 static inline const char* attention_form(int) { return "plain loops"; }

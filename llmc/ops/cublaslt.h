@@ -18,6 +18,7 @@ equal algorithms.
 #include <list>                 // gives: std::list
 
 #include "../check.h"           // gives: die
+#include "../checksum.h"        // gives: checksum
 #include "cuda_device.h"        // gives: cublasCheck, Stream, device_is_hopper
 
 // For the partial sums of split-K. The library's manual advises 32 MiB for Hopper, 4 for earlier GPUs. The
@@ -54,7 +55,7 @@ struct Gemm {
     size_t a_stride = 0, b_stride = 0, c_stride = 0, d_stride = 0;
 };
 
-typedef std::array<int64_t, 22> GemmKey;        // all that the choice of an algorithm may depend on
+typedef std::array<int64_t, 22> GemmKey;        // all that an algorithm may depend on; last: Gemm::count
 struct GemmPlan {
     GemmKey key;
     cublasLtMatmulDesc_t desc;
@@ -108,6 +109,24 @@ struct GemmAlignments { int64_t a, b, c, d; };
 static inline GemmAlignments gemm_alignments(const Gemm& g) {
     return {pointer_alignment(g.a, g.a_stride, g.inp_type), pointer_alignment(g.b, g.b_stride, g.inp_type),
             pointer_alignment(g.c, g.c_stride, g.d_type), pointer_alignment(g.d, g.d_stride, g.d_type)};
+}
+
+// Which algorithm each of the stream's products has so far: hashes, as KEY:ALGORITHM with blanks between them. A key's last
+// number is left out: the number of ranks decides it.
+static inline std::string gemm_algorithms(Stream stream) {
+    std::string text;
+    for (const GemmPlan& plan : gemm_stream(stream).plans) {
+        uint32_t config[CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID + 1] = {};
+        for (int i = 0; i <= CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID; i++) {
+            const size_t bytes = i < CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID ? 4 : 2;
+            const auto which = (cublasLtMatmulAlgoConfigAttributes_t)i;     // 0 where a version lacks it
+            cublasLtMatmulAlgoConfigGetAttribute(&plan.algo, which, &config[i], bytes, nullptr);
+        }
+        const uint64_t key = checksum(&plan.key, sizeof(plan.key) - sizeof(plan.key.back()));
+        text += format(text.empty() ? "%08x:%08x" : " %08x:%08x", (unsigned)key,
+                       (unsigned)checksum(config, sizeof(config)));
+    }
+    return text;
 }
 
 // The operands that are part of the descriptor rather than arguments of the call.
@@ -230,8 +249,8 @@ static inline void gemm(const Gemm& g, Stream stream) {
     const GemmAlignments at = gemm_alignments(g);
     const GemmKey key = {
         g.m, g.n, g.k, g.trans_a, g.trans_b, g.d_type, g.epilogue, g.c != nullptr, at.a, at.b, at.c, at.d,
-        pointer_alignment(g.bias), g.inp_type, g.count, g.count_all, (int64_t)g.a_stride,
-        (int64_t)g.b_stride, (int64_t)g.c_stride, (int64_t)g.d_stride, g.fast, g.b_is_e5m2};
+        pointer_alignment(g.bias), g.inp_type, g.count_all, (int64_t)g.a_stride, (int64_t)g.b_stride,
+        (int64_t)g.c_stride, (int64_t)g.d_stride, g.fast, g.b_is_e5m2, g.count};
     GemmStream& s = gemm_stream(stream);
     GemmPlan* plan = nullptr;
     for (GemmPlan& p : s.plans) {

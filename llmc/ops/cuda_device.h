@@ -82,7 +82,7 @@ template <class Args> struct OpScope {
     }
 };
 
-struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id; };
+struct DeviceInfo { std::string name; size_t memory_free, memory_total; std::string bus_id, libraries; };
 // Set by device_init. Launchers whose blocks each take several rows read it: blocks for one wave are enough.
 // Only norm_backward sums in another order for another number of blocks: its bits depend on the kind of GPU.
 static int device_sm_count = 0;
@@ -131,6 +131,12 @@ static inline DeviceInfo device_init(int index = 0) {
     char bus_id[32];
     cudaCheck(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), index));
     info.bus_id = bus_id;
+    const int cublas = (int)cublasLtGetVersion();
+    int driver = 0;
+    cudaCheck(cudaDriverGetVersion(&driver));       // the newest CUDA that it knows
+    info.libraries = format("cuBLASLt %d.%d.%d, CUDA %d.%d, its driver %d.%d", cublas / 10000,
+                            cublas / 100 % 100, cublas % 100, CUDART_VERSION / 1000,
+                            CUDART_VERSION / 10 % 100, driver / 1000, driver / 10 % 100);
     return info;
 }
 

@@ -5,14 +5,14 @@ The files of a run's folder, except checkpoints. Host only.
                     times, so two equal runs write equal bytes. As in llm.c, training lines count from 0
     metrics.jsonl   one JSON object per line: these numbers, times and speed. "step" is the number of steps
                     done, as on the terminal and in model_00001000.bin
-    run.json        the settings and the program's build
+    run.json        the settings, the program's build, its libraries and their algorithms
     main.log.cut, metrics.jsonl.cut     both logs as they were when the run went back to a checkpoint. They
                     stay until the run has come as far again: a later checkpoint may become readable
 
     Logger log;
     logger_init(&log, "runs/a");                        // "" logs nowhere
-    logger_run(&log, table, {{"program", "train_gpt2cpu"}, {"precision", "FP32"}});
     logger_val(&log, step, val_loss);
+    logger_run(&log, table, {{"program", "train_gpt2cpu"}, {"precision", "FP32"}});     // after a step
     logger_train(&log, {step, loss, lr, norm, tokens, ms, tokens_per_s});
     logger_go_back(&log, step);                         // the run continues from `step`: cuts later lines
     logger_free(&log);
@@ -32,7 +32,7 @@ struct Logger {
     std::string folder;         // "": nothing is written
     FILE* main_log = nullptr;
     FILE* metrics = nullptr;
-    std::string run_json;       // the whole file
+    std::string run_json;       // the whole file, "" before the first step
     std::vector<std::string> copied;        // files of which the folder gets a copy
     std::string early_text, early_json;     // lines before the files exist
     double best_val = INFINITY;             // the run's lowest validation loss so far, after `best_step`
@@ -66,7 +66,7 @@ static inline void logger_open(Logger* log) {
         die("-o %s: another process is writing this run\nhint: wait for its end, or choose another folder",
             log->folder.c_str());
     }
-    atomic_file(log->folder + "/run.json", log->run_json);
+    if (!log->run_json.empty()) { atomic_file(log->folder + "/run.json", log->run_json); }
     for (const std::string& from : log->copied) {
         const std::string to = log->folder + "/" + from.substr(from.rfind('/') + 1);
         if (from != to) { atomic_file(to, file_text(from)); }
@@ -253,6 +253,7 @@ static inline void logger_run(Logger* log, const FlagTable& table, const Facts& 
         log->run_json += ",\n" + json_quote(item.first) + ": " + json_quote(item.second);
     }
     log->run_json += "\n}\n";
+    if (log->main_log) { atomic_file(log->folder + "/run.json", log->run_json); }
 }
 
 static inline void logger_free(Logger* log) {

@@ -166,21 +166,37 @@ static inline void folder_resolve() {
     }
 }
 
-// -y 1: takes --gpus from run.json, unless a flag or a scheduler determines the ranks. A damaged run.json is
-// no error: the checkpoints hold all other settings.
+// What run.json says. Nothing if it is missing or damaged: a run that goes on does without.
+static inline Facts run_json(const std::string& folder) {
+    Facts values;
+    const std::string path = folder + "/run.json";
+    if (file_size(path.c_str()) < 0 || !json_file_read(path, &values).empty()) { values.clear(); }
+    return values;
+}
+
+// Two texts have pairs KEY:CHOICE, as gemm_algorithms gives them: has a key of both another choice?
+static inline bool choices_differ(const std::string& now, const std::string& then) {
+    bool differ = false;
+    for (const std::string& pair : flags_split(now, ' ')) {
+        const size_t at = then.find(pair.substr(0, pair.find(':') + 1));
+        differ = differ || (at != std::string::npos && then.compare(at, pair.size(), pair) != 0);
+    }
+    return differ;
+}
+
+// -y 1: takes --gpus from run.json, unless a flag or a scheduler determines the ranks.
 static inline void launch_resume() {
-    const std::string folder = run.output_dir, path = folder + "/run.json";
+    const std::string folder = run.output_dir;
     const CommForeign f = comm_foreign();
-    bool is_open = run.resume && !folder.empty() && file_size(path.c_str()) >= 0 && f.name.empty() &&
-                   f.wrong.empty();
+    bool is_open = run.resume && !folder.empty() && f.name.empty() && f.wrong.empty();
     for (const char* name : {"gpus", "process-init", "process-server", "process-folder", "processes",
                              "process-rank", "gpus-per-node"}) {
         is_open = is_open && !run_given(name);
     }
-    Facts values;
-    if (!is_open || !json_file_read(path, &values).empty()) { return; }
+    const Facts values = is_open ? run_json(folder) : Facts();
     const std::string* gpus = facts_find(values, "settings.gpus");
-    if (gpus) { flags_set(flags_find(kFlags, "--gpus"), gpus->c_str()); }
+    if (!gpus) { return; }
+    flags_set(flags_find(kFlags, "--gpus"), gpus->c_str());
     settings.own_launch = run.comm.gpus > 1;
 }
 
