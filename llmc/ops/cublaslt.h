@@ -111,8 +111,8 @@ static inline GemmAlignments gemm_alignments(const Gemm& g) {
             pointer_alignment(g.c, g.c_stride, g.d_type), pointer_alignment(g.d, g.d_stride, g.d_type)};
 }
 
-// Which algorithm each of the stream's products has so far: hashes, as KEY:ALGORITHM with blanks between them. A key's last
-// number is left out: the number of ranks decides it.
+// Which algorithm each of the stream's products has so far: hashes, as KEY:ALGORITHM with blanks between
+// them. A key's last number is left out: the number of ranks decides it.
 static inline std::string gemm_algorithms(Stream stream) {
     std::string text;
     for (const GemmPlan& plan : gemm_stream(stream).plans) {
