@@ -203,14 +203,13 @@ static inline size_t tokenizer_cut_inside(const Tokenizer* tok, const uint8_t* p
 
 // As llm.c's gpt2_tokenizer.bin: tokenizer_read derives the merges from the tokens.
 static inline void tokenizer_write(const Tokenizer* tok, const char* path) {
-    AtomicFile out = atomic_open(path);
     TokenizerHead head = {kTokenizerMagic, kTokenizerVersion, (uint32_t)tok->bytes.size(), tok->eot, 0,
-                          MERGES_ALL, {}};
-    atomic_write(&out, &head, sizeof(head));
-    for (const std::string& token : tok->bytes) {
-        uint8_t length = (uint8_t)token.size();         // GPT-2's longest is 128
-        atomic_write(&out, &length, 1);
-        atomic_write(&out, token.data(), token.size());
-    }
+                          MERGES_ALL, {}, 0};
+    std::string data((const char*)&head, sizeof(head));
+    for (const std::string& token : tok->bytes) { data += (char)token.size() + token; }     // 128 at most
+    head.checksum = tokenizer_checksum(data);
+    data.replace(0, sizeof(head), (const char*)&head, sizeof(head));
+    AtomicFile out = atomic_open(path);
+    atomic_write(&out, data.data(), data.size());
     atomic_commit(&out);
 }

@@ -315,6 +315,9 @@ static std::string whole_path(const std::string& path) {
     return found;
 }
 
+// As llm.c writes it, without a checksum.
+static std::string unsealed(std::string data) { return data.replace(1016, 8, std::string(8, '\0')); }
+
 static void test_files() {
     CHECK(symlink("dev", "dev") == 0, "cannot make a link");    // cannot be looked at, and is passed over
     CHECK_TEXT(whole_path(tokenizer_default_path()), vocab_path);
@@ -333,7 +336,8 @@ static void test_files() {
     few.bytes.assign(bpe.bytes.begin(), bpe.bytes.begin() + 300);
     few.eot = 299;
     tokenizer_write(&few, "few.bin");
-    const std::string good = read_text("few.bin"), merges = read_text(vocab_path);
+    std::string good = read_text("few.bin");
+    const std::string merges = read_text(vocab_path);
     auto with_int = [&](size_t index, uint32_t value) {
         std::string data = good;
         memcpy(&data[4 * index], &value, 4);
@@ -342,6 +346,17 @@ static void test_files() {
     uint32_t header[4];
     memcpy(header, good.data(), sizeof(header));
     CHECK_TEXT(numbers(Ids(header, header + 4)), "20240328 2 300 299");
+    // One bit is another: of each word in use, of a free one, the checksum, a token, the last byte.
+    for (size_t bit : {3, 32, 70, 101, 130, 161, 200, 8 * 1016 + 60, 8 * 1100, 8 * (int)good.size() - 1}) {
+        std::string data = good;
+        data[bit / 8] = (char)(data[bit / 8] ^ 1 << bit % 8);
+        write_text("t.bin", data);
+        check_dies(format("bit %zu", bit), [&] {
+            Tokenizer t;
+            bit % 2 ? (void)tokenizer_head("t.bin") : tokenizer_read(&t, "t.bin");
+        }, {"'t.bin' is damaged", "checksum"});
+    }
+    good = unsealed(good);
     std::string twice = good;
     twice[1024 + 3] = twice[1024 + 1];
     const std::string half = merges.substr(0, merges.rfind('\n', merges.size() / 2) + 1);
@@ -378,7 +393,7 @@ static void test_files() {
 static std::string own_file(uint32_t id, uint32_t merges, const std::string& lefts = "") {
     const Strings more = {"bc", "ab", "abc", "a b", "<|endoftext|>"};
     const uint32_t V = 256 + (uint32_t)more.size();
-    TokenizerHead head = {kTokenizerMagic, kTokenizerVersion, V, V - 1, id, merges, {}};
+    TokenizerHead head = {kTokenizerMagic, kTokenizerVersion, V, V - 1, id, merges, {}, 0};
     std::string data((const char*)&head, sizeof(head));
     for (int b = 0; b < 256; b++) { data += std::string("\1") + (char)b; }
     for (const std::string& token : more) { data += (char)token.size() + token; }
@@ -416,12 +431,15 @@ static void test_own_found() {
     const TokensOf seven = {"seven/*", "seven/a.bin", 7}, eight = {"eight/*", "eight/a.bin", 8};
     const TokensOf gpt2 = {"g/*", "seven/g.bin", 1}, lone = {"none/*", "none/a.bin", 7};
     const TokensOf unsaid = {"u/*", "seven/u.bin", 0};
+    const TokensOf foreign = {"f/*", "eight/f.bin", 7};         // beside it is a tokenizer.bin of another
     const struct { const char* model; int V; Reads reads; const char* file; uint32_t named; } good[] = {
         {"", 300, {seven}, "seven/tokenizer.bin", 7}, {"", 50257, {seven}, "seven/tokenizer.bin", 7},
         {"", 261, {unsaid, lone, seven}, "seven/tokenizer.bin", 7}, {"", 300, {lone}, "", 7},
         {"", 300, {gpt2}, "", 1}, {"", 50304, {gpt2}, "", 1}, {"", 300, {unsaid}, "", 0},
         {"seven/m.bin", 300, {}, "seven/tokenizer.bin", 7}, {"seven/", 300, {lone}, "seven/tokenizer.bin", 7},
         {"none/m.bin", 300, {eight}, "eight/tokenizer.bin", 8},
+        {"", 300, {foreign}, "", 7}, {"", 300, {foreign, seven}, "seven/tokenizer.bin", 7},
+        {"none/m.bin", 300, {foreign}, "", 7}, {"seven/m.bin", 300, {foreign}, "seven/tokenizer.bin", 7},
         {"seven/m.bin", 50257, {lone}, "seven/tokenizer.bin", 7}, {"m.bin", 300, {lone}, "", 7}};
     for (const auto& g : good) {
         const TokenizerFile found = tokenizer_find(g.model, g.V, g.reads);

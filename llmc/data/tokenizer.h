@@ -27,6 +27,7 @@ token: the caller adds it.
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
 
 #include "../check.h"           // gives: die, file_text, utf8_decode
+#include "../checksum.h"        // gives: checksum
 #include "unicode_tables.h"     // gives: CharClass, its ranges
 
 static const uint32_t kGpt2Merges = 50000, kGpt2Eot = 256 + kGpt2Merges;
@@ -329,35 +330,49 @@ static inline void tokenizer_init_bpe(Tokenizer* tok, const char* path) {
 }
 
 // ---- tokenizer.bin ----
-// llm.c's gpt2_tokenizer.bin, with two more words in its header: 256 int32 {20240328, 2, V, end of text, id,
-// merges, 0...}, then for each token one length byte and its bytes. dev/data/get.py writes such files.
+// llm.c's gpt2_tokenizer.bin, with more words in its header: 256 int32 {20240328, 2, V, end of text, id,
+// merges, 0..., checksum}, then for each token one length byte and its bytes. The checksum is the XXH64 of
+// the file with zeros in its place; llm.c's files have 0. Word 6 is for dev/eval/export_hf.py. get.py writes
+// such files.
 
 enum TokenizerMerges : uint32_t {
     MERGES_ALL = 0,         // any two tokens whose bytes are a token merge (llm.c's file)
     MERGES_LISTED = 1,      // V bytes follow, the `lefts` of tokenizer_build
     MERGES_NONE = 2         // text is not cut by GPT-2's pattern: the file only decodes
 };
-static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2, kTokenizerMost = 1 << 24;
+static const uint32_t kTokenizerMagic = 20240328, kTokenizerVersion = 2, kTokenizerMost = 1 << 20;
 
-struct TokenizerHead { uint32_t magic, version, V, eot, id, merges, zero[250]; };
+struct TokenizerHead { uint32_t magic, version, V, eot, id, merges, zero[248]; uint64_t checksum; };
 static_assert(sizeof(TokenizerHead) == 1024, "256 words");
 
-// Its first words; all are 0 if there is no such file.
-static inline TokenizerHead tokenizer_head(const std::string& path) {
+static inline uint64_t tokenizer_checksum(std::string data) {
+    memset(&data[offsetof(TokenizerHead, checksum)], 0, sizeof(uint64_t));
+    return checksum(data.data(), data.size());
+}
+
+// The header of these bytes of a file. Dies if they do not have the checksum that it holds.
+static inline TokenizerHead tokenizer_head_of(const std::string& data, const char* path) {
     TokenizerHead head = {};
-    if (file_size(path.c_str()) < 0) { return head; }
-    const std::string data = file_text(path, sizeof(head));
-    memcpy(&head, data.data(), data.size());
+    memcpy(&head, data.data(), std::min(data.size(), sizeof(head)));
+    const bool is_ours = head.magic == kTokenizerMagic || head.version == kTokenizerVersion;   // one: damaged
+    if (is_ours && head.checksum != 0 && tokenizer_checksum(data) != head.checksum) {
+        die("'%s' is damaged: it does not have the checksum in its header\n"
+            "hint: copy the tokenizer's two files anew, from beside the shards", path);
+    }
     return head;
+}
+
+// All words are 0 if there is no such file.
+static inline TokenizerHead tokenizer_head(const std::string& path) {
+    return tokenizer_head_of(file_size(path.c_str()) < 0 ? "" : file_text(path), path.c_str());
 }
 
 static inline void tokenizer_read(Tokenizer* tok, const char* path) {
     std::string data = tokenizer_read_file(path, "dev/data/get.py and tokenize --write-vocab FILE make one");
-    TokenizerHead head;
+    const TokenizerHead head = tokenizer_head_of(data, path);
     if (data.size() < sizeof(head)) {
         die("'%s' is truncated: its header takes 1024 bytes, the file has %zu", path, data.size());
     }
-    memcpy(&head, data.data(), sizeof(head));
     if (head.magic != kTokenizerMagic || head.version != kTokenizerVersion || head.merges > MERGES_NONE) {
         die("'%s' is no tokenizer file: it begins %u %u, expected %u %u", path, head.magic, head.version,
             kTokenizerMagic, kTokenizerVersion);
