@@ -6,34 +6,43 @@ llmc/data/chat_template.h tells why, makes of it, with END for the end-of-text t
 
     END System: ...\n\nUser: ...\n\nAssistant: ...END User: ...\n\nAssistant: ...END
 
-Counted are each answer, with the space in front of it, and the END behind it. STEM.mask beside STEM.bin has a
+An empty message of the system is left out.
+
+Counted are each answer, with the space in front of it, and the END behind it; not one whose message has
+"weight": 0 or "train": false. STEM.mask beside STEM.bin has a
 byte for each token: 1, counted, or 0. Of the --row-tokens tokens of a row, as many are conversations as fit,
 whole ones, and the rest is END, not counted. One that is longer than a row begins a row and fills the next.
 """
 import bisect
-import os
+import collections
 import struct
+import sys
 from array import array
 
 from any_tokenizer import batches, draw_key
 from documents import Reader
 from fetch import Problem
-from shards import HEADER_BYTES, KINDS, replace_file, run_tool
+from shards import EOT, KINDS, replace_file, tool_documents
+from tokenizer_files import BYTES_ID, GPT2_ID
 
 CHAT_TEMPLATE, CHAT_WORD = 1, 8         # its number, and where a shard's header has it
 ROW_WORD = 9                            # where it has the number of tokens in a row
 ROLES = {"system": "System: ", "user": "User: ", "assistant": "Assistant:"}
+WHITE = " \t\n\v\f\r"                   # what chat_template.h takes from a message's ends
+FLAGS = "weight", "train"               # of a message: whether its answer counts
 ROW = 'a row is {"messages": [{"role": "user", "content": "..."}, ...]}, or this list alone'
 AT_ONCE = 1000                          # conversations among which one is looked for that fits a row
-BEGIN = "\1"                            # a document of its own in front of each conversation's parts
+# The first byte of a part: it stands before an answer, or is one that counts, or one that does not.
+BEFORE, COUNTS, SILENT = "012"
 
 
-def parts(where, messages):
-    """What is encoded by itself: what stands before an answer, the answer, what stands before the next ..."""
+def parts(where, messages, unwritten):
+    """What stands before an answer, the answer, what stands before the next ... unwritten[name]: messages
+    that have more to say by this name."""
     if not isinstance(messages, list) or not messages:
         raise Problem(f"{where}: 'messages' is no list of messages, but {type(messages).__name__}",
                       ROW)
-    found, before = [], ""
+    found, before = [], BEFORE
     for number, message in enumerate(messages, 1):
         message = message if isinstance(message, dict) else {}
         role, content = message.get("role"), message.get("content")
@@ -41,81 +50,99 @@ def parts(where, messages):
             raise Problem(f"{where}: message {number} has the role {role!r} and as its content "
                           f"{type(content).__name__}",
                           "roles are system, user and assistant; contents are texts")
+        unwritten.update(name for name, value in message.items() if name not in ("role", "content", *FLAGS)
+                         and isinstance(value, (str, list, dict)) and value)
+        flags = [message[name] for name in FLAGS if message.get(name) is not None]
+        if any(flag not in (0, 1) for flag in flags):
+            raise Problem(f"{where}: message {number} has {' and '.join(FLAGS)} {flags}",
+                          "an answer counts or does not: 1 or 0, true or false")
         if role == "assistant":
-            found += [before + ROLES[role], " " + content.strip()]
-            before = ""
-        else:
-            before += ROLES[role] + content.strip() + "\n\n"
+            found += [before + ROLES[role], (COUNTS if all(flags) else SILENT) + " " + content.strip(WHITE)]
+            before = BEFORE
+        elif role == "user" or content.strip(WHITE):
+            before += ROLES[role] + content.strip(WHITE) + "\n\n"
     if not found:
         raise Problem(f"{where}: there is no message of the role assistant", "the loss counts only answers")
     return found                        # a question without an answer, at the end, is left out
 
 
 class Conversations(Reader):
-    """Reads rows of messages as documents.py reads texts. Each part of a conversation is a document, which
-    the tokenizer then encodes by itself, and so is BEGIN in front of them."""
+    """Reads rows of messages as documents.py reads texts. A conversation is its parts, each with a byte 0."""
     rows, no_field = (list,), ROW
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.unwritten = collections.Counter()
 
     def in_bytes(self, rows):
         for where, messages in rows:
-            texts = ((where, text) for text in (BEGIN, *parts(where, messages)))
+            texts = ((where, text) for text in parts(where, messages, self.unwritten))
             yield b"".join(super().in_bytes(texts))
 
-    def documents(self, path):
-        for text in super().documents(path):
-            if not text.startswith(BEGIN.encode()):
-                raise Problem(f"'{path}' is text, not rows of messages",
-                              ROW)
-            yield text
+    def texts(self, paths):
+        self.unwritten.clear()                      # what a look at the files counted
+        yield from super().texts(paths)
+        for name, count in sorted(self.unwritten.items()):
+            print(f"note: {count} messages have '{name}', which is not written", file=sys.stderr)
 
 
 # ---- tokens ----
 
-def tool_tokens(tool, prefix, flags, texts):
-    """(all tokens of the texts, the tokenizer's number); END is in front of each document."""
-    run_tool(tool, prefix, [*flags, "--val-tokens", 0, "--shard-tokens", 0], texts)
-    path = prefix + "_train.bin"
-    with open(path, "rb") as f:
-        tokenizer = struct.unpack("<4I", f.read(HEADER_BYTES)[:16])[3]
-        tokens = array("H", f.read())
-    os.unlink(path)
-    return tokens, tokenizer
+def by_tool(tool, prefix, flags, texts):
+    """Yields (tokens, mask) of each conversation. The tool encodes its parts as documents. GPT-2's pattern
+    begins a piece with the space of an answer, so the tokens are those of the whole."""
+    kinds = []
+
+    def documents():
+        for text in texts:
+            split = text.decode().split("\0")[:-1]
+            kinds.append("".join(part[0] for part in split))
+            yield "".join(part[1:] + "\0" for part in split).encode()
+
+    encoded = tool_documents(tool, prefix, flags, documents())
+    for kinds_of_one in kinds:
+        ids, mask = array("H"), bytearray(1)
+        for kind, document in zip(kinds_of_one, encoded):
+            end = document[:1]
+            ids += document[bool(ids):] + end * (kind != BEFORE)
+            mask.extend(bytes([kind == COUNTS]) * (len(ids) - len(mask)))
+        yield ids, mask
 
 
-def documents_of(tokens):
-    """Pieces of the tokens, which each begin with the first of them, END."""
-    end, begin = tokens[0], 0
-    while begin < len(tokens):
-        try:
-            next_one = tokens.index(end, begin + 1)
-        except ValueError:
-            next_one = len(tokens)
-        yield tokens[begin:next_one]
-        begin = next_one
+def by_package(tokenizer, texts):
+    """Yields (tokens, mask) of each conversation. All of it is one text, as an exported chat template has it;
+    those tokens count that begin in an answer which does, or are the END behind it."""
+    encoder, in_place = tokenizer.chat_encoder()
+    for some in batches(texts, AT_ONCE):
+        wholes, masks = [], []
+        for text in some:
+            whole = tokenizer.first_text
+            mask = bytearray(len(whole))
+            for part in text.decode().split("\0")[:-1]:
+                kind, part = part[0], part[1:]
+                for token, other in in_place.items():
+                    part = part.replace(token, other)
+                whole += part + tokenizer.first_text * (kind != BEFORE)
+                mask.extend(bytes([kind == COUNTS]) * (len(whole) - len(mask)))
+            wholes.append(whole)
+            masks.append(mask)
+        encodings = encoder.encode_batch(wholes, add_special_tokens=False)
+        for whole, mask, encoding in zip(wholes, masks, encodings):
+            if encoding.ids.count(tokenizer.first) != whole.count(tokenizer.first_text):
+                raise Problem(f"'{tokenizer.first_text}' between two texts is no token by this tokenizer",
+                              "its tokenizer.json must have it in added_tokens, without single_word")
+            yield encoding.ids, bytes(mask[begin] for begin, _ in encoding.offsets)
 
 
 class Set:
     """tokens and counted: of all conversations, one behind the other; starts: where each begins."""
 
-    def __init__(self, code, documents):
-        self.tokens, self.counted, self.starts = array(code), bytearray(), []
-        mark = is_answer = None
-        for ids in documents:
-            mark = mark or ids
-            end = ids[:1]
-            if ids == mark:
-                self.starts.append(len(self.tokens))
-                self.add(end, False)
-                is_answer = False
-                continue
-            self.add(ids[1:] + end if is_answer else ids[1:], is_answer)
-            is_answer = not is_answer
-        self.end = mark[0]
-        self.starts.append(len(self.tokens))
-
-    def add(self, ids, counts):
-        self.tokens.extend(ids)
-        self.counted.extend((b"\1" if counts else b"\0") * len(ids))
+    def __init__(self, code, end, conversations):
+        self.tokens, self.counted, self.starts, self.end = array(code), bytearray(), [0], end
+        for tokens, counted in conversations:
+            self.tokens.extend(tokens)
+            self.counted.extend(counted)
+            self.starts.append(len(self.tokens))
 
     def __len__(self):
         return len(self.starts) - 1
@@ -179,22 +206,21 @@ def put(stem, conversations, numbers, T, shard_tokens, tokenizer):
 
 def write_shards(prefix, args, val_tokens, texts, tool):
     """PREFIX_val_000000.bin, PREFIX_train_000000.bin and so on. texts: what Conversations reads."""
-    if args.tokenizer and not args.tokenizer.by_tool:
-        tokenizer = args.tokenizer.id
-        conversations = Set(args.tokenizer.kind.code, args.tokenizer.documents(texts))
-    else:
-        flags = args.tokenizer.flags if args.tokenizer else ["--bytes", int(args.bytes)]
-        tokens, tokenizer = tool_tokens(tool, prefix, flags, texts)
-        conversations = Set("H", documents_of(tokens))
+    own = args.tokenizer
+    number, end, kind = (own.id, own.first, own.kind) if own else (BYTES_ID, 0, KINDS[0]) if args.bytes else \
+        (GPT2_ID, EOT, KINDS[0])
+    flags = own.flags if own and own.by_tool else ["--bytes", int(args.bytes)]
+    found = by_package(own, texts) if own and not own.by_tool else by_tool(tool, prefix, flags, texts)
+    conversations = Set(kind.code, end, found)
     total, T = len(conversations.tokens), args.row_tokens
     wanted = min(100_000, total // 10) if val_tokens == "auto" else val_tokens
     if wanted >= total:
         raise Problem(f"the conversations have {total} tokens, --val-tokens {wanted} leaves none to train on",
                       f"--val-tokens {total // 10} is a tenth of them")
     drawn = conversations.drawn(wanted) if wanted else set()
-    put(prefix + "_val", conversations, sorted(drawn), T, 0, tokenizer)
+    put(prefix + "_val", conversations, sorted(drawn), T, 0, number)
     rest = (number for number in range(len(conversations)) if number not in drawn)
-    put(prefix + "_train", conversations, rest, T, args.shard_tokens, tokenizer)
+    put(prefix + "_train", conversations, rest, T, args.shard_tokens, number)
     count = sum(map(conversations.length, drawn))
     said = [f"validation: {count} of {total} tokens, {len(drawn)} of {len(conversations)} conversations"]
     return [f"{sum(conversations.counted)} of {total} tokens count", *said * bool(wanted)]

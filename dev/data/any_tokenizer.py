@@ -14,11 +14,10 @@ import sys
 import tempfile
 from array import array
 
-from documents import first_line
 from fetch import Problem, need
 from shards import KINDS, replace_file
-from tokenizer_files import (END_OF_TEXT, GPT2_ID, MERGES_LISTED, read_head, tokenizer_bin, tokenizer_id,
-                             tokenizer_json, vocabulary)
+from tokenizer_files import (END_OF_TEXT, GPT2_ID, MERGES_LISTED, for_chats, id_of, marked, read_head,
+                             settings_of, tokenizer_bin, tokenizer_json, vocabulary)
 
 NAMES = "tokenizer.json", "tokenizer.bin"
 TOKEN_BYTES = 128           # of the longest token that is learned, as of GPT-2's
@@ -34,21 +33,16 @@ def read(path):
             from error
 
 
-def id_of(path, text):
-    try:
-        return tokenizer_id(text)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise Problem(f"'{path}' is no tokenizer.json: {first_line(error)}") from error
-
-
 def any_tokenizer(path, first):
     """OwnTokenizer or AnyTokenizer. first: the token that goes in front of each document."""
     if not os.path.isdir(path):
         return AnyTokenizer(path, first)
     file, head = os.path.join(path, NAMES[0]), read_head(os.path.join(path, NAMES[1]))
-    if head and head.id == id_of(file, read(file)) and head.merges == MERGES_LISTED and first == END_OF_TEXT:
+    number = id_of(file, text := read(file), head)
+    if head and head.merges == MERGES_LISTED and first == END_OF_TEXT:
+        settings_of(file, text)                     # says which of them the tool does not have
         return OwnTokenizer(path, head)
-    return AnyTokenizer(file, first)
+    return AnyTokenizer(file, first, number)
 
 
 class OwnTokenizer:
@@ -65,28 +59,37 @@ class AnyTokenizer:
     """first: the token that goes in front of each document."""
     by_tool = False
 
-    def __init__(self, path, first):
-        tokenizers = need("tokenizers", "no tokenizer.json can be read", "tokenizers")
+    def __init__(self, path, first, number=None):
+        self.package = need("tokenizers", "no tokenizer.json can be read", "tokenizers").Tokenizer
         text = read(path)
+        self.id, self.first_text = number or id_of(path, text), first
+        self.settings = settings_of(path, text)
         try:
-            self.tokenizer = tokenizers.Tokenizer.from_buffer(text)
+            self.tokenizer = self.package.from_str(json.dumps(self.settings))
             self.tokenizer.encode_special_tokens = True         # in a text they are text
         except Exception as error:                  # pylint: disable=W0718
             raise Problem(f"'{path}' is no tokenizer.json: {error}") from error
-        self.first, self.id = self.tokenizer.token_to_id(first), id_of(path, text)
+        self.first = self.tokenizer.token_to_id(first)
         if self.first is None:
             raise Problem(f"'{path}' has no token '{first}' to begin a document",
                           "--document-token TEXT names another one")
         self.V = 1 + max(self.tokenizer.get_vocab().values())
         self.kind = next(kind for kind in KINDS if self.V <= kind.most)
-        flat = tokenizer_bin(text, first)
+        flat = tokenizer_bin(text, first, self.id)
         self.files = {} if self.id == GPT2_ID else dict(zip(NAMES, [text, flat] if flat else [text]))
         if not flat:
             print(f"note: samples will be token ids: how '{path}' decodes is not known here", file=sys.stderr)
 
     def encode(self, texts):
         """The ids of each text, alone."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def chat_encoder(self):
+        """(the package's tokenizer for conversations, what marked() says)"""
+        for_chats(self.settings)
+        settings = {**self.settings, "post_processor": None}    # GPT-2's takes blanks out of offsets
+        return self.package.from_str(json.dumps(settings)), marked(self.settings, self.first_text)
 
     def documents(self, texts):
         """The tokens of each that is not empty."""

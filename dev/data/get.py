@@ -428,8 +428,12 @@ def make_shards(dataset, args):
                 for old in made_before(args.out, dataset.stem):
                     os.unlink(old)
                 shutil.rmtree(work + "/fetched", ignore_errors=True)
-            for name, data in args.tokenizer.files.items() if args.tokenizer else ():
+            files = args.tokenizer.files if args.tokenizer else {}
+            for name, data in files.items():
                 replace_file(os.path.join(args.out, name), [data])
+            if files and NAMES[1] not in files:     # one that is there is of another tokenizer
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(args.out, NAMES[1]))
         while facts["done"] < len(facts["sources"]):
             if args.shards and facts["shards"]["train"] >= args.shards:
                 print(f"{args.shards} shards, as asked for; the same command with more of them goes on")

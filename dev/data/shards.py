@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import tempfile
+from array import array
 from dataclasses import dataclass
 
 from fetch import Problem
@@ -99,3 +100,14 @@ def run_tool(tool, prefix, flags, texts):
     if child.returncode:
         raise Problem("")
     return lines
+
+
+def tool_documents(tool, prefix, flags, texts):
+    """Encodes all texts; then an iterator over the tokens of each document, the end of text in front."""
+    run_tool(tool, prefix, [*flags, "--val-tokens", 0, "--shard-tokens", 0], texts)
+    with open(prefix + "_train.bin", "rb") as f:
+        f.seek(HEADER_BYTES)
+        tokens = array("H", f.read())
+    os.unlink(prefix + "_train.bin")
+    begins = [i for i, token in enumerate(tokens) if token == tokens[0]]
+    return (tokens[begin:end] for begin, end in zip(begins, [*begins[1:], len(tokens)]))

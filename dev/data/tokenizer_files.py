@@ -11,17 +11,25 @@ import hashlib
 import json
 import os
 import struct
+import sys
 from collections import namedtuple
+
+from fetch import Problem
+from xxh64 import xxh64
 
 END_OF_TEXT = "<|endoftext|>"
 MAGIC, VERSION = 20240328, 2            # llm.c's gpt2_tokenizer.bin
 MERGES_LISTED, MERGES_NONE = 1, 2       # its text is cut by GPT-2's pattern, or otherwise
 LONGEST = 255                           # bytes of a token, for its length byte
-GPT2_ID = 1
+MOST_TOKENS = 1 << 20                   # of a model's vocabulary
+COPY = "copy the tokenizer's two files anew, from beside the shards"
+GPT2_ID, BYTES_ID = 1, 2                 # what C++ and shards know them by
 GPT2_MERGES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gpt2_bpe", "vocab.bpe")
 GPT2_PATTERN = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+MARK = "\ufdd0"                         # no character: Unicode keeps it for a program's own use
+DROP_MARK = {"type": "Replace", "pattern": {"String": MARK}, "content": ""}
 
-Head = namedtuple("Head", "V eot id merges")
+Head = namedtuple("Head", "V eot id merges exported")   # exported: the number of what export_hf.py made of it
 
 
 def byte_characters():
@@ -65,22 +73,24 @@ def tokenizer_json(vocab, merges):
     }, ensure_ascii=False)
 
 
-def tokenizer_config(kind, end, longest, chat_template=None):
-    """tokenizer_config.json. kind: transformers' class. longest: tokens of a text, None: not known."""
+def tokenizer_config(kind, end, longest, chat_template=None, has_blank=False):
+    """tokenizer_config.json. kind: transformers' class. longest: tokens of a text, None: not known.
+    has_blank: tokenizer.json puts one in front of a text, and transformers goes by what is said here."""
     known = {"model_max_length": longest} if longest else {}
     if chat_template:
         known["chat_template"] = chat_template
-    return json.dumps({"tokenizer_class": kind, **known, "add_prefix_space": False, "bos_token": end,
+    return json.dumps({"tokenizer_class": kind, **known, "add_prefix_space": has_blank, "bos_token": end,
                        "eos_token": end, "unk_token": end, "clean_up_tokenization_spaces": False},
                       indent=2) + "\n"
 
 
-# ---- tokenizer.bin ----
+# ---- what a tokenizer.json says ----
 
 def tokenizer_id(text):
     """Of a tokenizer.json's bytes. GPT-2's has the number that all programs know; 0 and 2 are taken, too: not
     known, bytes."""
     fast = json.loads(text)
+    token_ids(fast)                     # as a check
     if cuts_as_gpt2(fast) and (fast["model"]["vocab"], merges_of(fast)) == gpt2_vocabulary():
         return GPT2_ID
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "little") >> 2 | 1 << 30
@@ -88,7 +98,42 @@ def tokenizer_id(text):
 
 def token_ids(fast):
     """{token: id} of a tokenizer.json, with those that the model does not know."""
-    return {**fast["model"]["vocab"], **{token["content"]: token["id"] for token in fast["added_tokens"]}}
+    vocab = fast["model"]["vocab"]
+    if isinstance(vocab, list):                             # Unigram's: each with its score
+        vocab = {token: i for i, (token, _) in enumerate(vocab)}
+    ids = {**vocab, **{token["content"]: token["id"] for token in fast["added_tokens"]}}
+    for token, i in ids.items():
+        if not isinstance(i, int) or not 0 <= i < MOST_TOKENS:
+            raise ValueError(f"the token {token!r} has the id {i}; allowed are 0 to {MOST_TOKENS - 1}")
+    return ids
+
+
+def settings_of(path, text):
+    """A tokenizer.json's, without those that are meant for another use and would cut a text, fill it, or
+    encode it by chance. These are named."""
+    fast = json.loads(text)
+    for settings, name in ((fast, "truncation"), (fast, "padding"), (fast["model"], "dropout")):
+        if settings.get(name):
+            settings[name] = None
+            print(f"note: '{path}' sets {name}, for another use: here it is off", file=sys.stderr)
+    return fast
+
+
+def for_chats(fast):
+    """Makes its normalizer drop MARK: "<MARK|endoftext|>" then has the tokens of a text, "<|endoftext|>" is
+    the token. So special tokens must be looked for before that."""
+    old = fast.get("normalizer") or {"normalizers": []}
+    if DROP_MARK not in (steps := old.get("normalizers", [old])):
+        fast["normalizer"] = {"type": "Sequence", "normalizers": [DROP_MARK, *steps]}
+    for token in fast["added_tokens"]:
+        token["normalized"] = token["normalized"] and not token["special"]
+
+
+def marked(fast, end):
+    """{token: text} of what a conversation's texts may not become, with a MARK behind the first character."""
+    return {token["content"]: token["content"][0] + MARK + token["content"][1:]
+            for token in fast["added_tokens"]
+            if (token["special"] or token["content"] == end) and len(token["content"]) > 1}
 
 
 def merges_of(fast):
@@ -123,9 +168,11 @@ def cuts_as_gpt2(fast):
     """A BPE that does with a text what GPT-2's does."""
     model = fast["model"]
     pattern = {"use_regex": True, **(fast.get("pre_tokenizer") or {}), "trim_offsets": True}
-    odd = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"
-    return model["type"] == "BPE" and pattern == GPT2_PATTERN and not fast.get("normalizer") and \
-        not any(model.get(name) for name in odd) and all(token["special"] for token in fast["added_tokens"])
+    known = {"type", "vocab", "merges", "unk_token", "fuse_unk", "dropout"}     # each byte has a token
+    return model["type"] == "BPE" and pattern == GPT2_PATTERN and \
+        fast.get("normalizer") in (None, {"type": "Sequence", "normalizers": [DROP_MARK]}) and \
+        not any(model[name] for name in {*model} - known) and \
+        all(token["special"] for token in fast["added_tokens"])
 
 
 def lefts_of(fast, tokens, to_bytes):
@@ -142,23 +189,37 @@ def lefts_of(fast, tokens, to_bytes):
     return bytes(lefts)
 
 
-def tokenizer_bin(text, document_token):
+# ---- tokenizer.bin ----
+
+def tokenizer_bin(text, document_token, number=None):
     """The file's bytes for a tokenizer.json's, or None where this cannot be: for a decoder that is not known,
-    or tokens that are too long."""
+    or tokens that are too long. number: of the tokenizer.json that export_hf.py made this one of."""
     fast = json.loads(text)
-    to_bytes, vocab = decoded(fast), fast["model"]["vocab"]
-    if not to_bytes or not isinstance(vocab, dict):
+    to_bytes, ids, own = decoded(fast), token_ids(fast), tokenizer_id(text)
+    if not to_bytes or not isinstance(fast["model"]["vocab"], dict):
         return None
-    ids = token_ids(fast)
     tokens = [b""] * (1 + max(ids.values()))
     for token, i in ids.items():
         tokens[i] = to_bytes(token)
     if max(map(len, tokens)) > LONGEST:
         return None
     lefts = lefts_of(fast, tokens, to_bytes)
-    head = struct.pack("<6I", MAGIC, VERSION, len(tokens), ids[document_token], tokenizer_id(text),
-                       MERGES_NONE if lefts is None else MERGES_LISTED).ljust(1024, b"\0")
-    return head + b"".join(bytes([len(token)]) + token for token in tokens) + (lefts or b"")
+    merges = MERGES_NONE if lefts is None else MERGES_LISTED
+    head = struct.pack("<6I", MAGIC, VERSION, len(tokens), ids[document_token], number or own, merges)
+    words = b"".join(bytes([len(token)]) + token for token in tokens)
+    data = head.ljust(1024, b"\0") + words + (lefts or b"")
+    return exported_bin(data, text) if number not in (None, own) else sealed(data)
+
+
+def sealed(data):
+    """With its checksum: as of model files, in the last two words of the header, which count as 0."""
+    data = data[:1016] + bytes(8) + data[1024:]
+    return data[:1016] + struct.pack("<Q", xxh64(data)) + data[1024:]
+
+
+def exported_bin(data, text):
+    """tokenizer.bin beside the tokenizer.json that export_hf.py makes of its own."""
+    return sealed(data[:24] + struct.pack("<I", tokenizer_id(text)) + data[28:])
 
 
 def read_head(path):
@@ -166,5 +227,22 @@ def read_head(path):
     if not os.path.isfile(path):
         return None
     with open(path, "rb") as f:
-        words = struct.unpack("<6I", f.read(24).ljust(24, b"\0"))
+        data = f.read()
+    words = struct.unpack("<7I", data[:28].ljust(28, b"\0"))
+    if words[0] != MAGIC and words[1] != VERSION:           # one alone is damage
+        return None
+    if any(data[1016:1024]) and data != sealed(data):
+        raise Problem(f"'{path}' is damaged: it does not have the checksum in its header", COPY)
     return Head(*words[2:]) if words[:2] == (MAGIC, VERSION) and words[4] else None
+
+
+def id_of(path, text, head=None):
+    """The number of a tokenizer.json. head: of the tokenizer.bin beside it, which has the same number."""
+    try:
+        number = tokenizer_id(text)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        why = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise Problem(f"'{path}' is no tokenizer.json to be used: {why}", COPY if head else "") from error
+    if head and number not in (head.id, head.exported):
+        raise Problem(f"'{path}' is tokenizer {number}, the tokenizer.bin beside it is of {head.id}", COPY)
+    return head.id if head else number

@@ -51,16 +51,21 @@ except ImportError:             # .venv, which setup.sh has filled, has one: the
 
 from formats import (NAMES, chat_template_of, param_shape, read_checkpoint,     # noqa: E402
                      read_checkpoint_header, to_bf16_bits)
+from fetch import Problem                           # noqa: E402
 from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_characters,     # noqa: E402
-                             gpt2_vocabulary, merges_of, read_head, token_ids, tokenizer_config,
-                             tokenizer_json)
+                             exported_bin, for_chats, gpt2_vocabulary, id_of, marked, merges_of, read_head,
+                             settings_of, token_ids, tokenizer_config, tokenizer_json)
 
 OWN_NAMES = "tokenizer.json", "tokenizer.bin"       # as get.py has put them beside the shards
+MARKS = "{# marks #}"
 CHAT_TEMPLATES = {0: None, 1: (                     # as llmc/data/chat_template.h writes conversations
-    "{{ eos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{{ 'Assistant: ' ~ message['content'] | trim ~ eos_token }}{% else %}"
-    "{{ ('System: ' if message['role'] == 'system' else 'User: ') ~ message['content'] | trim ~ '\\n\\n' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}")}
+    "{{ eos_token }}{% for message in messages %}"
+    "{% set part = namespace(text=message['content'].strip(' \\n\\t\v\f\\r')) %}"
+    "{% if message['role'] == 'assistant' %}{% set part.text = 'Assistant: ' ~ part.text %}"
+    "{% elif part.text or message['role'] != 'system' %}{% set part.text = "
+    "('System: ' if message['role'] == 'system' else 'User: ') ~ part.text ~ '\\n\\n' %}{% endif %}" + MARKS +
+    "{{ part.text }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}")}
 DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16"}
 LAYER = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
@@ -237,6 +242,7 @@ class Words:
     merges: list            # None: text is not cut by GPT-2's pattern
     end: int                # the token between documents, or None
     files: dict             # {name: bytes} of the run's own tokenizer
+    fast: dict = None       # its tokenizer.json, but for settings that are off here
 
     def end_text(self):
         return next((token for token, i in self.vocab.items() if i == self.end), "")
@@ -245,18 +251,21 @@ class Words:
 def words_of(V, folder):
     """The tokenizer in the model's folder, else the vocabulary's: 256 are bytes, of which 0 ends a text;
     50257 are GPT-2's, and 50304 those and padding."""
-    if head := read_head(os.path.join(folder, "tokenizer.bin")):
-        files = {}
-        for name in OWN_NAMES:
-            with open(os.path.join(folder, name), "rb") as f:
-                files[name] = f.read()
-        try:
-            fast = json.loads(files["tokenizer.json"])
-        except ValueError as e:
-            die(f"'{os.path.join(folder, 'tokenizer.json')}' is no JSON: {e}\n"
-                "hint: copy the tokenizer's files anew, from beside the shards")
-        vocab = sorted(token_ids(fast).items(), key=lambda item: item[1])
-        return Words(dict(vocab), None if head.merges == MERGES_NONE else merges_of(fast), head.eot, files)
+    try:
+        if head := read_head(os.path.join(folder, "tokenizer.bin")):
+            files, path = {}, os.path.join(folder, "tokenizer.json")
+            for name in OWN_NAMES:
+                with open(os.path.join(folder, name), "rb") as f:
+                    files[name] = f.read()
+            id_of(path, files["tokenizer.json"], head)
+            fast = settings_of(path, files["tokenizer.json"])
+            vocab = dict(sorted(token_ids(fast).items(), key=lambda item: item[1]))
+            if (most := max(vocab.values())) >= V:
+                raise Problem(f"'{path}' has ids up to {most}, and the model's vocabulary is {V}")
+            merges = None if head.merges == MERGES_NONE else merges_of(fast)
+            return Words(vocab, merges, head.eot, files, fast)
+    except Problem as problem:
+        die("\nhint: ".join(filter(None, (problem.what, problem.hint))))
     if V == 256:
         characters = byte_characters()
         return Words({END_OF_TEXT if b == 0 else characters[b]: b for b in range(256)}, [], 0, {})
@@ -272,13 +281,23 @@ def tokenizer_files(dims, words, chat_template=None):
     """{file name: bytes}"""
     if not words.vocab:
         return {}
-    kind = "PreTrainedTokenizerFast" if words.files else "GPT2Tokenizer"
-    files = {"tokenizer_config.json": tokenizer_config(kind, words.end_text(), dims.maxT,
-                                                       chat_template).encode()}
-    if words.files:
+    kind = "PreTrainedTokenizerFast" if words.files or chat_template else "GPT2Tokenizer"
+    fast, end = words.fast or json.loads(tokenizer_json(words.vocab, words.merges)), words.end_text()
+    if chat_template:
+        for_chats(fast)
+        in_place = json.dumps(list(marked(fast, end).items()), ensure_ascii=False)
+        chat_template = chat_template.replace(
+            MARKS, f"{{% for token, other in {in_place} %}}"
+            "{% set part.text = part.text.replace(token, other) %}{% endfor %}")
+    has_blank = (fast.get("pre_tokenizer") or {}).get("add_prefix_space", False)
+    config = tokenizer_config(kind, end, dims.maxT, chat_template, has_blank)
+    files = {"tokenizer.json": json.dumps(fast, ensure_ascii=False).encode(),
+             "tokenizer_config.json": config.encode()}
+    if words.files and fast == json.loads(words.files["tokenizer.json"]):
         return {**files, **words.files}
-    return {**files, "tokenizer.json": tokenizer_json(words.vocab, words.merges).encode(),
-            "vocab.json": json.dumps(words.vocab, ensure_ascii=False).encode(),
+    if words.files:
+        return {**files, "tokenizer.bin": exported_bin(words.files["tokenizer.bin"], files["tokenizer.json"])}
+    return {**files, "vocab.json": json.dumps(words.vocab, ensure_ascii=False).encode(),
             "merges.txt": "\n".join(["#version: 0.2", *words.merges, ""]).encode()}
 
 

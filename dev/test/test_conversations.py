@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import types
 
 import pytest
 
@@ -19,8 +20,10 @@ from forked import Forked
 from trainer import ALONE, USUAL, run, run_ok, sentences, write_shard
 from twins import constant_model, doubles
 
-sys.path.insert(0, os.path.join(ROOT, "dev/data"))
+sys.path[1:1] = [os.path.join(ROOT, "dev/data"), os.path.join(ROOT, "dev/eval")]
+import export_hf                        # noqa: E402
 import get                              # noqa: E402
+import tokenizer_files                  # noqa: E402
 from any_tokenizer import draw_key      # noqa: E402
 
 GET = os.path.join(ROOT, "dev/data/get.py")
@@ -197,9 +200,10 @@ def test_gpt2_tokens():
     from tokenizers import Tokenizer                # pylint: disable=C0415
     tokens = " ".join(str(token) for split in ("val", "train") for some, _ in shards(split, "ours", 1)
                       for token in some)
+    whole = Tokenizer.from_file("gpt2.json")
     for one in said:                                # a whole conversation's tokens are those of its parts
         text = expected(one)[0].decode().replace("\0", "<|endoftext|>")
-        assert " ".join(map(str, Tokenizer.from_file("gpt2.json").encode(text).ids)) in tokens
+        assert " ".join(map(str, whole.encode(text).ids)) in tokens
     for path in glob.glob("ours/ours_*"):           # but for the tokenizer's number
         other = read(path.replace("ours", "theirs"))
         want = read(path)
@@ -228,6 +232,38 @@ def test_parquet():
     makes("--row-tokens", 64, out="columns", origin="qa.parquet")
     for path in glob.glob("lines/lines_*"):
         assert read(path) == read(path.replace("lines", "columns"))
+
+
+def test_what_counts():
+    """Not an answer, nor the end behind it, whose message says so; of questions these fields do not matter."""
+    off = [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}, {"weight": 1, "train": 0}]
+    on = [{}, {"weight": 1}, {"train": True}, {"weight": None, "train": None}, {"weight": 1.0, "train": 1}]
+    for flags, counts in [(flags, False) for flags in off] + [(flags, True) for flags in on]:
+        said = messages(("u", "Q"), ("a", "A"), ("u", "R"), ("a", "B"))
+        said[1].update(flags)
+        said[0].update(flags)
+        write("qa.jsonl", json.dumps({"messages": said}) + "\n")
+        makes("--row-tokens", 64, "--val-tokens", 0, "--restart")
+        tokens, mask = shards("train")[0]
+        text = bytes(list(tokens)).replace(b"\0", b"|").decode()
+        assert text.rstrip("|") == "|User: Q\n\nAssistant: A|User: R\n\nAssistant: B"
+        counted = "".join(letter for letter, bit in zip(text, mask) if bit)
+        assert counted == " A|" * counts + " B|", flags
+    for flags, what in (({"weight": 0.5}, "[0.5]"), ({"train": "no"}, "['no']"), ({"weight": 2}, "[2]")):
+        write("bad.jsonl", json.dumps([*messages(("u", "Q")), messages(("a", "A"))[0] | flags]) + "\n")
+        refused(f"line 1: message 2 has weight and train {what}", "1 or 0", origin="bad.jsonl")
+
+
+def test_fields_that_are_not_written():
+    """Those with text in them are said, with their number in all files; numbers and empty ones are not."""
+    more = {"reasoning_content": "Hm.", "tool_calls": [{"name": "f"}], "name": "", "id": 7, "audio": None,
+            "prefix": True, "calls": []}
+    for name in "a", "b":
+        said = [{**message, **more} for message in messages(("u", name), ("a", "A"))]
+        write(f"fields/{name}.jsonl", (json.dumps({"messages": said}) + "\n") * 3)
+    code, _, err = get_answers("--row-tokens", 64, origin="fields", out="fielded")
+    assert code == 0 and err == "note: 12 messages have 'reasoning_content', which is not written\n" \
+        "note: 12 messages have 'tool_calls', which is not written\n", err
 
 
 def test_refused():
@@ -287,6 +323,11 @@ def test_the_model_knows():
     run_ok({**flags, **conversations, **llama, "-x": 2, "-o": "llama"})
     run_ok({**ALONE, "-y": 1, "-o": "llama", "-x": 3})
     assert word("llama/model_00000003.bin", MODEL_CHAT) == 1
+    # on other data the run itself must remember it
+    for folder in "taught", "llama":
+        run_ok({**flags, "-i": "text.bin", "-e": folder, "-x": 1, "-n": 1, "-o": folder + "-on"})
+        run_ok({**ALONE, "-y": 1, "-o": folder + "-on", "-x": 2})
+        assert word(folder + "-on/model_00000002.bin", MODEL_CHAT) == 1
 
 
 def test_chat():
@@ -311,9 +352,118 @@ def test_template():
     sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
     import export_hf                                # pylint: disable=C0415
     template = jinja2.Environment().from_string(export_hf.CHAT_TEMPLATES[1])
+    assert "System" not in template.render(messages=messages(("s", " \t"), ("u", "Q")), eos_token="|")
     for said in some_conversations(9, 30):
         text = template.render(messages=messages(*said), eos_token="\0")
         assert text.encode() == expected(said)[0]
     asked = template.render(messages=messages(("s", "S "), ("u", "Q")), eos_token="|",
                             add_generation_prompt=True)
     assert asked == "|System: S\n\nUser: Q\n\nAssistant:"
+
+
+# ---- the same tokens everywhere ----
+
+END = "<|endoftext|>"
+SAID = [[("s", ""), ("u", " Hi "), ("a", "so so")],
+        [("s", "\n Be é brief.\t"), ("u", "a" + END + END + "b <" + END), ("a", END), ("u", "x"), ("a", "")],
+        [("u", "\u3000日本\u00a0"), ("a", "\u00a0x\u3000"), ("u", "'s"), ("a", "'s <mask>"), ("u", "\v\f1"),
+         ("a", "\x1c2")],
+        [("u", "Assistant: I"), ("a", "\n\nUser: you " + END[1:]), ("a", "  two  spaces ")],
+        [("u", "\1"), ("a", "\1"), ("a", "\1")]]
+
+
+def spaced(pre_tokenizer=None, normalizer=None):
+    """A tokenizer of SentencePiece's form, as bytes; <mask> and the end are special, and looked for late."""
+    from tokenizers import Tokenizer, models, trainers                              # pylint: disable=C0415
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizer, normalizer
+    texts = [word for said in SAID for _, text in said for word in ("User:", "Assistant:", *text.split())]
+    tokenizer.train_from_iterator([text for text in texts * 3 if END not in text], trainers.BpeTrainer(
+        vocab_size=250, special_tokens=["<unk>", END, "<mask>"], show_progress=False,
+        initial_alphabet=["\u2581", *sorted({*"".join(texts), *"\n\t \x1c\u3000\u00a0"})]))
+    fast = json.loads(tokenizer.to_str())
+    for token in fast["added_tokens"]:
+        token["normalized"] = normalizer is None
+    fast["post_processor"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                              "use_regex": True}
+    fast["decoder"] = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}]}
+    return json.dumps(fast).encode()
+
+
+def tokenizer_of(kind):
+    """get.py's words for it. "first" puts a blank in front of a whole text alone."""
+    if kind in ("bytes", "gpt2"):
+        return ["--bytes"] if kind == "bytes" else []
+    from tokenizers import normalizers, pre_tokenizers      # pylint: disable=C0415
+    makes_text = {"own": lambda: read(os.path.join(ROOT, "dev/test/fixtures/own.json")),
+                  "first": lambda: spaced(pre_tokenizers.Metaspace(prepend_scheme="first")),
+                  "always": lambda: spaced(pre_tokenizers.Metaspace(prepend_scheme="always")),
+                  "each": lambda: spaced(None, normalizers.Sequence([
+                      normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]))}
+    write(f"{kind}-tok/tokenizer.json", text := makes_text[kind.removesuffix("-package")]())
+    write(f"{kind}-tok/tokenizer.bin", tokenizer_files.tokenizer_bin(text, END))
+    return ["--tokenizer", f"{kind}-tok" + "/tokenizer.json" * (kind != "own")]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "gpt2", "own", "own-package", "first", "always", "each"])
+def test_same_tokens(kind):
+    """What is trained on is what the exported files make of these messages, and what comes before an answer
+    begins it. An end in a text is text."""
+    jinja2, tokenizers = pytest.importorskip("jinja2.sandbox"), pytest.importorskip("tokenizers")
+    words = tokenizer_of(kind)
+    write_rows(SAID)
+    makes("--row-tokens", 4096, "--val-tokens", 0, "--restart", out="same", kind=words)
+    path, = glob.glob("same/same_train_*.bin")
+    tokens, mask = array.array("H", read(path)[1024:]).tolist(), read(path.removesuffix(".bin") + ".mask")
+    V = {"bytes": 256, "gpt2": 50257}.get(kind, 700)
+    files = export_hf.tokenizer_files(types.SimpleNamespace(maxT=8), export_hf.words_of(V, "same"),
+                                      export_hf.CHAT_TEMPLATES[1])
+    encoder = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    template = jinja2.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
+        json.loads(files["tokenizer_config.json"])["chat_template"])
+
+    def rendered(said, **more):
+        text = template.render(messages=messages(*said), eos_token=END, **more)
+        return encoder.encode(text, add_special_tokens=False).ids
+
+    end = encoder.token_to_id(END)
+    for said in SAID:
+        want = rendered(said)
+        at = next(i for i in range(len(tokens)) if tokens[i:i + len(want)] == want)
+        counted = mask[at:at + len(want)]
+        assert want.count(end) == 1 + sum(role == "a" for role, _ in said) and want[0] == end
+        begins = [i for i in range(1, len(want)) if counted[i] and (not counted[i - 1] or want[i - 1] == end)]
+        asked = [rendered(said[:i], add_generation_prompt=True) for i, (role, _) in enumerate(said)
+                 if role == "a"]
+        assert [want[:i] for i in begins] == asked
+        assert all(counted[i] for i in range(1, len(want)) if want[i] == end) and not counted[0]
+        tokens[at:at + len(want)] = [-1] * len(want)
+    assert set(tokens) <= {-1, end}
+
+
+def test_exported_folder():
+    """Its tokenizer.json drops marks, and is still the run's tokenizer, for shards, runs, exports."""
+    pytest.importorskip("tokenizers")
+    tokenizer_of("own")
+    write_rows(SAID)
+    makes("--row-tokens", 64, out="chats", kind=["--tokenizer", "own-tok"])
+    flags = {**USUAL, "-e": "L1,NH2,C16,T64,V700", "-t": 64, "-b": 1, "-x": 1, "-n": 1, "-v": 0}
+    run_ok({**flags, "-i": "chats/chats_train_*.bin", "-o": "chatty"})
+    run_export = [sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py")]
+    assert run_program([*run_export, "chatty", "chatty-hf"])[0] == 0
+    assert read("chatty-hf/tokenizer.json") != read("chatty/tokenizer.json")
+    number, *exported = (tokenizer_files.read_head(f + "/tokenizer.bin") for f in ("chatty", "chatty-hf"))
+    assert exported[0]._replace(exported=0) == number and not number.exported
+    write("plain.txt", "日本語です。 a\n" * 30)
+    for name, tokenizer in (("by-run", "chatty"), ("by-export", "chatty-hf")):
+        code, _, err = run_get("files", "--from", "plain.txt", "--out", name, "--tokenizer", tokenizer)
+        assert code == 0 and not err, err
+    assert read("by-run/by-run_train_000001.bin") == read("by-export/by-export_train_000001.bin")
+    run_ok({**flags, "-e": "chatty-hf", "-i": "by-export/by-export_train_*.bin", "-o": "again"})
+    assert run_program([*run_export, "again", "again-hf"])[0] == 0
+    assert read("again-hf/tokenizer.json") == read("chatty-hf/tokenizer.json")
+    package = __import__("tokenizers").Tokenizer
+    plain, marks = (package.from_file(f + "/tokenizer.json") for f in ("chatty", "chatty-hf"))
+    for text in ("日本語です。 a\n b", END + " a" + END, read(os.path.join(ROOT, "README.md")).decode()):
+        assert plain.encode(text).ids == marks.encode(text).ids

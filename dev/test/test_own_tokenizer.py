@@ -300,7 +300,7 @@ def test_others():
     own()
     folder_of("gpt4", gpt4_json())
     head = tokenizer_files.read_head("gpt4/tokenizer.bin")
-    assert head == (V + 3, V - 1, tokenizer_files.tokenizer_id(gpt4_json()), tokenizer_files.MERGES_NONE)
+    assert head == (V + 3, V - 1, tokenizer_files.tokenizer_id(gpt4_json()), tokenizer_files.MERGES_NONE, 0)
     said, = token_of("own-tok", "です")
     for token, text in ((said, latin("ですですです")), (V + 2, "<|im start|>" * 3), (V, "")):
         os.makedirs("theirs-says", exist_ok=True)
@@ -364,6 +364,157 @@ def test_other_patterns_only_decode(change):
     fast = {**json.loads(read(FIXTURE + ".json")), **change}
     data = tokenizer_files.tokenizer_bin(json.dumps(fast).encode(), END)
     assert array("I", data[20:24])[0] == tokenizer_files.MERGES_NONE
+
+
+# ---- each setting of a tokenizer.json ----
+
+def full_json():
+    """With each key that the package writes for a byte-level BPE."""
+    return json.loads(package().Tokenizer.from_file(FIXTURE + ".json").to_str())
+
+
+def one(**change):
+    return lambda fast: fast.update(change)
+
+
+def of_model(**change):
+    return lambda fast: fast["model"].update(change)
+
+
+def of_token(**change):
+    return lambda fast: fast["added_tokens"].append({
+        **fast["added_tokens"][0], "id": V, "content": "abc", "special": False, **change})
+
+
+BOTH = {"stride": 0, "direction": "Right", "strategy": "LongestFirst"}
+SETTINGS = {
+    "truncation": one(truncation={**BOTH, "max_length": 3}),
+    "padding": one(padding={"strategy": {"Fixed": 2000}, "direction": "Right", "pad_to_multiple_of": None,
+                            "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}),
+    "model.dropout": of_model(dropout=0.5),
+    "normalizer": one(normalizer={"type": "Lowercase"}),
+    "normalizer of chats": one(normalizer={"type": "Sequence", "normalizers": [tokenizer_files.DROP_MARK]}),
+    "pre_tokenizer": one(pre_tokenizer={**tokenizer_files.GPT2_PATTERN, "add_prefix_space": True}),
+    "post_processor": one(post_processor={
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": END, "type_id": 0}},
+                                                 {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {END: {"id": END, "ids": [V - 1], "tokens": [END]}}}),
+    "decoder": one(decoder={"type": "Fuse"}), "version": lambda fast: fast.pop("version"),
+    "model.type": of_model(type="WordLevel", unk_token="a"), "model.unk_token": of_model(unk_token="a"),
+    "model.continuing_subword_prefix": of_model(continuing_subword_prefix="e", merges=[]),
+    "model.end_of_word_suffix": of_model(end_of_word_suffix="e"),
+    "model.fuse_unk": of_model(fuse_unk=True), "model.byte_fallback": of_model(byte_fallback=True),
+    "model.ignore_merges": of_model(ignore_merges=True), "model.merges": of_model(merges=[]),
+    "model.vocab": lambda fast: fast["model"]["vocab"].update({"xyz": V}),
+    "model.unheard": of_model(unheard=True), "unheard": one(unheard=True),
+    "added_tokens.content": of_token(), "added_tokens.id": of_token(id=V + 7),
+    **{f"added_tokens.{flag} {special}": of_token(**{flag: True, "special": special})
+       for flag in ("lstrip", "rstrip", "single_word", "normalized") for special in (True, False)},
+    "added_tokens.special": of_token(special=True)}
+FOR_ANOTHER_USE = "truncation", "padding", "model.dropout"
+SETTING_TEXTS = ["abc  Abc xabcx xyz abc\tabc, é" + END + "e the\n\n", "日本語の文章です。" * 9, "for (i = 0;"]
+
+
+def test_settings_are_all():
+    """A key that a new version of the package writes must come into the table."""
+    fast, known = full_json(), {name.split()[0] for name in SETTINGS}
+    keys = {*fast, *("model." + key for key in fast["model"]),
+            *("added_tokens." + key for key in fast["added_tokens"][0])} - {"model", "added_tokens"}
+    assert keys <= known, keys - known
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting(name, capfd):
+    """It has the effect that it has in the package, on shards and in C++, or is off and named, or refused."""
+    plain, fast = full_json(), full_json()
+    SETTINGS[name](fast)
+    write("setting.json", json.dumps(fast))
+    try:
+        ours = any_tokenizer.AnyTokenizer("setting.json", END)
+    except any_tokenizer.Problem as problem:
+        assert "'setting.json'" in problem.what and name == "unheard", problem.what
+        return
+    off = name in FOR_ANOTHER_USE
+    assert (f"sets {name.removeprefix('model.')}," in capfd.readouterr().err) == off
+    theirs = package().Tokenizer.from_str(json.dumps(plain if off else fast))
+    theirs.encode_special_tokens = True
+    want = [theirs.encode(text, add_special_tokens=False).ids for text in SETTING_TEXTS]
+    assert ours.encode(SETTING_TEXTS) == want
+    data = tokenizer_files.tokenizer_bin(read("setting.json"), END)
+    if data and array("I", data[20:24])[0] == tokenizer_files.MERGES_LISTED:
+        write("listed/tokenizer.bin", data)
+        assert [tokens(text.encode(), "listed") for text in SETTING_TEXTS] == want
+
+
+# ---- files that do not belong together ----
+
+def export_scripts():
+    names = ["export_hf.py"] + ["export_gguf.py"] * has_module("gguf")
+    return [os.path.join(ROOT, "dev/eval", name) for name in names]
+
+
+def flipped(data, bit):
+    return changing(data, bit // 8, data[bit // 8] ^ 1 << bit % 8)
+
+
+def test_flipped_bits():
+    """No program takes a tokenizer.bin of which a bit is another; C++'s reader is test_tokenizer.cpp's."""
+    shutil.copytree(own(), "flipped")
+    good = read("own-tok/tokenizer.bin")
+    model = constant_model("flipped/model_00000001.bin", {1: 0}, V=V)
+    for bit in [*range(0, 8 * 28, 5), 8 * 500, 8 * 1023 + 7, *range(8 * 1024, 8 * len(good), 5001)]:
+        write("flipped/tokenizer.bin", flipped(good, bit))
+        with pytest.raises(tokenizer_files.Problem, match="'flipped/tokenizer.bin' is damaged"):
+            any_tokenizer.any_tokenizer("flipped", END)
+    damaged = "error: 'flipped/tokenizer.bin' is damaged: it does not have the checksum in its header"
+    get_it = [sys.executable, GET, "files", "--from", "rows.jsonl", "--tokenizer", "flipped", "--out", "x"]
+    for command in (get_it, [TOOL, FIXTURE + ".txt", "-o", "x", "--vocab", "flipped/tokenizer.bin"],
+                    *([sys.executable, script, model, "x"] for script in export_scripts())):
+        code, _, err = run_program(command)
+        assert code == 1 and err.startswith(damaged) and not os.path.exists("x"), err
+    refused({**ALONE, "sample": model, "-o": None}, damaged)
+    write("flipped/tokenizer.bin", good[:1016] + bytes(8) + good[1024:])       # an older program's
+    assert any_tokenizer.any_tokenizer("flipped", END).by_tool
+
+
+def test_another_json():
+    """The tokenizer.json beside a tokenizer.bin is its own, for get.py and the exports."""
+    shutil.copytree(own(), "another")
+    write("another/tokenizer.json", gpt4_json())
+    model = constant_model("another/model_00000001.bin", {1: 0}, V=V + 3)
+    number = tokenizer_files.tokenizer_id(gpt4_json())
+    said = f"'another/tokenizer.json' is tokenizer {number}, the tokenizer.bin beside it is of"
+    get_refused("files", "--from", "rows.jsonl", "--out", "x", "--tokenizer", "another", said=said)
+    for script in export_scripts():
+        code, _, err = run_program([sys.executable, script, model, "x"])
+        assert code == 1 and said in err and "Traceback" not in err and not os.path.exists("x"), err
+
+
+@pytest.mark.parametrize("number", [2**20, 3 * 10**8, 4 * 10**9, 2**40, -1, 1.5])
+def test_ids_beyond_a_vocabulary(number):
+    """Refused before anything of this size is made."""
+    fast = json.loads(read(FIXTURE + ".json"))
+    fast["added_tokens"].append({**fast["added_tokens"][0], "id": number, "content": "<far>"})
+    write("far/tokenizer.json", text := json.dumps(fast).encode())
+    own()
+    said = re.escape(f"the token '<far>' has the id {number}; allowed are 0 to 1048575")
+    for path in "far", "far/tokenizer.json":
+        with pytest.raises(tokenizer_files.Problem, match=said):
+            any_tokenizer.any_tokenizer(path, END)
+    with pytest.raises(ValueError, match="has the id"):
+        tokenizer_files.tokenizer_bin(text, END)
+    import export_hf                                # pylint: disable=C0415
+    write("far/tokenizer.bin", read("own-tok/tokenizer.bin"))
+    with pytest.raises(SystemExit, match="'far/tokenizer.json' is no tokenizer.json.*has the id"):
+        export_hf.words_of(V, "far")
+
+
+def test_exports_need_its_rows():
+    """A tokenizer of more tokens than the model has."""
+    import export_hf                                # pylint: disable=C0415
+    with pytest.raises(SystemExit, match=f"ids up to {V - 1}, and the model's vocabulary is {V - 1}"):
+        export_hf.words_of(V - 1, own())
 
 
 # ---- exports ----
