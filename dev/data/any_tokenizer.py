@@ -88,8 +88,7 @@ class AnyTokenizer:
     def chat_encoder(self):
         """(the package's tokenizer for conversations, what marked() says)"""
         for_chats(self.settings)
-        settings = {**self.settings, "post_processor": None}    # GPT-2's takes blanks out of offsets
-        return self.package.from_str(json.dumps(settings)), marked(self.settings, self.first_text)
+        return self.package.from_str(json.dumps(self.settings)), marked(self.settings, self.first_text)
 
     def documents(self, texts):
         """The tokens of each that is not empty."""

@@ -24,7 +24,7 @@ sys.path[1:1] = [os.path.join(ROOT, "dev/data"), os.path.join(ROOT, "dev/eval")]
 import export_hf                        # noqa: E402
 import get                              # noqa: E402
 import tokenizer_files                  # noqa: E402
-from any_tokenizer import draw_key      # noqa: E402
+from any_tokenizer import any_tokenizer, draw_key       # noqa: E402
 
 GET = os.path.join(ROOT, "dev/data/get.py")
 TOOL = os.path.join(ROOT, "build/tokenize")
@@ -235,7 +235,7 @@ def test_parquet():
 
 
 def test_what_counts():
-    """Not an answer, nor the end behind it, whose message says so; of questions these fields do not matter."""
+    """Not an answer, nor the end behind it, whose message says so; of questions it does not matter."""
     off = [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}, {"weight": 1, "train": 0}]
     on = [{}, {"weight": 1}, {"train": True}, {"weight": None, "train": None}, {"weight": 1.0, "train": 1}]
     for flags, counts in [(flags, False) for flags in off] + [(flags, True) for flags in on]:
@@ -419,6 +419,7 @@ def test_same_tokens(kind):
     V = {"bytes": 256, "gpt2": 50257}.get(kind, 700)
     files = export_hf.tokenizer_files(types.SimpleNamespace(maxT=8), export_hf.words_of(V, "same"),
                                       export_hf.CHAT_TEMPLATES[1])
+    assert kind != "gpt2" or tokenizer_files.tokenizer_id(files["tokenizer.json"]) == tokenizer_files.GPT2_ID
     encoder = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
     template = jinja2.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
         json.loads(files["tokenizer_config.json"])["chat_template"])
@@ -440,6 +441,34 @@ def test_same_tokens(kind):
         assert all(counted[i] for i in range(1, len(want)) if want[i] == end) and not counted[0]
         tokens[at:at + len(want)] = [-1] * len(want)
     assert set(tokens) <= {-1, end}
+
+
+def test_questions():
+    """Each part's tokens are those that it has in the whole text, also where a part alone gets a blank."""
+    tokenizers, choices = pytest.importorskip("tokenizers"), __import__("choices")
+    path = tokenizer_of("always")[1]
+    ours, theirs = any_tokenizer(path, END), tokenizers.Tokenizer.from_file(path)
+    for last in False, True:
+        rows = [("so so", [" so x", " Hi", "2"], 0)] if not last else [(" so x", ["so Hi", "so 2"], 0)]
+        parts = iter(choices.encode_wholes(ours, rows, last))
+        for context, completions, _ in rows:
+            common, others = next(parts), [next(parts) for _ in completions]
+            for text, other in zip(completions, others):
+                whole, tokens = (text + context, other + common) if last else (context + text, common + other)
+                assert tokens == theirs.encode(whole, add_special_tokens=False).ids
+        assert next(parts, None) is None
+
+
+def test_stale_tokenizer():
+    """A set that is made anew by a tokenizer without a tokenizer.bin keeps none of another."""
+    pytest.importorskip("tokenizers")
+    write("stale.txt", "so so Hi\n" * 40)
+    fast = json.loads(read(tokenizer_of("always")[1]))
+    write("fuse.json", json.dumps({**fast, "decoder": None}))
+    for name, there in (("always-tok", True), ("fuse.json", False)):
+        words = "--out", "stale", "--tokenizer", name, "--restart"
+        code, _, err = run_get("files", "--from", "stale.txt", *words)
+        assert code == 0 and os.path.exists("stale/tokenizer.bin") == there, err
 
 
 def test_exported_folder():

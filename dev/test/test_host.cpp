@@ -1444,10 +1444,10 @@ static void test_text_out() {
         // A model of answers is asked by each line. Z stands for the end of a text.
         write_text(in_folder("said"), "\n Hi \n\nMore\n\nOn\n");
         const std::vector<std::string> texts = {" aZ", "  bc", "d", " eZ"};
-        auto asks = [&](const char* system) {
+        auto asks = [&](const char* system, bool whole) {
             FILE* said = freopen(in_folder("said").c_str(), "r", stdin);
             const TextTask task = {&tokenizer, {end}, 9, false, said ? system : nullptr};
-            chat(task, "model", true, [&](const std::vector<int>& prompt, int, int, uint32_t number,
+            chat(task, "model", whole, [&](const std::vector<int>& prompt, int, int, uint32_t number,
                                           const OnToken& on_token) {
                 std::string seen(prompt.begin(), prompt.end());
                 std::replace(seen.begin(), seen.end(), (char)end, 'Z');
@@ -1456,12 +1456,16 @@ static void test_text_out() {
                 for (char c : texts[at]) { on_token(0, c == 'Z' ? end : c); }
             });
         };
-        Child spoken = run_child([&] { asks(" Be brief. "); });
         const std::string one = "ZSystem: Be brief.\n\nUser: Hi\n\nAssistant:",
                           two = one + " aZUser: More\n\nAssistant:", three = two + "  bc";
-        CHECK_TEXT(spoken.err, one + "|" + two + "|" + three + "|" + three + "dZUser: On\n\nAssistant:|");
-        CHECK_TEXT(spoken.out, "a\n bc\nd\ne\n");
-        CHECK_HOLDS(run_child([&] { asks(""); }).err, "ZUser: Hi\n\nAssistant:|");
+        for (bool whole : {true, false}) {                  // false: -g cuts an answer
+            Child spoken = run_child([&] { asks(" Be brief. ", whole); });
+            CHECK_TEXT(spoken.err, one + "|" + two + "|" + three + "|" + three + "dZUser: On\n\nAssistant:|");
+            CHECK_TEXT(spoken.out, "a\n bc\nd\ne\n");
+        }
+        CHECK_HOLDS(run_child([&] { asks("", true); }).err, "ZUser: Hi\n\nAssistant:|");
+        CHECK_TEXT(chat_question("\t\v x\xC2\xA0\x1C\f\n"), "User: x\xC2\xA0\x1C\n\nAssistant:");
+        CHECK_TEXT(chat_system(" \n\t "), "");
         check_dies("no tokenizer", [] { prompt_tokens(nullptr, "a", 300, 8); }, {"V=300", "tokenizer.bin"});
         tokenizer.pairs.clear();
         check_dies("another pattern", [&] { prompt_tokens(&tokenizer, "a", 256, 8); }, {"GPT-2's pattern"});

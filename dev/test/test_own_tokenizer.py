@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from array import array
 
 import pytest
@@ -97,6 +98,11 @@ def test_tool():
     assert code == 0 and documents and all(document.rstrip("\n") in rows for document in documents)
 
 
+def unsealed(data):
+    """As older programs wrote it, without a checksum."""
+    return data[:1016] + bytes(8) + data[1024:]
+
+
 def changing(data, at, value):
     return data[:at] + bytes([value]) + data[at + 1:]
 
@@ -108,7 +114,7 @@ def changing(data, at, value):
     ids=["short", "kind", "count", "not all", "length"])
 def test_damaged(change, said):
     own()
-    write("bad.bin", change(read("own-tok/tokenizer.bin")))
+    write("bad.bin", change(unsealed(read("own-tok/tokenizer.bin"))))
     write("in.txt", "a b")
     code, _, err = run_program([TOOL, "in.txt", "-o", "bad", "--vocab", "bad.bin"])
     assert code == 1 and err.startswith("error: 'bad.bin'") and said in err
@@ -474,7 +480,7 @@ def test_flipped_bits():
         code, _, err = run_program(command)
         assert code == 1 and err.startswith(damaged) and not os.path.exists("x"), err
     refused({**ALONE, "sample": model, "-o": None}, damaged)
-    write("flipped/tokenizer.bin", good[:1016] + bytes(8) + good[1024:])       # an older program's
+    write("flipped/tokenizer.bin", unsealed(good))
     assert any_tokenizer.any_tokenizer("flipped", END).by_tool
 
 
@@ -546,6 +552,26 @@ def test_export_hf():
         assert ids == list(array("H", read(FIXTURE + ".ids")))
     shutil.rmtree("hf")
     assert model == "exported/model_00000001.bin"
+
+
+@pytest.mark.parametrize("name", ["truncation", "model.dropout", "pre_tokenizer", "added_tokens.id"])
+def test_exported_settings(name):
+    """What is off in training is off in the exported file; transformers 4 believes the other one."""
+    import export_hf                                # pylint: disable=C0415
+    fast = full_json()
+    SETTINGS[name](fast)
+    folder_of("set", text := json.dumps(fast).encode())
+    files = export_hf.tokenizer_files(types.SimpleNamespace(maxT=8), export_hf.words_of(V + 8, "set"))
+    settings, off = json.loads(files["tokenizer_config.json"]), name in FOR_ANOTHER_USE
+    assert settings["add_prefix_space"] == (name == "pre_tokenizer")
+    theirs = package().Tokenizer.from_buffer(files["tokenizer.json"])
+    theirs.encode_special_tokens = True
+    ours = any_tokenizer.AnyTokenizer("set/tokenizer.json", END).encode(SETTING_TEXTS)
+    assert [encoding.ids for encoding in theirs.encode_batch(SETTING_TEXTS, add_special_tokens=False)] == ours
+    assert (files["tokenizer.json"] == text) == (not off)
+    for file in any_tokenizer.NAMES:
+        write("set-hf/" + file, files[file])
+    assert any_tokenizer.any_tokenizer("set-hf", END).id == tokenizer_files.tokenizer_id(text)
 
 
 def test_export_hf_of_padded_gpt2():

@@ -356,13 +356,15 @@ static void test_files() {
             bit % 2 ? (void)tokenizer_head("t.bin") : tokenizer_read(&t, "t.bin");
         }, {"'t.bin' is damaged", "checksum"});
     }
+    const std::string half_a_sum = good.substr(0, 1020);
     good = unsealed(good);
     std::string twice = good;
     twice[1024 + 3] = twice[1024 + 1];
     const std::string half = merges.substr(0, merges.rfind('\n', merges.size() / 2) + 1);
     const std::string but_one = merges.substr(0, merges.rfind('\n', merges.size() - 2) + 1);
     const struct { const char *what, *path; std::string data; const char* words; } files[] = {
-        {"empty", "t.bin", "", "truncated"}, {"magic", "t.bin", with_int(0, 20240520), "no tokenizer file"},
+        {"empty", "t.bin", "", "truncated"}, {"half a sum", "t.bin", half_a_sum, "truncated"},
+        {"magic", "t.bin", with_int(0, 20240520), "no tokenizer file"},
         {"version", "t.bin", with_int(1, 1), "no tokenizer file"},
         {"huge count", "t.bin", with_int(2, 0xFFFFFFFF), "4294967295 tokens"},
         {"small count", "t.bin", with_int(2, 299), "299 tokens"},

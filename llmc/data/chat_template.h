@@ -5,9 +5,9 @@ by it, and export_hf.py says it in Jinja; `chat RUN` continues
     END System: Be brief.\n\nUser: Hello\n\nAssistant:
 
 where END is the end-of-text token and the line of the system may be missing. The answer is a space, its text,
-and END; the next question follows at once. A text between two END is encoded alone, and an answer apart from
-what stands before it. The words are plain text: any tokenizer has tokens for them, and nothing is added to a
-vocabulary. Each part is without white space at its ends.
+and END; the next question follows at once. A text between two END is encoded as one, in which GPT-2's pattern
+begins a piece with the answer's space. The words are plain text: any tokenizer has tokens for them, and
+nothing is added to a vocabulary. Each part is without ASCII white space at its ends.
 
     const std::string text = chat_system("Be brief.") + chat_question("Hello");
 */

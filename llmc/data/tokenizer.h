@@ -355,7 +355,8 @@ static inline TokenizerHead tokenizer_head_of(const std::string& data, const cha
     TokenizerHead head = {};
     memcpy(&head, data.data(), std::min(data.size(), sizeof(head)));
     const bool is_ours = head.magic == kTokenizerMagic || head.version == kTokenizerVersion;   // one: damaged
-    if (is_ours && head.checksum != 0 && tokenizer_checksum(data) != head.checksum) {
+    const bool has_sum = data.size() >= sizeof(head) && head.checksum != 0;
+    if (is_ours && has_sum && tokenizer_checksum(data) != head.checksum) {
         die("'%s' is damaged: it does not have the checksum in its header\n"
             "hint: copy the tokenizer's two files anew, from beside the shards", path);
     }
