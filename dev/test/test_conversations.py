@@ -443,6 +443,18 @@ def test_same_tokens(kind):
     assert set(tokens) <= {-1, end}
 
 
+@pytest.mark.parametrize("change", [lambda added: added[0].update(single_word=True), list.clear])
+def test_an_end_that_is_no_token(change):
+    """Between two texts it would be other tokens: no shards are better."""
+    pytest.importorskip("tokenizers")
+    fast = json.loads(read(os.path.join(ROOT, "dev/test/fixtures/own.json")))
+    change(fast["added_tokens"])
+    write("no-end.json", json.dumps(fast))
+    write_rows(SAID)
+    code, _, err = get_answers(out="no-end", kind=["--tokenizer", "no-end.json"])
+    assert code == 1 and f"error: '{END}' between two texts is no token by this tokenizer" in err, err
+
+
 def test_questions():
     """Each part's tokens are those that it has in the whole text, also where a part alone gets a blank."""
     tokenizers, choices = pytest.importorskip("tokenizers"), __import__("choices")
