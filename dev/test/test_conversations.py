@@ -411,13 +411,13 @@ def test_same_tokens(kind):
     """What is trained on is what the exported files make of these messages, and what comes before an answer
     begins it. An end in a text is text."""
     jinja2, tokenizers = pytest.importorskip("jinja2.sandbox"), pytest.importorskip("tokenizers")
-    words = tokenizer_of(kind)
+    words, folder = tokenizer_of(kind), "same-" + kind
     write_rows(SAID)
-    makes("--row-tokens", 4096, "--val-tokens", 0, "--restart", out="same", kind=words)
-    path, = glob.glob("same/same_train_*.bin")
+    makes("--row-tokens", 4096, "--val-tokens", 0, out=folder, kind=words)
+    path, = glob.glob(folder + "/*_train_*.bin")
     tokens, mask = array.array("H", read(path)[1024:]).tolist(), read(path.removesuffix(".bin") + ".mask")
     V = {"bytes": 256, "gpt2": 50257}.get(kind, 700)
-    files = export_hf.tokenizer_files(types.SimpleNamespace(maxT=8), export_hf.words_of(V, "same"),
+    files = export_hf.tokenizer_files(types.SimpleNamespace(maxT=8), export_hf.words_of(V, folder),
                                       export_hf.CHAT_TEMPLATES[1])
     assert kind != "gpt2" or tokenizer_files.tokenizer_id(files["tokenizer.json"]) == tokenizer_files.GPT2_ID
     encoder = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
