@@ -9,9 +9,9 @@ llmc/data/chat_template.h tells why, makes of it, with END for the end-of-text t
 An empty message of the system is left out.
 
 Counted are each answer, with the space in front of it, and the END behind it; not one whose message has
-"weight": 0 or "train": false. STEM.mask beside STEM.bin has a
-byte for each token: 1, counted, or 0. Of the --row-tokens tokens of a row, as many are conversations as fit,
-whole ones, and the rest is END, not counted. One that is longer than a row begins a row and fills the next.
+"weight": 0 or "train": false. STEM.mask beside STEM.bin has a byte for each token: 1, counted, or 0. Of the
+--row-tokens tokens of a row, as many are conversations as fit, whole ones, and the rest is END, not counted.
+One that is longer than a row begins a row and fills the next.
 """
 import bisect
 import collections
