@@ -233,12 +233,12 @@ define build_and_test
 endef
 test: ## what a push has to pass: six minutes on two cores
 	$(call build_and_test,built-test,dev/test)
-test-quick: ## beside the editor: the CPU model, unit tests of what changed
+test-quick: ## beside the editor: the CPU model, golden losses, unit tests of what changed
 	@$(PYTEST) --version >/dev/null 2>&1 || scripts/setup.sh tests
 	@$(MAKE) -s -j$(CORES) SAY=1 test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
 	    $(CHANGED_TESTS:%=build/asan/test_%)
 	@$(PYTEST) -q --no-header -n 2 --slow -m "not gpu" dev/test/test_golden.py \
-	    $(foreach t,test_gpt2-model $(CHANGED_TESTS:%=asan-%),'dev/test/test_programs.py::test_program[$(t)]')
+	    $(QUICK_TESTS:%='dev/test/test_programs.py::test_program[%]')
 test-gpu: ## only what needs a GPU
 	$(call build_and_test,built-gpu,dev/test -m gpu)
 test-all: ## all builds, long fuzzing, TSan, mutants: an hour and more
@@ -249,6 +249,7 @@ CHANGED := $(if $(filter test-quick,$(MAKECMDGOALS)),$(shell git diff --name-onl
 MADE_OF = $(CXX) -std=c++17 -I. -MM dev/test/test_$$t.cpp
 CHANGED_TESTS := $(if $(CHANGED),$(shell for t in $(TESTS:build/test_%=%); do \
     $(MADE_OF) | grep -qwF $(CHANGED:%=-e %) && echo $$t; done))
+QUICK_TESTS = test_gpt2-invariance test_gpt2-model $(CHANGED_TESTS:%=asan-%)
 # First what takes long to compile
 ASAN_TESTS := $(TESTS:build/%=build/asan/%)
 FUZZER := int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }

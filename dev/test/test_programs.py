@@ -34,7 +34,8 @@ def listed():
     yield "asan test_gpt2 invariance", ["build/asan/test_gpt2cpu", "invariance"], []
     yield "asan test_gpt2 model", ["build/asan/test_gpt2cpu", "model"], []
     yield "breaks asan", script("test/break_all.py", "build/asan/test_gpt2cpu", "--sample", "3"), []
-    yield "test_gpt2 model", ["./test_gpt2cpu", "model"], [SLOW]       # make test-quick
+    for mode in ("model", "invariance"):        # of make test-quick
+        yield f"test_gpt2 {mode}", ["./test_gpt2cpu", mode], [SLOW]
     yield "test_gpt2", ["./test_gpt2cpu"], [SLOW]
     yield "breaks", script("test/break_all.py", "./test_gpt2cpu"), [SLOW]
     # one for each dev/test/test_*.cpp: a new file needs no line here, nor in the Makefile
