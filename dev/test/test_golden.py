@@ -1,11 +1,13 @@
-"""50 steps of five tiny models have the losses and gradient norms of golden.json, to the bit.
+"""50 steps of tiny models have the losses, validation losses and gradient norms of golden.json, to the bit.
 
     pytest dev/test/test_golden.py                      # a plain build: no BLAS, no OpenMP
     pytest dev/test/test_golden.py --update-golden      # the numbers should change: writes them
 
 An entry is for a precision and what else decides about the bits: the GPU and cuBLASLt's version; on a CPU the
 C library, whose exp and tanh a new version may round otherwise. A machine without an entry skips; the option
-adds one. A line of the file is five steps, each a loss and a norm. Equal losses after a change say that what
+adds one. A line of the file is five steps, each a loss and a norm, or a validation: its loss and those of
+its sources. A row has what two features have together, or what other tests hold against the program itself:
+how Muon's momentum rises, how many lanes a step has by default. Equal losses after a change say that what
 was moved computes the same, in forward, backward and update; who changes an order of sums on purpose updates
 the entries of all machines in that commit, and removes those of machines that are not there.
 """
@@ -18,8 +20,8 @@ import re
 
 import pytest
 
-from checks import ROOT, run_program
-from trainer import Program, flags_of, logged_steps, on_cpu, run_ok, write_shard
+from checks import ROOT, run_program, write
+from trainer import Program, flags_of, logged_steps, metrics, on_cpu, run_ok, write_shard
 
 pytestmark = [pytest.mark.numeric, pytest.mark.programs("plain")]
 GOLDEN = os.path.join(ROOT, "dev/test/golden.json")
@@ -30,7 +32,12 @@ MODELS = {      # two micro-steps a step; heads of 64, which Hopper's attention 
               "-l 3e-3",
     "llama": "-e llama:L2,NH2,NKV1,HS64,C64,F128,T96,V256,qk_norm -c 0.1 -l 3e-3 --embedding-rate 4",
     "fp8": "--matmul-dtype fp8-head -e L3,NH1,C64,T96,V256 -c 0.1 -l 3e-3",
-    "fp8_llama": "--matmul-dtype fp8-head -e llama:L3,NH2,NKV1,HS32,C64,F96,T96,V256,qk_norm -l 3e-3"}
+    "fp8_llama": "--matmul-dtype fp8-head -e llama:L3,NH2,NKV1,HS32,C64,F96,T96,V256,qk_norm -l 3e-3",
+    "muon": "-e L1,NH1,C64,T48,V256 -z 192 --optimizer muon --muon-warmup 40",
+    "llama_muon": "-e llama:L1,NH2,NKV1,HS64,C64,F128,T64,V256 -t 48 -z 192 --optimizer muon",
+    "lanes": "-e L1,NH1,C64,T32,V256 -b 1 -z 512 -l 1e-2",      # 16 micro-steps
+    "mixture": "-e L1,NH1,C64,T32,V256 -z 192 -l 1e-2 -i train.bin:0.6,talk.bin:0.4 "
+               "-j val.bin:1,talk_val.bin:2 -v 20 -m 8"}
 
 
 @functools.cache
@@ -48,16 +55,27 @@ def curve(model):
     run_ok({**flags_of(MODELS[model]), "-o": model})
     steps = [f"{row['loss']!r} {row['norm']!r}" for row in logged_steps(model)]
     assert len(steps) == 50
-    return [" ".join(steps[i:i + 5]) for i in range(0, 50, 5)]
+    validations = [" ".join(map(repr, [row["val_loss"], *row.get("val_losses", {}).values()]))
+                   for row in metrics(model) if "val_loss" in row]
+    return [" ".join(steps[i:i + 5]) for i in range(0, 50, 5)] + validations
+
+
+def made_up(count, state):
+    """A cycle with errors: there is something to learn."""
+    tokens = []
+    for i in range(count):
+        state = (state * 1103515245 + 12345) % 2**31
+        tokens.append((i * 7 + i // 5) % 61 if state >> 28 else state >> 16 & 255)
+    return tokens
 
 
 @functools.cache
 def made_up_data():
-    tokens, state = [], 1
-    for i in range(20000):              # a cycle with errors: there is something to learn
-        state = (state * 1103515245 + 12345) % 2**31
-        tokens.append((i * 7 + i // 5) % 61 if state >> 28 else state >> 16 & 255)
-    write_shard("train.bin", tokens)
+    write_shard("train.bin", made_up(20000, 1))
+    write_shard("val.bin", made_up(700, 2))
+    for name, count, state in (("talk", 3000, 3), ("talk_val", 500, 4)):    # of which three in seven count
+        write_shard(name + ".bin", made_up(count, state))
+        write(name + ".mask", bytes(int(i * i % 101 % 7 < 3) for i in range(count)))
 
 
 @pytest.mark.parametrize("model", MODELS)
