@@ -8,6 +8,7 @@ took. test_ranks.py has jobs that train.
     make build/test_comm && build/test_comm
     build/test_comm die                 only the cases whose name holds the word
 */
+#include <dlfcn.h>                      // gives: dlsym
 #include <math.h>                       // gives: fabs
 
 #include <map>                          // gives: std::map
@@ -15,6 +16,15 @@ took. test_ranks.py has jobs that train.
 #include "llmc/comm/comm.h"             // gives: what is tested
 #include "child.h"                      // gives: folder; of a rank, its case's
 #include "test.h"                       // gives: TEST, CHECK
+
+// No name is looked up here, in this process and in each rank: there may be no /etc/hosts, no name server.
+extern "C" int getaddrinfo(const char* host, const char* port, const struct addrinfo* wanted,
+                           struct addrinfo** found) {
+    static const auto real = (decltype(&getaddrinfo))dlsym(RTLD_NEXT, "getaddrinfo");
+    struct addrinfo numbers = *wanted;
+    numbers.ai_flags |= AI_NUMERICHOST;
+    return real(host, port, &numbers, found);
+}
 
 // ---- the ranks' programs ----
 

@@ -267,12 +267,13 @@ def test_poor_rank():
         jobs = [Job({**flags, **more, **tcp(0, port)}, env=env),
                 Job({**flags, **more, **tcp(1, port)}, env=env, before=before)]
         return [job.result() for job in jobs]
-    said = limited(1200, **{"-e": "L99,NH2,C512,T32,V256"})[0].err
+    most = 1000                                     # less than a GiB: of one, too few decimals are said
+    said = limited(most, **{"-e": "L99,NH2,C512,T32,V256"})[0].err
     free = re.search(r"rank 1: .* which has ([\d.]+) MiB free", said)
     assert free, said
     few, many = (run_ok({**flags, "--gpus": 2, "--lanes": lanes, "-o": f"rich{lanes}"}).planned()
                  for lanes in (2, 8))
-    results = limited(1200 - float(free[1]) + few + (many - few) / 4, **{"-o": "poor"})
+    results = limited(most - float(free[1]) + few + (many - few) / 4, **{"-o": "poor"})
     assert [result.code for result in results] == [0, 0], results[0].err + results[1].err
     assert "summed over 2 lanes, not 8" in results[0].out
     assert read("poor/main.log") == read("rich2/main.log"), "losses are those of --lanes 2"
@@ -297,7 +298,9 @@ def test_mpirun():
         assert result.code not in (0, None) and len(lines) == 1 and "MPI" in lines[0]
         assert not os.path.exists("mpi")
         return
-    assert (result.code, result.err) == (0, "")
+    # mpirun's own notes, such as hwloc's where there is no /sys, begin with [WHO]
+    said = [line for line in result.err.splitlines() if not line.startswith("[")]
+    assert (result.code, said) == (0, [])
     judge = left_of({**batch(8), "--gpus": 2})[1]
     assert read("mpi/main.log") == judge["main.log"]
     assert read(model_path("mpi")) == judge["model_00000006.bin"]

@@ -125,12 +125,17 @@ static inline CommAddress comm_parse_server(const std::string& text, int port, u
     return a;
 }
 
+// localhost is a number here, so that it needs no /etc/hosts, and both ends mean the same one.
+static inline std::string comm_host(const CommAddress& a) {
+    return a.host == "localhost" ? "127.0.0.1" : a.host;
+}
+
 // Returns a listening socket and its port. Only localhost, ::1 and 127.* bind to the loopback: the host's
 // name does not, because /etc/hosts often maps it to 127.0.1.1.
 static inline int comm_listen(const CommAddress& a, int* port) {
+    const std::string own = comm_host(a);
     std::vector<std::string> hosts = {"::", "0.0.0.0"};     // "::" serves both families; else IPv4 alone
-    if (a.host == "localhost") { hosts = {"127.0.0.1"}; }
-    if (a.host == "::1" || a.host.compare(0, 4, "127.") == 0) { hosts = {a.host}; }
+    if (own == "::1" || own.compare(0, 4, "127.") == 0) { hosts = {own}; }
     int error = EADDRNOTAVAIL;
     for (const std::string& host : hosts) {
         struct addrinfo hints = {}, *found;
@@ -163,7 +168,7 @@ static inline int comm_connect(const CommAddress& a, double limit, std::string* 
     struct addrinfo hints = {}, *found;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = AI_NUMERICSERV;
-    const int failed = getaddrinfo(a.host.c_str(), a.port.c_str(), &hints, &found);
+    const int failed = getaddrinfo(comm_host(a).c_str(), a.port.c_str(), &hints, &found);
     if (failed) { *why = gai_strerror(failed); return -1; }
     int fd = -1;
     for (struct addrinfo* f = found; f && fd < 0; f = f->ai_next) {
