@@ -33,6 +33,9 @@ AHEAD = {**FIVE, "-v": 2, "-m": 3, "-s": 2, "-g": 4}
 # others for those in which a token stands more than 128 times, as in a third of LARGE's. So are tokens' steps
 ADDS = {"--lanes": 1, "-z": 4 * 16}
 LARGE = {"-e": "L1,NH2,C16,T32,V256", "-b": 16, "-z": 4 * 512, "--lanes": 1, "-x": 8}
+# An untied head, and, with 128 tokens at once, two parts of it
+FAMILY = {"-e": "llama:L3,NH2,NKV1,HS16,C32,F48,T16,V256,qk_norm", "-r": 3}
+FP8, PARTS = {"--matmul-dtype": "fp8-head"}, {"--head-chunks": 2, "-b": 8, "-z": 4 * 128}
 
 
 def saved(flags):
@@ -48,7 +51,10 @@ RUNS = [[{}], [{"-v": 2, "-s": 2, "-g": 4, "-z": 32}], saved({"-z": 32}), [QUEST
         *([ranks(2, zs)] for zs in (0, 1, 2)), [{**ranks(2, 1), **ONE_LAYER}],
         [{**ranks(4), **FIVE, "--optimizer": "muon"}],
         *([{**ranks(2, zs), **FIVE, "--optimizer": "muon"}] for zs in (1, 2)),
-        *([{**ranks(4, zs), **AHEAD}] for zs in (0, 1, 2))]
+        *([{**ranks(4, zs), **AHEAD}] for zs in (0, 1, 2)),
+        saved({**ADDS, **FP8}), [{**ADDS, **PARTS, "-r": 3}],
+        saved({**PARTS, **FAMILY, "--matmul-dtype": "fp8", "--dropout": 0.1, "-v": 2, "-s": 2, "-g": 4}),
+        saved({**PARTS, **FAMILY, **ranks(2, 1)}), [{**ranks(2, 2), **FAMILY, **FP8, "--optimizer": "muon"}]]
 
 
 def left_by(program, runs):
