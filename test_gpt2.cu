@@ -550,6 +550,30 @@ static void test_layout() {
     }
 }
 
+// The speed that MFU is a part of, by hand: a token takes 6 FLOPs for each parameter that multiplies it, and
+// 6*T in causal attention for each layer's width of all heads. An untied embedding is only looked up.
+static void test_peak_speed() {
+    const struct { const char* model; double parameters, width; } rows[] = {
+        {"L2,NH2,C64,T32,V256", 256 * 64 + 32 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64, 2 * 64},
+        {"llama:L3,NH4,NKV2,HS32,C64,F96,T32,V256",
+         256 * 64 + 3 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 96 * 64 + 2 * 64) + 64, 3 * 128},
+        {"llama:L3,NH4,NKV2,HS32,C64,F96,T32,V256,tied",
+         256 * 64 + 3 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 96 * 64 + 2 * 64) + 64, 3 * 128}};
+    for (const auto& row : rows) {
+        const Config c = descriptor_config(row.model);
+        const double parameters = (double)report_parameters(param_table(c));
+        const double flops = 6 * row.parameters + 6 * row.width * 24;
+        for (const bool known : {true, false}) {
+            Reports reports = {};
+            reports_init(&reports, c, parameters, 24, {"NVIDIA H200", 0, 0, ""}, known, 9);
+            const double want = known ? 989e12 / flops : 0.0, got = reports.report.peak_speed;
+            CHECK(fabs(got - want) <= 1e-9 * want, "%s: a peak of %.9g tok/s, not %.9g", row.model, got,
+                  want);
+            reports_free(&reports);
+        }
+    }
+}
+
 // Micro-steps in as many lanes, at ZeRO stage 2's numbers, too: against each one's gradients alone, summed
 // here by the tree, whose pairs are (0 + 1) + (2 + 3); the last of an odd number moves up a level.
 static void test_lane_gradients(const Config& c) {
@@ -3448,6 +3472,7 @@ int main(int argc, char** argv) {
             TEST("layout of the arenas, lanes") {
                 test_layout();
             }
+            TEST("the speed that MFU is a part of") { test_peak_speed(); }
             TEST("sums of lanes") { test_lane_gradients(kTiny); }
             if (variants) TEST("other blocks, norms and dropout") {
                 test_variants(kSmall);

@@ -67,11 +67,11 @@ static inline const GpuKind* gpu_kind(const std::string& name) {
     return nullptr;
 }
 
-// Of a token, forward and backward, as llm.c counts: attention is causal, so half of 12*L*C*T. An embedding
-// that is not also the LM head is only looked up.
+// Of a token, forward and backward, as llm.c counts: attention is causal, so half of 12*L*Q*T, where Q, the
+// width of all heads, is GPT-2's C. An embedding that is not also the LM head is only looked up.
 static inline double step_flops(const Config& c, double parameters, int T) {
     const double looked_up = c.shape().tied ? 0.0 : (double)c.V * c.C;
-    return 6.0 * (parameters - looked_up) + 6.0 * (double)c.L * c.C * T;
+    return 6.0 * (parameters - looked_up) + 6.0 * (double)c.L * c.NH * c.shape().HS * T;
 }
 
 struct PlanBatch {
