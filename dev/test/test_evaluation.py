@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from checks import read
+from checks import read, write
 from trainer import (B, LOG_LINE, T, assert_close, exact, log_lines, metrics, model_path, nan_model, on_cpu,
                      run, run_ok, tolerance, write_questions, write_shard)
 from twins import doubles, np, row_losses, token_losses, trained, uneven_rows, wide_model, windows
@@ -42,11 +42,13 @@ def test_validation():
 
 
 def test_validation_of_a_mixture():
-    """A source's loss is that which it has alone; theirs, by the shares, is the loss. In training, too, and
-    with the run's own data afterwards."""
+    """A source's loss is that which it has alone, masks or not; theirs, by the shares, is the loss. In
+    training, too, and with the run's own data afterwards."""
     flags = {"-k": "constant", "-l": "1e-2", "-m": 3}
     for name, rows in (("web_0", 90), ("web_1", 20), ("code", 2)):
         write_shard(f"{name}.bin", uneven_rows(rows, T, seed=rows))
+    for name, rows, period in (("web_0", 90, 9), ("code", 2, 5)):
+        write(f"{name}.mask", bytes(int(i % T % period == 1) for i in range(rows * T + 1)))
     mixture, patterns, names = "web_?.bin:0.75,code.bin:0.25", ["web_?.bin", "code.bin"], ["web_?", "code"]
     result = run_ok({**flags, "-x": 4, "-v": 2, "-j": mixture, "-o": "mixed"})
     records = [record for record in metrics("mixed") if "val_loss" in record]

@@ -22,7 +22,8 @@ from jobs import (ENDED_S, HUP, INT, KILL, STOPPING, TERM, Job, free_port, most_
                   ranks, rare_model, steps_of, tcp, undisturbed, unlike)
 from checks import read, run_program, write
 from trainer import (Program, assert_close, check_ran, log_lines, metrics, model_path, nan_model, on_cpu,
-                     refused, run, run_ok, sentences, tolerance, without_checksum, write_shard)
+                     refused, run, run_ok, sentences, tolerance, without_checksum, write_questions,
+                     write_shard)
 
 SMALL, SMALL_T = "L2,NH2,C64,T32,V256", 32
 ODD, ODD_T = "L3,NH3,C48,T24,V300", 24      # nothing is a power of two, the vocabulary is padded
@@ -348,7 +349,13 @@ UNFIT = {"a flag": ({"--seed": 7}, "seed", "7"), "data": ({"-i": "other.bin"}, "
          "-y": ({"-y": 1}, "--resume"), "model": ({}, "parameters of rank 1"),
          "program": ({}, "differ in the program"),
          "tokens": ({}, "differ in training data", "20000 tokens", "19000 tokens"),
-         "no data": ({}, "train.bin")}
+         "no data": ({}, "train.bin"),
+         # in files of equal names and sizes
+         "other tokens": ({}, "differ in a sample of the training data"),
+         "other tokens, unsaved": ({}, "differ in a sample of the training data"),
+         "another mask": ({}, "differ in a sample of the training data"),
+         "validation": ({}, "differ in a sample of the validation data"),
+         "questions": ({}, "differ in evaluation data", "2 questions")}
 
 
 @pytest.mark.cpu_only
@@ -357,10 +364,14 @@ def test_ranks_that_do_not_fit(what):
     """Rank 1 has other flags, is another program, or runs in a folder with other files of these names."""
     (more, *said), port, place, program = UNFIT[what], free_port(), f"another_{what}", Program.path
     write_shard("other.bin", sentences(9, 20000))
+    write_masked("unfit", {0: 5, 9: 32})
+    write_questions("q.bin", [([1, 2], [[3], [4]])] * 2, [0, 1])
     os.makedirs(place)
-    for name in ("train.bin", "val.bin", "other.bin"):
+    for name in ("train.bin", "val.bin", "other.bin", "unfit.bin", "unfit.mask", "q.bin"):
         shutil.copy(name, place)
     flags = {"-o": f"unfit_{what}", **batch(8), **({"-e": "model.bin"} if what == "model" else {})}
+    flags.update({"other tokens, unsaved": {"-o": None}, "another mask": {"-i": "unfit.bin"},
+                  "validation": {"-v": 2}, "questions": {"-h": 1, "--eval-data": "q.bin"}}.get(what, {}))
     if what == "model":
         model = without_checksum(read(trained()))
         write("model.bin", model)
@@ -373,10 +384,18 @@ def test_ranks_that_do_not_fit(what):
         write_shard(place + "/train.bin", sentences(1, 19000))
     elif what == "no data":
         os.remove(place + "/train.bin")
+    elif what.startswith("other tokens"):
+        write_shard(place + "/train.bin", sentences(3, 20000))
+    elif what == "another mask":
+        write_masked(place + "/unfit", {0: 32, 9: 5})
+    elif what == "validation":
+        write_shard(place + "/val.bin", sentences(3, 3000))
+    elif what == "questions":
+        write_questions(place + "/q.bin", [([1, 2], [[3], [4]])] * 2, [1, 0])
     words = Program.command({**flags, **more, **tcp(1, port)})
     ended([Job({**flags, **tcp(0, port)}), Job({}, [program, *words[1:]], cwd=place)], "rank 1", *said)
     # where only one rank has no data, rank 0 may have begun to write when it hears of it
-    assert what == "no data" or not os.path.exists(flags["-o"])
+    assert what == "no data" or not os.path.exists(f"unfit_{what}")
 
 
 @pytest.mark.cpu_only

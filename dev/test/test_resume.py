@@ -365,6 +365,40 @@ def test_fixed_flags():
     assert marked == len(FIXED), "a flag that FIXED lacks"
 
 
+# Of each flag that a run keeps until the user says otherwise, two values; the first is not the default.
+KEPT = {name[2:]: values.split(",") for name, values in flags_of("""
+--train-data part_?.bin,./part_?.bin --val-data val.bin,val_2.bin --eval-data questions.bin,./questions.bin
+--checkpoint-every 3,4 --keep 3,1 --major-every 4,5 --max-steps 12,13 --skip-loss 40,50 --skip-norm 60,70
+--on-bad-loss rewind,stop --val-every 5,6 --val-batches 7,3 --log-every 2,4 --log-gpu 7,9 --evaluate 1,0
+--eval-every 6,4 --sample-every 6,5 --sample-tokens 5,3 --prompt tak,ba --num-samples 2,3
+--temperature 0.5,0.7 --top-k 9,8 --top-p 0.75,0.5 --recompute 1,2 --zero-stage 1,2""").items()}
+# what concerns one start
+NOW = {"output-dir", "resume", "gpus", "process-init", "process-server", "process-folder", "processes",
+       "process-rank", "gpus-per-node", "verbose", "plan", "price"}
+
+
+@pytest.mark.cpu_only
+def test_kept_flags():
+    """By the folder alone a stopped run goes on as it was, in each flag; what is given anew counts, and from
+    then on."""
+    first, second = ({"--" + name: values[i] for name, values in KEPT.items()} for i in (0, 1))
+    fault = Fault("fputs", "main.log", 9, TERM)
+    letters = dict.fromkeys(("-i", "-j", "-x", "-n", "-v", "-m", "-s"))      # USUAL's spellings of these
+    assert Job({**letters, **first, "-o": "kept"}, fault=fault).result().code == 0 and steps_of("kept")
+    began = settings_of("kept")
+    assert {*began} == {*KEPT, *NOW} | {name[2:] for name in FIXED}, "a flag that no table has"
+    wrong = []
+    for given, want in (({}, first), (second, second), ({}, second)):
+        result = Job({}, resume_words("kept", given)).result()
+        assert (result.code, result.err) == (0, ""), result.err
+        got = settings_of("kept")
+        values = {name: str(int(got[name]) if isinstance(got[name], bool) else got[name]) for name in KEPT}
+        wrong += [f"--{name} {value}, not {want['--' + name]}, after {given or 'nothing'}"
+                  for name, value in values.items() if value != want["--" + name]]
+        wrong += [name for name in began if name not in NOW and name not in KEPT and got[name] != began[name]]
+    assert not wrong
+
+
 @pytest.mark.cpu_only
 def test_other_runs():
     """Other data, a folder with a run but without -y, folders without a run."""

@@ -27,7 +27,7 @@ struct RunData {
     Tokenizer tokenizer = {};           // without tokens: texts are printed as token ids
     std::vector<std::string> tokenizer_files;   // tokenizer.bin and .json, if the run has its own
     std::vector<int> prompt;            // behind the token that begins a text; empty: no text is written
-    std::string sample;                 // of a saved run's training data: shows later whether they changed
+    std::string sample;                 // of the training data: shows later whether they changed
     int64_t max_steps = 0;              // of the run: -x, or those of an epoch
     bool answers = false;               // chat RUN: the model has learned conversations
 
@@ -84,7 +84,7 @@ static inline void data_open_training(RunData* d, int V) {
     DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
     if (run.overfit) { share = {}; }        // all ranks have the job's first batch
     data_open_shards(&d->train, run.train_data, run.shuffle && !run.overfit, share, V);
-    if (run.output_dir[0] != '\0') { d->sample = dataloader_sample(&d->train); }
+    d->sample = dataloader_sample(&d->train);
     const int64_t epoch = d->train.samples_per_epoch * run.T / run.total_batch;
     d->max_steps = run_max_steps() < 0 ? std::max((int64_t)1, epoch) : run_max_steps();
 }
@@ -145,6 +145,7 @@ static inline void data_check_same(const RunData& d, const std::string& program)
     Facts facts = {{"the program", program}, {"training data", dataloader_facts(&d.train)},
                    {"a sample of the training data", d.sample},
                    {"validation data", dataloader_facts(&d.val)},
+                   {"a sample of the validation data", dataloader_sample(&d.val)},
                    {"evaluation data", evalset_facts(&d.questions)}};
     for (const auto& fact : flag_facts()) { facts.push_back(fact); }
     comm_check_same(facts);
