@@ -324,6 +324,8 @@ static void test_sets() {
         };
         const std::string before = sample("sampled.bin");
         CHECK_TEXT(sample("copy.bin"), before);
+        const Loader other(write_shard("copy.bin", tokens, 7), 1, 8);
+        CHECK(dataloader_sample(&other) != before, "another tokenizer is not seen");
         for (size_t at : {(size_t)0, size - 1, size / 7 * 3 + 50}) {
             tokens[at]++;
             CHECK(sample("sampled.bin") != before, "token %zu of %zu is not seen", at, size);
@@ -465,6 +467,11 @@ static void test_masks() {
     const std::string every = facts();
     write_text(mask, std::string(32, '\1') + '\0');
     CHECK(none != every && every != facts(), "masks do not tell sets apart");
+    const std::string some(16, '\1'), others(16, '\0');         // as many count, in other rows
+    write_text(mask, '\0' + some + others);
+    const std::string first = facts();
+    write_text(mask, '\0' + others + some);
+    CHECK(first != facts(), "masks of equal numbers do not tell sets apart");
     write_text(mask, std::string(32, '\1'));
     check_dies("a mask too short", [&] { load(path); }, {"qa.mask' has 32 bytes", "qa.bin' has 33 tokens"});
     write_text(mask, std::string(34, '\1'));

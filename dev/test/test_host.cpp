@@ -826,6 +826,19 @@ static void test_run() {
             if (run.muon_warmup != 0) { die("--muon-warmup %lld", (long long)run.muon_warmup); }
             if (run.lr != 3e-4) { die("-l %g", run.lr); }
         });
+        for (const char* of : {"", "the embedding's"}) {        // earlier programs did not say what they drop
+            const Child c = run_child([&] {
+                parse_run({});
+                Facts facts = {{"T", "8"}, {"total_batch", "8"}, {"lanes", "1"}, {"precision", "BF16"},
+                               {"flag.dropout", "0.1"}};
+                if (*of) { facts.push_back({kDropoutFact, of}); }
+                settings_resume(facts, descriptor_config("d12"), cuda);
+            });
+            CHECK_IS(c.code, 0);
+            CHECK_TEXT(c.err, *of ? "" : "warning: the run began with a program whose --dropout 0.1 also "
+                       "dropped attention's probabilities, which this one does not: its losses and bits will "
+                       "differ\n");
+        }
     }
     check_lives("flags of old programs", [] {
         Facts facts = {{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},

@@ -29,8 +29,8 @@ import pytest
 
 from checks import ROOT, read, run_program, write
 from jobs import (DAY, HUP, INT, KILL, PIPE, STOPPING, TERM, UNREAD, USR1, Fault, Job, fault_environment,
-                  left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of, undisturbed,
-                  unlike)
+                  last_state, left_over, most_ranks, named, need, ranks, rare_model, read_state, steps_of,
+                  undisturbed, unlike)
 from trainer import (LIMIT_S, Program, flags_of, log_columns, metrics, model_path, need_fp8, on_cpu, refused,
                      run, run_ok, sentences, settings_of, snapshot, without_checksum, without_scaling,
                      write_questions, write_shard)
@@ -397,6 +397,25 @@ def test_kept_flags():
                   for name, value in values.items() if value != want["--" + name]]
         wrong += [name for name in began if name not in NOW and name not in KEPT and got[name] != began[name]]
     assert not wrong
+
+
+@pytest.mark.cpu_only
+def test_another_program():
+    """What may change the bits of a run that goes on is said; what a state tells of its run, by hand."""
+    folder = stopped_run("elsewhere_made")
+    program = write(os.path.abspath("another_program"), read(Program.path) + b"\n")
+    os.chmod(program, 0o755)
+    result = Job({}, [program, *resume_words(folder)[1:]], env={"OMP_NUM_THREADS": 3}).result()
+    device = re.search("^device: (.*), precision", result.out, re.M)[1]     # without OpenMP it stays
+    notes = [r"program than before \((\w+), then (?!\1)\w+\)"]
+    if device != Program.device:
+        notes += [re.escape(f"device than before ({device}, then {Program.device})")]
+    lines = [f"warning: the run goes on with another {note}: its bits may differ\n" for note in notes]
+    assert result.code == 0 and re.fullmatch("".join(lines), result.err), result.err
+    step, facts, _ = last_state(folder)
+    want = {"position": 16 * step, "tokens": 16 * T_ROWS * step, "total_batch": 16 * T_ROWS, "T": T_ROWS,
+            "lanes": 16, "ranks": 1, "rewinds": 0, "precision": Program.precision, "device": device}
+    assert step == 13 and {name: facts[name] for name in want} == {name: str(x) for name, x in want.items()}
 
 
 @pytest.mark.cpu_only
@@ -819,7 +838,7 @@ def test_stop_at_bad_loss(rewinding):
 
 
 # Each step's line of main.log; the first time back is behind line 31, to step 9
-REWOUND = [[(31, TERM)], [(10, KILL), (20, TERM), (15, KILL), (30, TERM), (20, KILL)],
+REWOUND = [[(10, TERM), (31, TERM)], [(10, KILL), (20, TERM), (15, KILL), (30, TERM), (20, KILL)],
            *(pytest.param(stops, marks=pytest.mark.slow) for stops in (
                [(20, TERM)], [(30, TERM)], [(32, TERM)], [(33, TERM)], [(30, KILL)], [(31, KILL)],
                [(32, KILL)], [(42, KILL)], [(33, KILL), (20, KILL)], [(60, TERM), (40, KILL)]))]

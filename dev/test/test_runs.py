@@ -178,6 +178,7 @@ SAID = r"""
 -x 0 --prompt tak -g 29 --verbose -1 => no: all T
 -x 0 --prompt tak -g 9 --num-samples 3 => err: ^note: 27 tokens, the first after [\d.]+ s, then \d+ tokens/s$
 -x 2 -l 1e-3                      => out: lr 1.00e-03
+-x 2 -l 2e-3 -k linear -u 1       => out: ^schedule: 2 steps, \S+ epochs; lr 0.002, linear, warm-up 1 steps$
 -x 2 --lr 1e-3                    => out: lr 1.00e-03
 -x 3                 => out: ^step 3/3 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ +\| .* ETA 0:00:00$
 -x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
