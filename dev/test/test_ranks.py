@@ -350,12 +350,16 @@ UNFIT = {"a flag": ({"--seed": 7}, "seed", "7"), "data": ({"-i": "other.bin"}, "
          "program": ({}, "differ in the program"),
          "tokens": ({}, "differ in training data", "20000 tokens", "19000 tokens"),
          "no data": ({}, "train.bin"),
+         "validation tokens": ({}, "differ in validation data", "3000 tokens", "2900 tokens"),
          # in files of equal names and sizes
          "other tokens": ({}, "differ in a sample of the training data"),
          "other tokens, unsaved": ({}, "differ in a sample of the training data"),
          "another mask": ({}, "differ in a sample of the training data"),
          "validation": ({}, "differ in a sample of the validation data"),
          "questions": ({}, "differ in evaluation data", "2 questions")}
+UNFIT_FLAGS = {"other tokens, unsaved": {"-o": None}, "another mask": {"-i": "unfit.bin"},
+               "validation": {"-v": 2}, "validation tokens": {"-v": 2},
+               "questions": {"-h": 1, "--eval-data": "q.bin"}}         # of both ranks
 
 
 @pytest.mark.cpu_only
@@ -370,8 +374,7 @@ def test_ranks_that_do_not_fit(what):
     for name in ("train.bin", "val.bin", "other.bin", "unfit.bin", "unfit.mask", "q.bin"):
         shutil.copy(name, place)
     flags = {"-o": f"unfit_{what}", **batch(8), **({"-e": "model.bin"} if what == "model" else {})}
-    flags.update({"other tokens, unsaved": {"-o": None}, "another mask": {"-i": "unfit.bin"},
-                  "validation": {"-v": 2}, "questions": {"-h": 1, "--eval-data": "q.bin"}}.get(what, {}))
+    flags.update(UNFIT_FLAGS.get(what, {}))
     if what == "model":
         model = without_checksum(read(trained()))
         write("model.bin", model)
@@ -388,8 +391,8 @@ def test_ranks_that_do_not_fit(what):
         write_shard(place + "/train.bin", sentences(3, 20000))
     elif what == "another mask":
         write_masked(place + "/unfit", {0: 32, 9: 5})
-    elif what == "validation":
-        write_shard(place + "/val.bin", sentences(3, 3000))
+    elif what.startswith("validation"):
+        write_shard(place + "/val.bin", sentences(3, 2900 if "tokens" in what else 3000))
     elif what == "questions":
         write_questions(place + "/q.bin", [([1, 2], [[3], [4]])] * 2, [1, 0])
     words = Program.command({**flags, **more, **tcp(1, port)})

@@ -838,7 +838,7 @@ def test_stop_at_bad_loss(rewinding):
 
 
 # Each step's line of main.log; the first time back is behind line 31, to step 9
-REWOUND = [[(10, TERM), (31, TERM)], [(10, KILL), (20, TERM), (15, KILL), (30, TERM), (20, KILL)],
+REWOUND = [[(12, TERM), (31, TERM)], [(10, KILL), (20, TERM), (15, KILL), (30, TERM), (20, KILL)],
            *(pytest.param(stops, marks=pytest.mark.slow) for stops in (
                [(20, TERM)], [(30, TERM)], [(32, TERM)], [(33, TERM)], [(30, KILL)], [(31, KILL)],
                [(32, KILL)], [(42, KILL)], [(33, KILL), (20, KILL)], [(60, TERM), (40, KILL)]))]
