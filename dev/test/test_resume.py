@@ -384,14 +384,15 @@ def test_kept_flags():
     first, second = ({"--" + name: values[i] for name, values in KEPT.items()} for i in (0, 1))
     fault = Fault("fputs", "main.log", 9, TERM)
     letters = dict.fromkeys(("-i", "-j", "-x", "-n", "-v", "-m", "-s"))      # USUAL's spellings of these
-    assert Job({**letters, **first, "-o": "kept"}, fault=fault).result().code == 0 and steps_of("kept")
-    began = settings_of("kept")
+    stopped = Job({**letters, **first, "-o": "kept_flags"}, fault=fault).result()
+    assert stopped.code == 0 and steps_of("kept_flags"), stopped.err
+    began = settings_of("kept_flags")
     assert {*began} == {*KEPT, *NOW} | {name[2:] for name in FIXED}, "a flag that no table has"
     wrong = []
     for given, want in (({}, first), (second, second), ({}, second)):
-        result = Job({}, resume_words("kept", given)).result()
+        result = Job({}, resume_words("kept_flags", given)).result()
         assert (result.code, result.err) == (0, ""), result.err
-        got = settings_of("kept")
+        got = settings_of("kept_flags")
         values = {name: str(int(got[name]) if isinstance(got[name], bool) else got[name]) for name in KEPT}
         wrong += [f"--{name} {value}, not {want['--' + name]}, after {given or 'nothing'}"
                   for name, value in values.items() if value != want["--" + name]]
