@@ -565,7 +565,7 @@ static void test_peak_speed() {
         const double flops = 6 * row.parameters + 6 * row.width * 24;
         for (const bool known : {true, false}) {
             Reports reports = {};
-            reports_init(&reports, c, parameters, 24, {"NVIDIA H200", 0, 0, ""}, known, 9);
+            reports_init(&reports, c, parameters, 24, {"NVIDIA H200", 0, 0, "", ""}, known, 9);
             const double want = known ? 989e12 / flops : 0.0, got = reports.report.peak_speed;
             CHECK(fabs(got - want) <= 1e-9 * want, "%s: a peak of %.9g tok/s, not %.9g", row.model, got,
                   want);
