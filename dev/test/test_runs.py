@@ -139,7 +139,8 @@ def test_version():
     for words in (["--version"], ["--version", "-b", "0"]):
         code, out, err = run_program([Program.path, *words])
         assert (code, err) == (0, "")
-        assert re.fullmatch(r"commit (unknown|[0-9a-f]{7,}(-dirty)?)\nFP32, CPU.*\ncompiler .+\n", out), out
+        assert re.fullmatch(r"samebits \d+\.\d+, commit (unknown|[0-9a-f]{7,}(-dirty)?)\nFP32, CPU.*\n"
+                            r"compiler .+\n", out), out
 
 
 @pytest.mark.cpu_only

@@ -280,7 +280,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "                              a sentence (with -g by so many tokens); Ctrl-C\n"
      "                              ends a text, Ctrl-D the program; a model that was\n"
      "                              trained on answers answers each\n"
-     "  --version                   commit, compiler, CUDA and libraries", "", ""},
+     "  --version                   release, commit, compiler, CUDA and libraries", "", ""},
     {"data and model", "train-data val-data model output-dir resume",
      "block norm dropout shuffle seed"},
     {"batch and schedule",

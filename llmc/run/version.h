@@ -12,6 +12,7 @@ The Makefile gives the commit. It is that of the last compilation: no commit alo
 #ifndef GIT_COMMIT
 #define GIT_COMMIT unknown
 #endif
+constexpr char kRelease[] = "0.1";      // CHANGELOG.md says what is new in it
 #define VERSION_TEXT_OF(x) #x
 #define VERSION_TEXT(x) VERSION_TEXT_OF(x)
 
@@ -39,5 +40,6 @@ static inline void version_print(const char* precision) {
 #ifdef _OPENMP
     with += ", OpenMP";
 #endif
-    printf("commit %s\n%s%s\ncompiler %s\n", VERSION_TEXT(GIT_COMMIT), precision, with.c_str(), __VERSION__);
+    printf("samebits %s, commit %s\n%s%s\ncompiler %s\n", kRelease, VERSION_TEXT(GIT_COMMIT), precision,
+           with.c_str(), __VERSION__);
 }
