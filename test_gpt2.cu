@@ -522,9 +522,7 @@ static void check_layout(const std::vector<ParamSpec>& specs, const Config& c, c
                b.padded >= b.elems && b.padded - b.elems < kChunk * (size_t)split.world + split.world &&
                b.first == alone.buckets[k].first && b.params % kAlign == 0 && b.grads % kAlign == 0;
         const size_t end = b.grads + b.padded * (bf16 && b.kind == Kind::Matrix ? 2 : 4);
-        const bool shares = split.zero == 2 && k > 2 && k <= c.L;       // a place with the layer before last
-        if (shares) { good = good && b.grads == layout.buckets[k - 2].grads; }
-        else { grads.push_back({b.grads, end}); }
+        grads.push_back({b.grads, end});
         good = good && end <= layout.grads_bytes;
     }
     CHECK(good && are_apart(grads), "L=%d, %d ranks, stage %d, bf16 %d", c.L, split.world, split.zero, bf16);
@@ -541,7 +539,7 @@ static void test_layout() {
         for (const Bucket& b : alone.buckets) { keys.push_back({b.first, b.first + b.padded}); }
         CHECK(are_apart(keys), "L=%d: two elements have one key", c.L);
         for (int world = 1; world <= 64; world++) {
-            for (int zero = 0; zero <= (world > 1 ? 2 : 0); zero++) {
+            for (int zero = 0; zero <= (world > 1); zero++) {
                 for (bool bf16 : {false, true}) {
                     check_layout(specs, c, {world - 1, world, zero}, bf16, alone);
                 }
@@ -574,10 +572,10 @@ static void test_peak_speed() {
     }
 }
 
-// Micro-steps in as many lanes, at ZeRO stage 2's numbers, too: against each one's gradients alone, summed
-// here by the tree, whose pairs are (0 + 1) + (2 + 3); the last of an odd number moves up a level.
+// Micro-steps in as many lanes: against each one's gradients alone, summed here by the tree, whose pairs are
+// (0 + 1) + (2 + 3).
 static void test_lane_gradients(const Config& c) {
-    for (int lanes : {4, 5, 7, 8}) {
+    for (int lanes : {4, 8}) {
         Options o = default_options();
         o.lanes = lanes;
         const Batch batch = random_batch(c, lanes, 1);
@@ -1081,7 +1079,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     logger_train(&logger, {0, 1, 1, 1, 1, 1, 1});
     Saver saver = {};
     if (in_parts) { saver_pin = [](size_t) -> void* { return nullptr; }; }
-    gpt2_saver_init(&saver, &a, &logger, folder.name, true, {2, 0, 1, {}});
+    gpt2_saver_init(&saver, &a, &logger, folder.name, true, {2, 0, {}});
     saver_pin = pinned_try;
     CHECK((saver.groups.size() > 2) == in_parts, "%zu groups", saver.groups.size() - 1);
 
@@ -2833,8 +2831,8 @@ static void test_lane_sum(int pieces, int chain, size_t n, bool bf16) {
 }
 
 // Two ranks' records of three buckets, the last one with fewer chunks than places; then clipping and scale.
-static void test_decision(bool interleaved, float factor, size_t chunks) {
-    Case k(format("update_decision interleaved=%d x %g, %zu chunks", interleaved, factor, chunks));
+static void test_decision(float factor, size_t chunks) {
+    Case k(format("update_decision x %g, %zu chunks", factor, chunks));
     const int ranks = 2, lanes = 4;
     const std::vector<ChunkRange> ranges = {{chunks * 2, chunks, 0}, {3, 2, chunks}, {1, 1, chunks + 2}};
     const size_t lanes_at = (chunks + 3) * sizeof(double), bytes = lanes_at + 64;
@@ -2856,11 +2854,11 @@ static void test_decision(bool interleaved, float factor, size_t chunks) {
     const UpdatePolicy policy = {true, 1, 65536.0f};
     repeat(k, [&](auto at) {
         update_decision({at.exact("state", std::vector<UpdateState>{state}), at.s("loss", Out(1)),
-                         at.exact("records", records), bytes, lanes_at, ranks, lanes, interleaved,
+                         at.exact("records", records), bytes, lanes_at, ranks, lanes,
                          at.exact("ranges", ranges), 3, 1.0f, policy}, 0);
     });
     float loss = 0.0f;                                              // losses are floats, the twin's too
-    update_decision_cpu<float>({&state, &loss, records.data(), bytes, lanes_at, ranks, lanes, interleaved,
+    update_decision_cpu<float>({&state, &loss, records.data(), bytes, lanes_at, ranks, lanes,
                                 ranges.data(), 3, 1.0f, policy}, 0);
     const UpdateState got = k["state"].read<UpdateState>()[0];
     CHECK(fabs(got.norm / state.norm - 1) <= 1e-6 && fabs(got.grad_scale / state.grad_scale - 1) <= 1e-6 &&
@@ -3380,10 +3378,8 @@ static void test_kernels() {
         test_square_sums(1);
         test_square_sums(4);
         if (!small_shapes) { test_square_sums(1301); }
-        for (bool interleaved : {false, true}) {
-            for (float factor : {1e-4f, 100.0f}) { test_decision(interleaved, factor, 700); }
-        }
-        test_decision(false, 1.0f, 1);
+        for (float factor : {1e-4f, 100.0f}) { test_decision(factor, 700); }
+        test_decision(1.0f, 1);
         test_outliers();
         test_update(512);
         if (!small_shapes) { test_update(64 * 10007); }

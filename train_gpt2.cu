@@ -36,7 +36,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
 #include "llmc/numbers.h"            // gives: ceil_div, round_up, is_power_of_two
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config
-#include "llmc/model/lanes.h"        // gives: lane_buffer, lane_merges, lane_buffers, lane_part
+#include "llmc/model/lanes.h"        // gives: lane_buffer, lane_merges, lane_buffers
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, Places, param_address
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
@@ -59,7 +59,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/run/version.h"        // gives: version_asked, version_print
 #include "llmc/run/samples.h"        // gives: write_samples, chat, TextDraw
 #include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
-#include "llmc/files/checkpoints.h"  // gives: checkpoint_before, Retention
+#include "llmc/files/checkpoints.h"  // gives: Retention
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read
 #include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
 #include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
@@ -101,8 +101,7 @@ static_assert(sizeof(muonX) == sizeof(floatX), "gpt2_arrays counts its buffers b
 // finite.
 constexpr float kFirstLossScale = 65536.0f, kMaxLossScale = 0x1p60f;
 constexpr int kLossScaleSteps = 1000;
-constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row, after which rewind_or_stop is called
-constexpr int kMaxRewinds = 3;              // --on-bad-loss rewind: after these the run stops
+constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row, after which the run stops
 
 // Limits that only tests change, so that small shapes take the paths of large ones.
 static struct TestHooks {
@@ -2680,8 +2679,7 @@ __global__ void update_decision_kernel(UpdateDecision a) {
         before += range.chunks;
     }
     for (int g = threadIdx.x; g < a.ranks * a.lanes; g += blockDim.x) {
-        const int rank = a.interleaved ? g % a.ranks : g / a.lanes;
-        const int lane = a.interleaved ? g / a.ranks : g % a.lanes;
+        const int rank = g / a.lanes, lane = g % a.lanes;
         loss += ((const float*)(a.records + (size_t)rank * a.record_bytes + a.lanes_at))[lane];
     }
     sum = block_sum(sum, shared);
@@ -4892,11 +4890,6 @@ struct Optimizer {              // state. From ZeRO stage 1 on, a rank has that 
     ChunkRange* ranges;         // (buckets)
 };
 
-struct Grads {
-    char* data;                 // lane_buffers(lanes) arenas; at ZeRO stage 2 one, a single micro-step's
-    float* shards;              // ZeRO stage 2: lane_buffers() sums of this rank's shards
-};
-
 struct Activations {
     ActSpec specs[NUM_ACTS];
     char* data;                 // see GPT2_ACTS; Muon works in this memory, too, and between steps texts are
@@ -4952,7 +4945,7 @@ struct GPT2 {
     Layout layout;
     char* params;               // bucket by bucket (llmc/model/layout.h)
     Optimizer opt;              // all null, as in grads, where nothing is trained
-    Grads grads;
+    char* grads;                // lane_buffers(lanes) arenas of all buckets
     Activations acts;
     Feed feed;
     Exchange exchange;
@@ -5009,7 +5002,6 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
     const Config& c = model->config;
     const Options& o = model->options;
     const Layout& layout = model->layout;
-    const bool shards_grads = o.split.zero == 2;
     const Memory shared = o.split.world > 1 ? Memory::Shared : Memory::Zeroed;
     visit("parameters", &model->params, layout.params_bytes, shared);
     visit("activations", &model->acts.data, model->acts.bytes, Memory::Plain);
@@ -5022,14 +5014,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
           c.is_llama() ? rotation_table_size(c.maxT, c.llama.HS) * sizeof(float) : 0, Memory::Plain);
     if (!o.trains) { return; }
 
-    // At stage 2, micro-steps that the ranks do at one time are summed at once. If the number of ranks is a
-    // power of two, these micro-steps are one subtree, and a rank needs the buffers of its own lanes alone.
-    // Otherwise it needs the buffers of all ranks' lanes.
-    const bool parts = shards_grads && !is_power_of_two(o.split.world);
-    const size_t buffers = (size_t)lane_buffers(o.lanes * (parts ? o.split.world : 1));
-    visit("gradients", &model->grads.data, layout.grads_bytes * (shards_grads ? 1 : buffers), shared);
-    visit("gradient shards", &model->grads.shards,
-          shards_grads ? layout.shard_elems * sizeof(float) * buffers : 0, Memory::Plain);
+    visit("gradients", &model->grads, layout.grads_bytes * lane_buffers(o.lanes), shared);
     visit("records", &model->exchange.records, model->exchange.record_bytes * o.split.world, shared);
     // an inbox for the embedding's bucket and two for the others: one is filled while the other is summed
     const size_t inboxes = layout.buckets[layout.embedding()].padded + 2 * layout.largest_but_first;
@@ -5120,7 +5105,7 @@ static const MemoryFlag kMemoryFlags[] = {
     {"--state-dtype bf16", false, [](Options* o) { o->state_bf16 = true; }},
     {"--grad-dtype bf16", false, [](Options* o) {
         o->grads_bf16 = kDeviceIsCuda || bytes_floatX == 2;
-        if (o->grads_bf16 && o->split.zero < 2) { o->lanes = 1; }
+        if (o->grads_bf16) { o->lanes = 1; }
     }},
     {"-r 3", true, [](Options* o) { o->recompute = 3; }},
     {"-w 0", false, [](Options* o) { o->master = 0; }}};
@@ -5348,15 +5333,13 @@ static RoundKey gpt2_grad_key(const GPT2* model, uint32_t micro) {
     return {model->options.seed, model->step, micro, kRoundGrads};
 }
 
-// Where the backward stores a gradient: in the buffer of the micro-step's lane. At stage 2 each micro-step
-// stores its own, and the exchange adds them.
+// Where the backward stores a gradient: in the buffer of the micro-step's lane.
 static Grad gpt2_grad(const GPT2* model, ParamId id, int l, const MicroStep& micro) {
     const ParamAddress at = param_address(model->param_specs, model->layout, id, l);
     const Bucket& b = model->layout.buckets[at.bucket];
-    const bool stage2 = model->options.split.zero == 2;
-    const int buffer = stage2 ? 0 : lane_buffer(micro.lane);
-    char* data = model->grads.data + buffer * model->layout.grads_bytes + b.grads + at.offset * b.grad_bytes;
-    const Accumulate acc = stage2 || micro.begins_lane ? Accumulate::No : Accumulate::Yes;
+    const size_t buffer = lane_buffer(micro.lane) * model->layout.grads_bytes;
+    char* data = model->grads + buffer + b.grads + at.offset * b.grad_bytes;
+    const Accumulate acc = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
     return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model, micro.number), b.first + at.offset};
 }
 
@@ -5365,13 +5348,12 @@ static Grad gpt2_grad(const GPT2* model, ParamId id, int l, const MicroStep& mic
 static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, int bucket, size_t from) {
     const Split& split = model->options.split;
     const Bucket& b = model->layout.buckets[bucket];
-    if (split.zero == 2) { return {.data = model->grads.shards + b.shards}; }
     RoundKey key = gpt2_grad_key(model, last.number);
     if (split.world > 1) {      // the sum over ranks was rounded with the key of the job's last micro-step
         key.micro = (uint32_t)(split.world * last.count - 1);
         key.tensor = kRoundGradSums;
     }
-    return {model->grads.data + b.grads + from * b.grad_bytes, b.grads_bf16, key, b.first + from};
+    return {model->grads + b.grads + from * b.grad_bytes, b.grads_bf16, key, b.first + from};
 }
 
 // == 8 a step ==
@@ -5436,18 +5418,18 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
     return micro;
 }
 
-// This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank; at stage 2 the
-// ranks take turns. Lanes are groups of micro-steps, explained where the exchange begins.
+// This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank. Lanes are
+// groups of micro-steps, explained where the exchange begins.
 static MicroStep micro_step_of(const GPT2* model, int i, int count) {
     const Split& split = model->options.split;
     const int per_lane = count / model->options.lanes;
-    return {.number = (uint32_t)(split.zero == 2 ? i * split.world + split.rank : split.rank * count + i),
+    return {.number = (uint32_t)(split.rank * count + i),
             .count = count,
             .lane = i / per_lane,
             .begins_lane = i % per_lane == 0,
             .ends_lane = i % per_lane == per_lane - 1,
             .casts_weights = i == 0,
-            .exchanges = split.world > 1 && (split.zero == 2 || i == count - 1)};
+            .exchanges = split.world > 1 && i == count - 1};
 }
 
 // ---- feed ----
@@ -6274,18 +6256,15 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
 //
 // Buckets (llmc/model/layout.h) are exchanged one by one, by the GPU's copy engines, while the backward of
 // earlier layers goes on. A bucket is summed when the next one is complete; rank r then has the sums of shard
-// r. ZeRO stage 0 gathers these sums, and every rank updates all parameters. At stages 1 and 2 a rank updates
-// its shards. The parameters are then gathered bucket by bucket, as the next forward needs them.
-// At stage 2 every micro-step is a lane and is exchanged at once. The ranks take micro-steps in turns: rank r
-// has micro-step j * world + r at time j. Those of one time are one subtree, or a few subtrees if the number
-// of ranks is no power of two. Two layers' gradients are in memory at a time.
+// r. ZeRO stage 0 gathers these sums, and every rank updates all parameters. At stage 1 a rank updates its
+// shards. The parameters are then gathered bucket by bucket, as the next forward needs them.
 
 // After a lane: adds the pairs that it completes (lanes.h), in n elements from `offset` bytes on.
 // With several lanes on a rank, gradients are fp32.
 static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
     if (merges == 0) { return; }
-    auto buffer = [&](int k) { return (float*)(model->grads.data + k * model->layout.grads_bytes + offset); };
+    auto buffer = [&](int k) { return (float*)(model->grads + k * model->layout.grads_bytes + offset); };
     LaneSum a = {.out = {buffer(top - merges), Accumulate::No}, .num_chain = merges,
                  .pieces = {.data = buffer(top)}, .num_pieces = 1, .n = n};
     for (int k = 0; k < merges; k++) { a.chain[k] = buffer(top - merges + k); }
@@ -6304,31 +6283,8 @@ static char* exchange_inbox(const GPT2* model, int bucket) {
     return model->exchange.inboxes + model->exchange.buckets[bucket].inbox * bytes;
 }
 
-// Stage 2: adds the ranks' micro-steps of one time to the sums of lanes in grads.shards, subtree by subtree.
-static void gpt2_sum_micro_steps(GPT2* model, int bucket, const MicroStep& micro) {
-    const Bucket& b = model->layout.buckets[bucket];
-    const Split& split = model->options.split;
-    const int first_lane = (int)micro.number - split.rank, lanes = model->options.lanes * split.world;
-    auto shards = [&](int k) { return model->grads.shards + k * model->layout.shard_elems + b.shards; };
-    LaneSum a = {};
-    a.piece_micros = 1;
-    a.n = b.shard;
-    for (int r = 0; r < split.world; r += a.num_pieces) {
-        const int lane = first_lane + r;
-        a.num_pieces = lane_part(lane, split.world - r);
-        a.pieces = {exchange_inbox(model, bucket) + r * b.shard * b.grad_bytes, b.grads_bf16,
-                    gpt2_grad_key(model, lane), b.first + b.mine};
-        // the kernel adds log2(num_pieces) levels itself; the chain is the pairs that the subtree completes
-        a.num_chain = lane_merges(lane + a.num_pieces - 1, lanes) - __builtin_ctz(a.num_pieces);
-        const int bottom = lane_buffer(lane) - a.num_chain;
-        for (int k = 0; k < a.num_chain; k++) { a.chain[k] = shards(bottom + k); }
-        a.out = {shards(bottom), Accumulate::No};
-        lane_sum(a, model->stream);
-    }
-}
-
-// Sums the ranks' pieces of a bucket at stages 0 and 1: piece r is rank r's sum of its lanes, stored by that
-// rank's last micro-step.
+// Sums the ranks' pieces of a bucket: piece r is rank r's sum of its lanes, stored by that rank's last
+// micro-step.
 static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
     const Bucket& b = model->layout.buckets[bucket];
     const StoredGrads sum = gpt2_summed_grads(model, last, bucket, b.mine);
@@ -6343,13 +6299,11 @@ static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
 // stream: on a second one, both would wait for each other's SMs (dev/bench/NOTES.md).
 static void gpt2_sum_bucket(GPT2* model, int bucket, const MicroStep& micro) {
     const Bucket& b = model->layout.buckets[bucket];
-    const int zero = model->options.split.zero;
     stream_wait(model->stream, model->exchange.buckets[bucket].arrived);
-    if (zero == 2) { gpt2_sum_micro_steps(model, bucket, micro); }
-    else { gpt2_sum_pieces(model, bucket, micro); }
-    if (zero == 0) {
+    gpt2_sum_pieces(model, bucket, micro);
+    if (model->options.split.zero == 0) {
         stream_follow(model, model->exchange.stream, model->stream);
-        device_all_gather(model->grads.data + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
+        device_all_gather(model->grads + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
     }
 }
 
@@ -6363,10 +6317,10 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro
     if (bucket >= 0) {
         const Bucket& b = model->layout.buckets[bucket];
         BucketExchange& sent = exchange.buckets[bucket];
-        if (model->options.split.zero < 2) { gpt2_merge_lanes(model, micro.lane, b.grads, b.padded); }
+        gpt2_merge_lanes(model, micro.lane, b.grads, b.padded);
         stream_follow(model, exchange.stream, model->stream);       // the inbox's last sums are done, too
         sent.inbox = bucket == model->layout.embedding() ? 2 : exchange.next_inbox++ % 2;
-        device_all_to_all(exchange_inbox(model, bucket), model->grads.data + b.grads, b.shard * b.grad_bytes,
+        device_all_to_all(exchange_inbox(model, bucket), model->grads + b.grads, b.shard * b.grad_bytes,
                           exchange.stream);
         event_record(sent.arrived, exchange.stream);
     }
@@ -6426,8 +6380,7 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
     const int L = model->config.L, layer = model->layout.layer(0);
     if (bucket != layer || L == 1) { return {}; }
     const Bucket &b = model->layout.buckets[layer], &next = model->layout.buckets[layer + 1];
-    const size_t grads = model->options.split.zero == 2 ? b.shard * sizeof(float) : next.grads - b.grads;
-    return {L, next.params - b.params, grads, next.first - b.first};
+    return {L, next.params - b.params, next.grads - b.grads, next.first - b.first};
 }
 
 // This rank's m or v, from element `at` of the arena on.
@@ -6526,8 +6479,8 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
     update_decision({.state = &model->state->update, .loss = &model->state->loss,
                      .records = exchange.records, .record_bytes = exchange.record_bytes,
                      .lanes_at = exchange.losses_at, .ranks = split.world, .lanes = o.lanes,
-                     .interleaved = split.zero == 2, .ranges = model->opt.ranges,
-                     .num_ranges = (int)model->layout.buckets.size(), .max_norm = (float)o.grad_clip,
+                     .ranges = model->opt.ranges, .num_ranges = (int)model->layout.buckets.size(),
+                     .max_norm = (float)o.grad_clip,
                      .policy = {kFp16, kLossScaleSteps, kMaxLossScale, (float)o.skip_loss,
                                 (float)o.skip_norm}},
                     model->stream);
@@ -6842,7 +6795,7 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     for (const SavedPiece& piece : state_pieces(model)) {
         if (!piece.device) { continue; }
         DiskWait disk(c->step);
-        const std::string error = checkpoint_read_halves(*c, index, piece.row, &data);
+        const std::string error = checkpoint_read(*c, index, piece.row, &data);
         if (!error.empty()) { return error; }
         copy_to_device(piece.device, data.data(), data.size(), model->stream);
         stream_sync(model->stream);
@@ -6872,7 +6825,6 @@ struct Training {
     std::string start;          // the working directory: relative names of files belong to it
     int64_t step = 0;           // steps done
     int64_t position = 0;       // of the next step's data, as data.train counts
-    int rewinds = 0;            // times that --on-bad-loss rewind went back
 };
 
 // Returns the model that the flags ask for, or that of the run to resume. Checks and settles the flags: after
@@ -6903,9 +6855,6 @@ static Options run_options() {
     return o;
 }
 
-// --lanes asks for certain bits, and at -zs 2 each micro-step is a lane.
-static bool may_lower_lanes() { return !run_given("lanes") && run.zero < 2; }
-
 // Where memory is short, lowers the number of texts that are written at once, then that of lanes: each takes
 // a buffer for gradients, and the run then has the bits of fewer lanes. A run that trains takes no memory for
 // texts but the activations'; other runs may use all that the device has.
@@ -6917,7 +6866,7 @@ static void fit(const Config& config, Options* o, const DeviceInfo& device) {
         return o->trains ? model.acts.text_bytes == 0 : fits();
     };
     while (o->text_rows > 1 && !texts_fit()) { o->text_rows /= 2; }
-    while (o->trains && may_lower_lanes() && o->lanes > 1 && !fits()) { o->lanes /= 2; }
+    while (o->trains && !run_given("lanes") && o->lanes > 1 && !fits()) { o->lanes /= 2; }
 }
 
 // Chooses the GPU and finds out whether the model fits, before any memory is taken.
@@ -6987,15 +6936,13 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     t->logger.copied = t->data.tokenizer_files;
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->data.max_steps;
-        const int every = run.on_bad_loss == OnBadLoss::Rewind ? std::max(1, run.checkpoint_every) : 1;
         gpt2_saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
-                        {run.keep, run.major_every, every, t->saver.retention.bad});
+                        {run.keep, run.major_every, t->saver.retention.bad});
     }
     if (run.resumed) {
         t->step = t->saver.step = resumed.step;
         t->position = fact_number(resumed.facts, "position", 0, kLargestCount);
-        t->rewinds = (int)fact_number(resumed.facts, "rewinds", 0, INT_MAX);
-        logger_go_back(&t->logger, t->step, t->rewinds);
+        logger_go_back(&t->logger, t->step);
         const int skipped = gpt2_read_state(&t->model).update.skipped_in_a_row;
         if (skipped >= kMaxSkipsInARow) { gpt2_forget_skips(&t->model); }       // it stopped for these
         folder_taken_up(resumed, t->saver.retention, t->data.max_steps);
@@ -7049,7 +6996,7 @@ static void print_plan() {
     }
     fit(config, &options, device);
     Options least = options;
-    if (may_lower_lanes()) { least.lanes = 1; }
+    if (!run_given("lanes")) { least.lanes = 1; }
 
     const std::vector<ParamSpec> specs = param_table(config);
     printf("plan: %s on %d x %s, %s\n", shown(run.model).c_str(), comm.world, device.name.c_str(),
@@ -7195,7 +7142,7 @@ static void generate(Training* t) {
 static Facts run_facts(Training* t) {
     Facts facts = model_facts(&t->model);
     const struct { const char* name; int64_t value; } numbers[] = {
-        {"position", t->position}, {"rewinds", t->rewinds}, {"ranks", comm.world},
+        {"position", t->position}, {"ranks", comm.world},
         {"lanes", t->model.options.lanes * comm.world}, {"T", run.T}, {"total_batch", run.total_batch},
         {"tokens", t->step * run.total_batch}};
     for (const auto& n : numbers) { facts.push_back({n.name, std::to_string(n.value)}); }
@@ -7218,40 +7165,17 @@ static void save(Training* t) {
     gpt2_save(&t->model, &t->saver, t->step, run_facts(t));
 }
 
-static bool may_rewind(const Training& t) {
-    return run.on_bad_loss == OnBadLoss::Rewind && t.rewinds < kMaxRewinds;
-}
-
-// --on-bad-loss, after too many skipped updates in a row: stops, or goes back to the last checkpoint from
-// before them. The data go on, past those that led here. All ranks see the same losses, so all call this.
-static void rewind_or_stop(Training* t) {
-    const std::string what = format("%d updates in a row were skipped", kMaxSkipsInARow);
-    const bool outliers = run.skip_loss > 0 || run.skip_norm > 0;
-    const char* cure = outliers ? "a larger -sl or -sg skips less" : "a smaller -l or a longer -u";
-    if (!may_rewind(*t)) { save(t); }       // the weights are those from before the skipped updates
+// After too many skipped updates in a row: saves and dies. All ranks see the same losses, so all call this.
+[[noreturn]] static void give_up(Training* t) {
+    const char* cure = run.skip_loss > 0 || run.skip_norm > 0 ? "a larger -sl or -sg skips less"
+                                                              : "a smaller -l or a longer -u";
+    save(t);                                // the weights are those from before the skipped updates
     if (t->saves) { saver_advance(&t->saver, t->step, true); }
     comm_any(false);                        // no rank dies before rank 0 has printed what was skipped
-    if (!may_rewind(*t)) { reports_give_up(what, cure, t->step, t->rewinds, t->saves); }
-    stream_sync(t->model.stream);
-    stream_sync(t->model.exchange.stream);
-    const int64_t from = t->step;
-    const std::string& folder = t->saver.folder;
-    std::set<int64_t>* bad = &t->saver.retention.bad;
-    DiskWait disk(from);
-    std::vector<int64_t> steps;
-    if (comm.rank == 0) { steps = checkpoint_before(folder, from, t->saver.retention.every); }
-    Checkpoint c = checkpoint_find(folder, steps, bad);
-    checkpoint_resume(&c, folder, steps, bad,
-                      [=](const Checkpoint& c) { return gpt2_load_state(&t->model, &c); });
-    if (c.step < 0) {
-        die("%s, and there is no checkpoint to go back to\nhint: look at the data; %s", what.c_str(), cure);
-    }
-    gpt2_forget_skips(&t->model);
-    t->step = t->saver.step = c.step;
-    t->rewinds++;
-    logger_go_back(&t->logger, c.step, (int)fact_number(c.facts, "rewinds", 0, INT_MAX), t->rewinds);
-    warn("%s: back from step %lld to the checkpoint of step %lld, and past the data since (%d of %d times)",
-         what.c_str(), (long long)from, (long long)t->step, t->rewinds, kMaxRewinds);
+    die("%d updates in a row were skipped: the run stops after step %lld, and %s\n"
+        "hint: %slook at the data; %s", kMaxSkipsInARow, (long long)t->step,
+        t->saves ? "its state is saved" : "there is no checkpoint",
+        t->saves ? "-y 1 goes on behind these data; " : "", cure);
 }
 
 // ---- the loop ----
@@ -7263,21 +7187,14 @@ static void train(Training* t) {
     Reports reports = {};
     reports_init(&reports, model->config, (double)report_parameters(model->param_specs), model->T, t->device,
                  kLowPrecision, t->data.max_steps);
-    // Reports all steps but the newest `behind`. True: the run went back.
-    auto report_rewinds = [&](int behind) {
-        bool hopeless = false;
-        while (!hopeless && reports_waiting(reports) > behind) {
-            hopeless = report_step(&reports, &t->logger, schedule) >= kMaxSkipsInARow;
+    // Reports all steps but the newest `behind`.
+    auto report = [&](int behind) {
+        while (reports_waiting(reports) > behind) {
+            if (report_step(&reports, &t->logger, schedule) < kMaxSkipsInARow) { continue; }
+            while (reports_waiting(reports) > 0) { report_step(&reports, &t->logger, schedule); }
+            report_line(&reports.report);       // the steps that led here
+            give_up(t);
         }
-        if (!hopeless) { return false; }
-        // a run that stops here saves its newest step, so the log has it, too
-        while (!may_rewind(*t) && reports_waiting(reports) > 0) {
-            report_step(&reports, &t->logger, schedule);
-        }
-        report_line(&reports.report);           // the steps that led here
-        rewind_or_stop(t);
-        reports_drop(&reports);
-        return true;
     };
 
     dataloader_seek(&t->data.train, t->position);
@@ -7289,7 +7206,7 @@ static void train(Training* t) {
         const bool sample_due = step > 0 && due(run.sample_every, step);
         const bool save_due = t->saves && step > 0 && due(run.checkpoint_every, step);
         if (t->saves) { saver_advance(&t->saver, step, false); }
-        if ((val_due || eval_due || sample_due || save_due) && report_rewinds(0)) { continue; }
+        if (val_due || eval_due || sample_due || save_due) { report(0); }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // the steps up to here
         if (val_due) { validate(model, &t->data.val, &t->logger, step); }
@@ -7302,10 +7219,9 @@ static void train(Training* t) {
         if (t->step++ == first) { log_run(t); }
         t->position = t->data.train.position;
         reports_end(&reports, step, model->state, model->stream);
-        // the last step is awaited inside the loop, because it, too, may send the run back
-        report_rewinds(kDeviceIsAsync && t->step < t->data.max_steps ? 1 : 0);
+        report(kDeviceIsAsync ? 1 : 0);
     }
-    report_rewinds(0);                          // if a signal ended the loop, a step is pending
+    report(0);
     report_line(&reports.report);               // the last steps, fewer than --log-every
     if (t->step < t->data.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     check_ranks(model, t->step);                // a model on which the ranks disagree is not saved

@@ -80,12 +80,10 @@ for size in $sizes; do
     for n in $counts; do
         each=$((n * rows * length))
         together "$n" "$model" "$rows" "$steps" $each -zs 1
-        # the other stages: of what fits easily on any number of GPUs, else on all of them
-        for zs in 0 2; do
-            if [ "$n" = "$gpus" ] || [ $zs$model = 0d12 ]; then
-                together "$n" "$model" "$rows" "$steps" $each -zs $zs
-            fi
-        done
+        # stage 0: of what fits easily on any number of GPUs, else on all of them
+        if [ "$n" = "$gpus" ] || [ "$model" = d12 ]; then
+            together "$n" "$model" "$rows" "$steps" $each -zs 0
+        fi
     done
     if [ -n "$tokens" ]; then together "$gpus" "$model" "$rows" 5 "$tokens" -zs 1; fi
 done

@@ -150,8 +150,7 @@ def read_log(path):
 
 
 def read_metrics(path, must_be=False):
-    """Its records; none if there is no such file, as in llm.c's runs. Abandoned steps are left out:
-    the run went back, and they come once more."""
+    """Its records; none if there is no such file, as in llm.c's runs."""
     records = []
     for at, line in whole_lines(path, must_be):
         try:
@@ -159,7 +158,7 @@ def read_metrics(path, must_be=False):
             records[-1]["step"] += 0
         except (ValueError, KeyError, TypeError):
             fail(f"{path}:{at} is no line of a metrics.jsonl: {line.rstrip()[:60]!r}")
-    return [record for record in records if "abandoned" not in record]
+    return records
 
 
 def read_settings(path):

@@ -489,7 +489,7 @@ static void test_whole_checkpoints() {
             refuses([&] { open_no_more(); f(); }, &f == &reads[1] ? state : model, "Too many");
         }
         const std::string before = listing(asked);
-        refuses([&] { refuse_call(LIST, 4, EIO); checkpoint_newest(asked); }, asked, "output error");
+        refuses([&] { refuse_call(LIST, 4, EIO); checkpoint_steps(asked, true); }, asked, "output error");
         refuses([&] { refuse_call(LIST, 4, EIO); checkpoint_has_models(asked); }, asked, "output error");
         unlink(done.c_str());                               // a link to itself, which cannot be followed
         CHECK(symlink(done.c_str(), done.c_str()) == 0, "cannot make a link");
@@ -523,47 +523,29 @@ static void test_whole_checkpoints() {
         checkpoint_clean(lost);
         CHECK_TEXT(check(lost, 20), "");
     }
-    TEST("checkpoints: in which order a run looks at them") {
-        const std::string order = new_folder("order_of");
-        const struct { int64_t step; const char *rewinds, *skipped; } rows[] = {
-            {10, "0", "0"}, {13, "0", "0"}, {15, "1", "0"}, {20, "0", "3"}, {25, "0", "8"}, {30, "0", "13"}};
-        for (const auto& r : rows) {
-            write_checkpoint(order, r.step, 1,
-                             {{"rewinds", r.rewinds}, {"update.skipped_in_a_row", r.skipped}});
-        }
-        unlink(checkpoint_marker(order, 20).c_str());               // a checkpoint without its DONE, too
-        CHECK_TEXT(numbers(checkpoint_newest(order)), "10 13 20 25 30 15");
-        CHECK_TEXT(numbers(checkpoint_before(order, 25, 5)), "13 20 25 10 15");
-        write_text(checkpoint_state(order, 20, 0), "");             // it may be the newest: it is named first
-        CHECK_TEXT(numbers(checkpoint_newest(order)), "10 13 25 30 15 20");
-    }
 }
 
 static void test_folders() {
     TEST("checkpoints: which ones stay") {
-        struct Row { int keep, major, every; std::set<int64_t> bad; int64_t newest, calm; const char* stay; };
-        const Row rows[] = {                                // calm: the last step before updates are skipped
-            {0, 0, 1, {}, 60, 60, "10 20 30 40 50 60"},
-            {1, 0, 1, {}, 60, 60, "60"},
-            {99, 0, 1, {}, 60, 60, "10 20 30 40 50 60"},
-            {1, 30, 1, {}, 50, 60, "30 50 60"},             // 60 comes later, and is a multiple anyway
-            {1, 25, 1, {}, 60, 60, "50 60"},
-            {2, 20, 1, {}, 60, 60, "20 40 50 60"},          // multiples are counted among the last two
-            {1, 0, 1, {}, 40, 60, "40 50 60"},              // of a future that the run went back from
-            {2, 0, 1, {50}, 60, 60, "40 50 60"},            // a damaged one does not take a good one's place
-            {1, 0, 1, {30, 40, 50}, 60, 60, "30 40 50 60"},
-            {1, 0, 1, {60}, 50, 60, "50 60"},
-            {1, 0, 1, {}, 60, 30, "30 60"},                 // one to go back to from the skipped updates
-            {1, 0, 20, {}, 60, 30, "20 60"},
-            {1, 0, 50, {}, 60, 30, "60"}};
+        struct Row { int keep, major; std::set<int64_t> bad; int64_t newest; const char* stay; };
+        const Row rows[] = {
+            {0, 0, {}, 60, "10 20 30 40 50 60"},
+            {1, 0, {}, 60, "60"},
+            {99, 0, {}, 60, "10 20 30 40 50 60"},
+            {1, 30, {}, 50, "30 50 60"},            // 60 comes later, and is a multiple anyway
+            {1, 25, {}, 60, "50 60"},
+            {2, 20, {}, 60, "20 40 50 60"},         // multiples are counted among the last two
+            {1, 0, {}, 40, "40 50 60"},             // of a future that the run went back from
+            {2, 0, {50}, 60, "40 50 60"},           // a damaged one does not take a good one's place
+            {1, 0, {30, 40, 50}, 60, "30 40 50 60"},
+            {1, 0, {60}, 50, "50 60"}};
         for (const auto& row : rows) {
             const std::string run = new_folder(format("keep%d", (int)(&row - rows)));
             for (int64_t step = 10; step <= 60; step += 10) {
-                write_checkpoint(run, step, 2,
-                                 {{"update.skipped_in_a_row", std::to_string(step > row.calm ? 5 : 0)}});
+                write_checkpoint(run, step, 2);
             }
             write_text(run + "/main.log", "");
-            checkpoint_retain(run, row.newest, {row.keep, row.major, row.every, row.bad});
+            checkpoint_retain(run, row.newest, {row.keep, row.major, row.bad});
             const std::vector<int64_t> steps = checkpoint_steps(run);
             CHECK_TEXT(numbers(steps), row.stay);
             for (int64_t step : steps) { CHECK_TEXT(check(run, step), ""); }
@@ -694,42 +676,24 @@ static void test_worker() {
     }
 }
 
-// Each half of a master, 3 of 4 elements, from today's state and from one with fp32 masters.
-static void test_masters() {
-    const float masters[] = {1.0f, float_of(0x3F808000), float_of(0xBF80FFFF), float_of(0x00012345)};
-    uint16_t halves[2][4], even[4];
-    for (int i = 0; i < 4; i++) {
-        master_split(masters[i], &halves[0][i], &halves[1][i]);
-        even[i] = bf16_round_nearest(masters[i]);
-    }
-    auto text = [](const void* data, size_t bytes) { return std::string((const char*)data, bytes); };
-    const SmallPiece weights = {state_row("param.w", "bf16", 2, 2, 0, 4), text(halves[0], 8)};
-    const SmallPiece before = {weights.row, text(even, 8)};
-    const SmallPiece low = {state_row("low.w", "u16", 2, 2, 0, 4), text(halves[1], 8)};
-    const SmallPiece first = {state_row("master.w", "f32", 2, 2, 0, 2), text(masters, 8)};
-    const SmallPiece second = {state_row("master.w", "f32", 2, 2, 2, 2), text(masters + 2, 8)};
-    const SmallPiece other = {state_row("m", "f32", 1, 1, 0, 1), text(masters, 4)};
-    CHECK(even[1] != halves[0][1], "a tie is rounded as before");
-    TEST("resume: bf16 weights and their masters' lower halves") {
-        for (const auto& pieces : {std::vector<SmallPiece>{weights, low, other},
-                                   std::vector<SmallPiece>{before, second, first, other},
-                                   std::vector<SmallPiece>{before, first, other}}) {
-            write_state(in_folder("halves.bin"), kOddFacts, pieces);
+// 3 of a tensor's 4 elements, which lie in two pieces.
+static void test_parts() {
+    const float masters[] = {1, 2, 3, 4};
+    auto piece = [&](size_t begin, size_t count) {
+        return SmallPiece{state_row("master.w", "f32", 2, 2, begin, count),
+                          std::string((const char*)(masters + begin), count * sizeof(float))};
+    };
+    TEST("resume: a tensor in pieces") {
+        for (const auto& pieces : {std::vector<SmallPiece>{piece(2, 2), piece(0, 2)},
+                                   std::vector<SmallPiece>{piece(0, 2)}}) {
+            write_state(in_folder("parts.bin"), kOddFacts, pieces);
             Checkpoint c;
             c.files.resize(1);
-            CHECK_TEXT(state_open(&c.files[0], in_folder("halves.bin")), "");
-            const PieceIndex index = checkpoint_index(c);
-            const bool whole = pieces[1].row.begin != 0 || pieces[1].row.count == 4;
+            CHECK_TEXT(state_open(&c.files[0], in_folder("parts.bin")), "");
             std::vector<char> data;
-            for (int half : {0, 1}) {
-                StateRow row = half ? low.row : weights.row;
-                row.begin = 1, row.count = 3;
-                CHECK_TEXT(checkpoint_read_halves(c, index, row, &data),
-                           whole ? "" : "the files do not have all of master.w");
-                CHECK(!whole || text(data.data(), data.size()) == text(halves[half] + 1, 6), "half %d", half);
-            }
-            CHECK_TEXT(checkpoint_read_halves(c, index, other.row, &data), "");
-            CHECK(text(data.data(), data.size()) == other.data, "a name without a dot");
+            CHECK_TEXT(checkpoint_read(c, checkpoint_index(c), piece(1, 3).row, &data),
+                       pieces.size() == 2 ? "" : "the files do not have all of master.w");
+            CHECK(pieces.size() == 1 || !memcmp(data.data(), masters + 1, 12), "other elements");
         }
     }
 }
@@ -739,7 +703,7 @@ int main() {
     file_layer.fsync = [](int) { return 0; };       // nobody cuts the power; that it is called is counted
     test_checksum();
     test_state_file();
-    test_masters();
+    test_parts();
     test_model_file();
     test_whole_checkpoints();
     test_folders();

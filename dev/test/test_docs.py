@@ -255,7 +255,7 @@ def test_other_trainers():
 @pytest.mark.parametrize("text, wanted", [
     ("    make nothing", "no target nothing"), ("    make plot RUM=x", "no setting RUM"),
     ("    make test && make nothing", "no target"), ("    ./train_gpt2cu -zz 3", "unknown flag '-zz'"),
-    ("    mpirun -np 2 ./train_gpt2cu ... -zs 7", "0 to 2, not '7'"), ("see `make nothing`", "nothing"),
+    ("    mpirun -np 2 ./train_gpt2cu ... -zs 7", "0 to 1, not '7'"), ("see `make nothing`", "nothing"),
     ("    python3 dev/data/none.py", "no dev/data/none.py"),
     ("    python3 dev/data/get.py tinystories --nonsense", "knows no --nonsense"),
     ("    python3 dev/data/get.py tinystories --shard 3", "knows no --shard"),      # a piece of --shards

@@ -47,7 +47,7 @@ def test_ranks_and_recompute(name, model, dtype):
     assert last < first - 0.1, "it does not learn"
     for r in (1, 2, 3):
         assert left_by(f"{name}_r{r}", r=r, **flags) == one
-    for zero in (0, 1, 2) if on_cpu() else ():
+    for zero in (0, 1) if on_cpu() else ():
         assert left_by(f"{name}_zero{zero}", gpus=2, zs=zero, **flags) == one
 
 

@@ -698,7 +698,6 @@ static void test_run() {
         const struct { std::vector<std::string> words; const char* message; } cases[] = {
             {{"--grad-dtype", "bf16", "--lanes", "8"}, "each of the 4 ranks has one lane"},
             {{"-b", "1", "-z", "4096", "--lanes", "2"}, "hint: --lanes 4 fits"},
-            {{"-b", "1", "-t", "1", "-z", "16777216", "-zs", "2"}, "hint: -zs 1 has fewer lanes"},
         };
         comm.world = 4;
         for (const auto& c : cases) {
@@ -840,29 +839,19 @@ static void test_run() {
                        "differ\n");
         }
     }
-    check_lives("flags of old programs", [] {
-        Facts facts = {{"flag.residual", "gemm"}, {"flag.quiet", "1"}, {"flag.check-ranks", "1"},
-                       {"flag.chat", "0"}, {"flag.muon-steps", "5"}, {"flag.gelu-fusion", "0"},
-                       {"flag.reduction", "tree"}, {"flag.residual-dtype", "branch"}};
+    TEST("flags of other programs") {
+        Facts facts = {{"flag.zero-stage", "2"}, {"flag.on-bad-loss", "stop"}};     // release 0.1's
         settings_known(&facts, "flag.");
-    });
-    const struct { const char *name, *value; } former[] = {
-        {"muon-steps", "6"}, {"reduction", "nccl"}, {"residual-dtype", "fp32"}};
-    for (const auto& flag : former) {
-        check_dies("a flag of old programs", [&] {
+        CHECK_TEXT(facts[0].second, "1");
+    }
+    const struct { const char *name, *value; } unknown[] = {
+        {"muon-steps", "5"}, {"on-bad-loss", "rewind"}, {"residual-dtype", "branch"}};
+    for (const auto& flag : unknown) {
+        check_dies("a flag of another program", [&] {
             Facts facts = {{std::string("flag.") + flag.name, flag.value}};
             settings_known(&facts, "flag.");
         }, {format("began with --%s %s, which this program does not have", flag.name, flag.value),
             "the program that began it"});
-    }
-    check_dies("a run whose first model's file said so", [&] {
-        settings_resume({{"residual", "fp32"}, {"flag.residual-dtype", "branch"}}, descriptor_config("d12"),
-                        cuda);
-    }, {"began with --residual-dtype fp32, which this program does not have"});
-    for (const char* head : {"0", "1", "false", "true"}) {
-        Facts facts = {{"flag.matmul-dtype", "fp8"}, {"flag.fp8-head", head}};
-        settings_known(&facts, "flag.");
-        CHECK_TEXT(facts[0].second, head[0] == '1' || head[0] == 't' ? "fp8-head" : "fp8");
     }
 }
 
@@ -870,11 +859,11 @@ static void test_run() {
 
 static void test_schedules() {
     TEST("lanes: how many a run has by default") {
-        const struct { int micro_steps, world, zero, lanes; } defaults[] = {
-            {1, 1, 0, 1}, {5, 1, 0, 1}, {6, 1, 0, 2}, {12, 1, 0, 4}, {12, 4, 0, 4}, {24, 1, 0, 8},
-            {24, 2, 0, 8}, {24, 8, 0, 8}, {24, 3, 0, 12}, {40, 5, 0, 10}, {64, 64, 0, 64}, {24, 1, 2, 24}};
+        const struct { int micro_steps, world, lanes; } defaults[] = {
+            {1, 1, 1}, {5, 1, 1}, {6, 1, 2}, {12, 1, 4}, {12, 4, 4}, {24, 1, 8},
+            {24, 2, 8}, {24, 8, 8}, {24, 3, 12}, {40, 5, 10}, {64, 64, 64}};
         for (const auto& it : defaults) {
-            const int lanes = (int)lanes_default(it.micro_steps, it.world, it.zero);
+            const int lanes = (int)lanes_default(it.micro_steps, it.world);
             CHECK(lanes == it.lanes, "%d lanes of %d micro-steps, not %d", lanes, it.micro_steps, it.lanes);
         }
     }
@@ -1210,8 +1199,6 @@ static void test_logger() {
                    "{\"step\": 2, \"eval_acc_norm\": 0.25, \"eval_acc\": 0.125, \"eval_loss\": 3.5}\n"
                    "{\"step\": 3, \"eval_loss\": 3.5, \"eval_word_ppl\": 64.5}\n"
                    "{\"step\": 4, \"val_loss\": 2.5, \"val_losses\": {\"a\\\"_*.bin\": 2, \"b\": null}}\n");
-        CHECK_TEXT(logger_abandoned("{\"val_losses\": {\"b\": 2}}\n", 3),
-                   "{\"val_losses\": {\"b\": 2}, \"abandoned\": 3}\n");
         CHECK_TEXT(read_text(run + "/run.json"), "{\n\"settings\": " + flags_json(flags) +
                    ",\n\"program\": \"test \\\"host\\\"\"\n}\n");
     }
@@ -1254,9 +1241,9 @@ static void test_logger() {
     }
     const std::string run = in_folder("runs/back"), main_log = run + "/main.log",
                       metrics = run + "/metrics.jsonl", cut = main_log + ".cut";
-    auto reopened = [&](int64_t step, int rewinds = 0, int abandons = 0) {
+    auto reopened = [&](int64_t step) {
         Logger log = log_of(run, {{"start", "another"}});
-        logger_go_back(&log, step, rewinds, abandons);
+        logger_go_back(&log, step);
         return log;
     };
     Logger log = log_of(run);
@@ -1292,35 +1279,6 @@ static void test_logger() {
         logger_free(&log);
         CHECK_TEXT(joined(names_in(run)), "main.log metrics.jsonl run.json");
         CHECK(read_text(main_log) == all && read_text(metrics) == all_metrics, "the end is another");
-    }
-    TEST("logger: abandoned steps") {
-        for (int i = 0; i < 2; i++) {                       // the second time some have their mark already
-            log = reopened(10, 0, i + 1);
-            CHECK_TEXT(read_text(main_log), ten);
-            log_steps(&log, 10, 12, 4 - i);
-            logger_free(&log);
-        }
-        const std::string text = read_text(metrics), mark = "\"abandoned\": ";
-        std::string marks;
-        for (size_t at = 0; (at = text.find(mark, at)) != std::string::npos; at++) {
-            marks += text[at + mark.size()];
-        }
-        CHECK_TEXT(marks, "11111111111111111222");
-        CHECK_TEXT(text.substr(0, ten_metrics.size()), ten_metrics);
-        CHECK_IS(std::count(text.begin(), text.end(), '\n'), 11 + 17 + 3 + 3);
-        const std::string last = "{\"step\": 20, \"loss\": ";        // a step that was only done in vain
-        CHECK(holds(text, last) && logger_end(text, 20, last) == std::string::npos, "%s", text.c_str());
-        CHECK(logger_end(last, 20, last) == std::string::npos, "a line without its end");
-        log = reopened(11, 2);                              // the step that counts, not one in vain
-        const std::string eleven = read_text(metrics);
-        CHECK(text.find(eleven) == 0 && eleven.find("\"loss\": 3,") < text.size(), "%s", eleven.c_str());
-        logger_free(&log);
-        for (int step : {11, 15}) {                         // killed, and on from checkpoints in vain
-            log = reopened(step);
-            CHECK_TEXT(read_text(main_log), all.substr(0, all.find(format("s:%d ", step))));
-            CHECK(all_metrics.find(read_text(metrics)) == 0, "%s", read_text(metrics).c_str());
-            logger_free(&log);
-        }
     }
     TEST("logger: of a log that lost its end") {
         unlink(cut.c_str());

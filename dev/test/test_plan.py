@@ -66,13 +66,11 @@ def test_memory_and_cost():
     assert "does not fit" in plan("d12", most + 1, gpu="4090")
 
 
-@pytest.mark.parametrize("batch, zs, lanes", [(16, 1, 4), (16, 2, 32), (32, 2, 16)])
-def test_lanes(batch, zs, lanes):
-    """Fewer than the default where memory is short, but at -zs 2 each micro-step is one; for ranks however
-    they will be started."""
-    out = plan("d36", batch, gpu="a100-sxm4-40gb", z=524288, zs=zs, gpus=2)
-    assert f"a step: 524288 tokens, micro-steps: {256 // batch}, lanes: {lanes}\n" in out
-    assert plan("d36", batch, gpu="a100-sxm4-40gb", z=524288, zs=zs, pi="tcp", ps="a", pn=2, pr=0) == out
+def test_lanes():
+    """Fewer than the default where memory is short; for ranks however they will be started."""
+    out = plan("d36", 16, gpu="a100-sxm4-40gb", z=524288, zs=1, gpus=2)
+    assert "a step: 524288 tokens, micro-steps: 16, lanes: 4\n" in out
+    assert plan("d36", 16, gpu="a100-sxm4-40gb", z=524288, zs=1, pi="tcp", ps="a", pn=2, pr=0) == out
 
 
 def test_head_chunks():

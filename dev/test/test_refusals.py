@@ -23,7 +23,7 @@ VALUES = """
 --grad-clip -1 | --beta1 1 | --beta2 1 | --eps 0 | --optimizer sgd | --muon-lr -1 | --muon-momentum 1
 --muon-decay -1 | --shuffle 2 | --eval-every -1 | --num-samples 0 | --temperature -1
 --top-k -1 | --top-p 1.5 | --verbose 2 | --block serial | --norm layer
---dropout 1 | --kernels fast | --grad-dtype fp8 | --on-bad-loss go | --gpus 65 | -zs 3 | --lanes -1
+--dropout 1 | --kernels fast | --grad-dtype fp8 | --gpus 65 | -zs 2 | --lanes -1
 --head-chunks 0 | --state-dtype fp8 | --matmul-dtype fp16 | -pi udp | -pn 4097
 -pg -1 | --cooldown 1.1 | --muon-warmup -1
 """
@@ -76,7 +76,7 @@ REFUSED = f"""
 --matmul-dtype fp8 -b 1 -t 8 => multiples of 16: -b 1 x -t 8 = 8 tokens
 --matmul-dtype fp8 -e L2,NH1,C24,T32,V256 => multiples of 16 | C = 24
 -y 1 -o ''                  => -y 1 needs -o
---on-bad-loss rewind -o ''  => --on-bad-loss rewind needs -o
+--on-bad-loss rewind           => unknown flag '--on-bad-loss' | leave it out | -y 1
 --prompt hi -x 0 -o '' -e {NO_TEXT} => --prompt | 300
 --prompt hi -s 5 -x 10 -e {NO_TEXT} => --prompt | 300
 --prompt {'a' * T} -x 0 -o ''   => {T} | {T - 2}
@@ -157,7 +157,6 @@ REFUSED = f"""
 --gpus 3 -b 1 -z 768 --lanes 8  => --lanes 8
 --gpus 1 -b 1 -z 768 --lanes 6  => --lanes 6
 --gpus 1 -b 1 -z 768 --lanes 5  => --lanes 5
---gpus 2 -b 1 -z 512 --lanes 8 -zs 2 => --lanes 8 | -zs 2
 --gpus 3 -i no/such.bin       => no/such.bin
 --gpus 2 -v 1 -j no_val.bin   => no_val.bin
 --gpus 3 -e val.bin           => val.bin

@@ -87,8 +87,7 @@ CHANGES = [
     # the first step multiplies as without FP8
     ("--matmul-dtype fp8", LEARNED | {"memory"}, SHOWN),
     ("--matmul-dtype fp8-head", LEARNED | {"memory"}, SHOWN),
-    *[(flag, set(), set()) for flag in ("-n 2", "-nk 1", "-nm 1", "-y 1", "--on-bad-loss rewind",
-                                        "--log-every 3")],
+    *[(flag, set(), set()) for flag in ("-n 2", "-nk 1", "-nm 1", "-y 1", "--log-every 3")],
 ]
 
 
@@ -184,7 +183,6 @@ SAID = r"""
 -x 3                 => out: ^step 3/3 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ +\| .* ETA 0:00:00$
 -x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
 -x 1 --verbose 1                  => out: ^defaults: [^:]*beta1=0.9, | no: quiet
--x 1 -n 0 -nk 1 --on-bad-loss rewind -o once => steps: 1
 -x 1 --matmul-dtype fp8-head => out: ^matrix products: FP8, also the LM head's$
 -x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} @4\n512 tokens in
 -i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\)$ | steps: 8

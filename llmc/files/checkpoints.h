@@ -199,22 +199,8 @@ static inline std::string checkpoint_check(const std::string& folder, int64_t st
 struct Retention {
     int keep;                           // number of last checkpoints to keep; 0: all
     int major;                          // keep all steps that are multiples of this; 0: none
-    int every;                          // a rewind goes back to multiples of this only; at least 1
     std::set<int64_t> bad;              // found damaged, so they do not count
 };
-
-// A whole number among the facts of a checkpoint's first state; 0: no such fact; -1: it cannot be read.
-static inline int64_t checkpoint_fact(const std::string& folder, int64_t step, const char* key) {
-    StateFile file;
-    if (!state_open(&file, checkpoint_state(folder, step, 0)).empty()) { return -1; }
-    const std::string* text = facts_find(file.facts, key);
-    return text ? std::max(0ll, strtoll(text->c_str(), nullptr, 10)) : 0;
-}
-
-// False if the checkpoint was written within a series of skipped updates. An unreadable one counts as calm.
-static inline bool checkpoint_is_calm(const std::string& folder, int64_t step) {
-    return checkpoint_fact(folder, step, "update.skipped_in_a_row") <= 0;
-}
 
 // Warns of a file that cannot be removed. HALF then stays, so that the next resume tries again.
 static inline void checkpoint_remove(const std::string& folder, int64_t step) {
@@ -234,50 +220,19 @@ static inline void checkpoint_remove(const std::string& folder, int64_t step) {
     if (gone) { unlink(checkpoint_half(folder, step).c_str()); }
 }
 
-// Of the checkpoints up to `newest`, which was just written, keeps the last `keep`, the major ones, and the
-// newest one to which --on-bad-loss rewind would go back. Removes the others. Checkpoints after `newest` are
-// from before a rewind: the run will overwrite them.
+// Of the checkpoints up to `newest`, which was just written, keeps the last `keep` and the major ones, and
+// removes the others. Where there are some after `newest`, a run went back behind a damaged one: it will
+// overwrite them.
 static inline void checkpoint_retain(const std::string& folder, int64_t newest, const Retention& r) {
     if (r.keep == 0) { return; }
     std::vector<int64_t> steps = checkpoint_steps(folder);
     int kept = 0;
-    bool has_calm = false;
     for (size_t i = steps.size(); i-- > 0;) {
         const int64_t step = steps[i];
         if (step > newest || r.bad.count(step)) { continue; }
         const bool major = r.major > 0 && step % r.major == 0;
-        const bool first_calm = !has_calm && step % r.every == 0 && checkpoint_is_calm(folder, step);
-        has_calm = has_calm || first_calm;
-        if (kept++ >= r.keep && !major && !first_calm) { checkpoint_remove(folder, step); }
+        if (kept++ >= r.keep && !major) { checkpoint_remove(folder, step); }
     }
-}
-
-// The checkpoints up to step `most`, by rank(step), and those of equal rank by step.
-template <class Rank>
-static inline std::vector<int64_t> checkpoints_ranked(const std::string& folder, int64_t most, Rank rank) {
-    std::set<std::pair<uint64_t, int64_t>> ranked;
-    for (int64_t step : checkpoint_steps(folder, true)) {
-        if (step <= most) { ranked.insert({rank(step), step}); }
-    }
-    std::vector<int64_t> steps;
-    for (const auto& it : ranked) { steps.push_back(it.second); }
-    return steps;
-}
-
-// Checkpoints to resume from, best last. After a rewind a smaller step may be newer, so the number of rewinds
-// ranks first. An unreadable checkpoint may be the newest: its -1 becomes the largest number.
-static inline std::vector<int64_t> checkpoint_newest(const std::string& folder) {
-    return checkpoints_ranked(folder, INT64_MAX, [&](int64_t step) {
-        return checkpoint_fact(folder, step, "rewinds");
-    });
-}
-
-// Checkpoints to rewind to after a series of skipped updates, best last. One from within the series has the
-// weights of its beginning. A signal may have left one between multiples of `every`: it is the last choice.
-static inline std::vector<int64_t> checkpoint_before(const std::string& folder, int64_t from, int every) {
-    return checkpoints_ranked(folder, from, [&](int64_t step) {
-        return 2 * (step % every == 0) + checkpoint_is_calm(folder, step);
-    });
 }
 
 // Removes the leftovers of a killed run: .part files, and the files of a step with HALF but no DONE.

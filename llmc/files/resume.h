@@ -2,7 +2,7 @@
 Resuming: finds the checkpoint of a folder to resume from, and reads its files. Host only.
 
     std::set<int64_t> bad;                                          // steps found damaged, to be skipped
-    Checkpoint c = checkpoint_find(folder, checkpoint_newest(folder), &bad);    // all ranks get the same
+    Checkpoint c = checkpoint_find(folder, checkpoint_steps(folder, true), &bad);   // all ranks get the same
     const Config config = facts_config(c.facts);                    // c.step is -1 if there is none
     const PieceIndex index = checkpoint_index(c);
     const StateRow row = state_row("m.qkvw.3", "f32", 2304, 768, begin, count);
@@ -230,28 +230,4 @@ static inline std::string checkpoint_read(const Checkpoint& c, const PieceIndex&
         if (part.first == begin) { begin = part.second; }
     }
     return begin == end ? "" : std::string("the files do not have all of ") + wanted.name;
-}
-
-// As checkpoint_read. Earlier states have master weights in fp32 where today's have a bf16 weight and the
-// master's lower half. Both then come from the master, because the weight beside it may be rounded otherwise.
-static inline std::string checkpoint_read_halves(const Checkpoint& c, const PieceIndex& index,
-                                                 const StateRow& wanted, std::vector<char>* to) {
-    const std::string name = wanted.name;
-    const size_t dot = std::min(name.find('.'), name.size());
-    const std::string array = name.substr(0, dot), master = "master" + name.substr(dot);
-    const bool is_low = array == "low", is_weight = array == "param" && strcmp(wanted.type, "bf16") == 0;
-    if (!(is_low || is_weight) || index.count(master) == 0) { return checkpoint_read(c, index, wanted, to); }
-    std::vector<char> bytes;
-    const std::string error = checkpoint_read(c, index, state_row(master, "f32", wanted.rows, wanted.cols,
-                                                                  wanted.begin, wanted.count), &bytes);
-    if (!error.empty()) { return error; }
-    to->resize(state_row_bytes(wanted));
-    for (size_t i = 0; i < wanted.count; i++) {
-        float x;
-        uint16_t halves[2];
-        memcpy(&x, &bytes[i * sizeof(x)], sizeof(x));
-        master_split(x, &halves[0], &halves[1]);
-        memcpy(&(*to)[2 * i], &halves[is_low], 2);
-    }
-    return "";
 }

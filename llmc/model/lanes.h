@@ -3,8 +3,8 @@ Lanes: groups of a step's micro-steps. The gradient is summed lane by lane and t
 lanes, so its bits do not depend on the number of ranks (train_gpt2.cu, section 8, draws it). How many lanes
 there are, and in which buffer each is summed.
 
-    const int64_t lanes = lanes_default(micro_steps, world, zero);
-    const std::string error = lanes_error(lanes, micro_steps, world, zero);         // "": allowed
+    const int64_t lanes = lanes_default(micro_steps, world);
+    const std::string error = lanes_error(lanes, micro_steps, world);               // "": allowed
     float* sum = buffers[lane_buffer(lane)];        // a lane's; then lane_merges(lane, lanes) additions
 */
 #pragma once
@@ -14,29 +14,23 @@ there are, and in which buffer each is summed.
 #include "../ops/op_types.h"    // gives: kMaxLevels
 
 // The default number of lanes: `world`, doubled while below 8 and as long as lanes divide the micro-steps.
-static inline int64_t lanes_default(int64_t micro_steps, int world, int zero) {
-    if (zero == 2) { return micro_steps; }
+static inline int64_t lanes_default(int64_t micro_steps, int world) {
     int64_t lanes = world;
     while (lanes < 8 && micro_steps % (2 * lanes) == 0) { lanes *= 2; }
     return lanes;
 }
 
 // Returns why the micro-steps cannot be cut into this number of lanes, or "".
-static inline std::string lanes_error(int64_t lanes, int64_t micro_steps, int world, int zero) {
+static inline std::string lanes_error(int64_t lanes, int64_t micro_steps, int world) {
     if (lanes < 1 || micro_steps % lanes != 0) {
         return format("a step's %lld micro-steps cannot be cut into %lld equal lanes", (long long)micro_steps,
                       (long long)lanes);
     }
-    if (zero == 2) {
-        if (lanes != micro_steps) {
-            return format("at -zs 2 each of the %lld micro-steps is a lane of its own",
-                          (long long)micro_steps);
-        }
-    } else if (lanes % world != 0 || !is_power_of_two(lanes / world)) {
+    if (lanes % world != 0 || !is_power_of_two(lanes / world)) {
         return format("%d ranks cannot share %lld lanes: each takes 1, 2, 4, 8 ... of them", world,
                       (long long)lanes);
     }
-    if ((zero == 2 ? lanes : lanes / world) >= (int64_t)1 << kMaxLevels) {
+    if (lanes / world >= (int64_t)1 << kMaxLevels) {
         return format("%lld lanes are too many", (long long)lanes);
     }
     return "";
@@ -53,11 +47,4 @@ static inline int lane_buffers(int lanes) {     // number of buffers: 1 + floor(
     int count = 1;
     for (; lanes > 1; lanes /= 2) { count++; }
     return count;
-}
-// How many of the next `lanes` lanes, from `lane` on, form a whole subtree. Their sum can go directly into
-// lane_buffer(lane): the log2 merges inside the subtree are then done.
-static inline int lane_part(int lane, int lanes) {
-    int part = 1;
-    while (2 * part <= lanes && lane % (2 * part) == 0) { part *= 2; }
-    return part;
 }

@@ -154,7 +154,7 @@ struct Bucket {
 };
 
 // How a job is divided. A rank holds, at ZeRO stage 0, everything; at stage 1, a shard of the optimizer's
-// state; at stage 2, a shard of the gradients as well.
+// state.
 struct Split { int rank = 0, world = 1, zero = 0; };
 
 struct Layout {
@@ -209,7 +209,6 @@ static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, co
     size_t first = 0;
     for (int i = 0; i < (int)layout.buckets.size(); i++) {
         Bucket& b = layout.buckets[i];
-        const bool is_layer = i >= 1 && i <= L;
         b.shard = round_up(ceil_div(b.elems, (size_t)split.world), kChunk);
         b.padded = b.shard * split.world;
         b.mine = b.shard * split.rank;
@@ -230,9 +229,7 @@ static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, co
         layout.v_elems += b.muon ? 0 : b.held;
         if (i > 0) { layout.largest_but_first = std::max(layout.largest_but_first, b.padded); }
         layout.params_bytes += b.padded * b.elem_bytes;
-        // At stage 2 a layer's gradients live only until their exchange: the layers share two buffers.
-        if (split.zero == 2 && is_layer && i > 2) { b.grads = layout.buckets[i - 2].grads; }
-        else { layout.grads_bytes += b.padded * b.grad_bytes; }
+        layout.grads_bytes += b.padded * b.grad_bytes;
     }
     return layout;
 }

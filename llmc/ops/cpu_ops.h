@@ -962,8 +962,7 @@ template <class Real> void update_decision_cpu(const UpdateDecisionOf<Real, Real
         }
     }
     for (int g = 0; g < a.ranks * a.lanes; g++) {               // in the job's order
-        const int rank = a.interleaved ? g % a.ranks : g / a.lanes;
-        const int lane = a.interleaved ? g / a.ranks : g % a.lanes;
+        const int rank = g / a.lanes, lane = g % a.lanes;
         loss += ((const Real*)(a.records + (size_t)rank * a.record_bytes + a.lanes_at))[lane];
     }
     *a.loss = (Real)loss;

@@ -387,7 +387,6 @@ template <class X, class S> struct UpdateDecisionOf {     // loss, norm, and the
     const char* records;                // (ranks,record_bytes): each rank's sums and, at lanes_at, its lanes'
     size_t record_bytes, lanes_at;      // losses, of type S
     int ranks, lanes;                   // lanes: of each rank
-    bool interleaved;                   // lane l of rank r is the job's number l*ranks + r, else r*lanes + l
     const ChunkRange* ranges;           // (num_ranges) on the device
     int num_ranges;
     float max_norm;                     // 0: no clipping

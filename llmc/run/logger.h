@@ -73,8 +73,6 @@ static inline void logger_open(Logger* log) {
     }
 }
 
-constexpr char kAbandoned[] = ", \"abandoned\": ";     // then the number of rewinds so far
-
 // The end of a log's lines of the first `step` steps; npos: the log lacks the last one, which begins with
 // `last`.
 static inline size_t logger_end(const std::string& text, int64_t step, const std::string& last) {
@@ -82,18 +80,20 @@ static inline size_t logger_end(const std::string& text, int64_t step, const std
     for (size_t at = text.rfind(last); at != std::string::npos;
          at = at == 0 ? std::string::npos : text.rfind(last, at - 1)) {
         const size_t end = text.find('\n', at) + 1;
-        const bool is_line = end > at && (at == 0 || text[at - 1] == '\n');
-        if (is_line && text.substr(at, end - at).find(kAbandoned) == std::string::npos) { return end; }
+        if (end > at && (at == 0 || text[at - 1] == '\n')) { return end; }
     }
     return std::string::npos;
 }
 
-// Both logs, and the ends of their lines of the first `step` steps. fit: the logs belong to the checkpoint of
-// this step, which the run reached after `rewinds` rewinds.
-struct LoggerTexts { std::string text[2]; size_t end[2]; bool fit; };
+// Both logs, and the ends of their lines of the first `step` steps.
+struct LoggerTexts {
+    std::string text[2];
+    size_t end[2];
+    bool has_all() const { return end[0] != std::string::npos && end[1] != std::string::npos; }
+};
 static const char* const kLogNames[2] = {"main.log", "metrics.jsonl"};
 
-static inline LoggerTexts logger_texts(const Logger* log, const char* suffix, int64_t step, int rewinds) {
+static inline LoggerTexts logger_texts(const Logger* log, const char* suffix, int64_t step) {
     LoggerTexts t;
     const std::string last[2] = {format("s:%lld trl:", (long long)step - 1),
                                  format("{\"step\": %lld, \"loss\": ", (long long)step)};
@@ -102,22 +102,7 @@ static inline LoggerTexts logger_texts(const Logger* log, const char* suffix, in
         t.text[i] = file_size(path.c_str()) < 0 ? "" : file_text(path);
         t.end[i] = logger_end(t.text[i], step, last[i]);
     }
-    const bool has_all = t.end[0] != std::string::npos && t.end[1] != std::string::npos;
-    const size_t mark = has_all ? t.text[1].substr(0, t.end[1]).rfind(kAbandoned) : std::string::npos;
-    const int marks = mark == std::string::npos ? 0 : atoi(&t.text[1][mark + strlen(kAbandoned)]);
-    t.fit = has_all && marks == rewinds;
     return t;
-}
-
-// Marks lines of metrics.jsonl whose steps a rewind has undone.
-static inline std::string logger_abandoned(const std::string& lines, int rewinds) {
-    std::string marked;
-    for (size_t at = 0, end; (end = lines.find("}\n", at)) != std::string::npos; at = end + 2) {
-        const std::string line = lines.substr(at, end - at);
-        const bool again = line.find(kAbandoned) != std::string::npos;
-        marked += line + (again ? "" : kAbandoned + std::to_string(rewinds)) + "}\n";
-    }
-    return marked;
 }
 
 // Finds the best validation in what main.log keeps.
@@ -131,16 +116,14 @@ static inline void logger_best(Logger* log, const std::string& text) {
     }
 }
 
-// The run continues from the checkpoint of `step`, which it reached after `rewinds` rewinds. Cuts the lines
-// of later steps. Saves the logs as *.cut first, if they are longer than the *.cut that exist. If the logs do
-// not belong to the checkpoint but *.cut do, restores them from *.cut.
-// abandons: the number of rewinds now; if not 0, metrics.jsonl keeps the cut lines, marked.
-static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, int abandons = 0) {
+// The run continues from the checkpoint of `step`. Cuts the lines of later steps. Saves the logs as *.cut
+// first, if they are longer than the *.cut that exist. If the logs lack steps that *.cut have, restores them
+// from *.cut.
+static inline void logger_go_back(Logger* log, int64_t step) {
     if (log->folder.empty()) { return; }
     if (!log->main_log) { logger_open(log); }
-    const LoggerTexts now = logger_texts(log, "", step, rewinds);
-    const LoggerTexts kept = logger_texts(log, ".cut", step, rewinds);
-    const bool restores = !now.fit && kept.fit;
+    const LoggerTexts now = logger_texts(log, "", step), kept = logger_texts(log, ".cut", step);
+    const bool restores = !now.has_all() && kept.has_all();
     if (!restores && now.end[0] < now.text[0].size() && now.text[0].size() > kept.text[0].size()) {
         for (int i = 0; i < 2; i++) {
             atomic_file(log->folder + "/" + kLogNames[i] + ".cut", now.text[i]);
@@ -151,9 +134,8 @@ static inline void logger_go_back(Logger* log, int64_t step, int rewinds = 0, in
         FILE* f = i == 0 ? log->main_log : log->metrics;
         const bool lacks = now.end[i] == std::string::npos;
         const size_t end = restores ? 0 : lacks ? now.text[i].rfind('\n') + 1 : now.end[i];    // no half line
-        std::string more = restores ? kept.text[i].substr(0, kept.end[i]) : "";
+        const std::string more = restores ? kept.text[i].substr(0, kept.end[i]) : "";
         if (step > 0 && i == 0) { logger_best(log, restores ? more : now.text[i].substr(0, end)); }
-        if (abandons && i == 1) { more += logger_abandoned(now.text[i].substr(end), abandons); }
         if (lacks && !restores) {
             fprintf(stderr, "warning: '%s/%s' lost its last lines: it goes on behind the gap\n",
                     shown(log->folder).c_str(), kLogNames[i]);

@@ -18,6 +18,10 @@ static const std::vector<FlagAnswer> kOtherNames = {
     // flags of this program that were given twice
     {"total-batch", "-z and -d are both the total batch here, in tokens; llm.c's ZeRO stage is -zs"},
 
+    // flags of release 0.1
+    {"on-bad-loss", "leave it out: after 20 skipped updates in a row a run stops, and -y 1 goes on behind "
+                    "these data"},
+
     // batch and steps
     {"batch-size device-batch-size per-device-train-batch-size train-batch-size",
      "-b (--micro-batch): rows per GPU per micro-step; -z (--total-batch): tokens per step"},

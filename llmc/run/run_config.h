@@ -32,7 +32,6 @@ enum class GradDtype { Fp32, Bf16 };
 enum class StateDtype { Fp32, Bf16 };
 enum class MatmulDtype { Bf16, Fp8, Fp8Head };
 enum class OptimizerKind { AdamW, Muon };
-enum class OnBadLoss { Stop, Rewind };
 
 // What the model itself goes by: its Options (train_gpt2.cu) hold these, too.
 struct ModelSettings {
@@ -65,7 +64,6 @@ struct RunConfig : ModelSettings {
     int64_t warmup, seed;
     int schedule, overfit, shuffle; // schedule: LrKind
     OptimizerKind optimizer;
-    OnBadLoss on_bad_loss;
 
     // computation
     GradDtype grad_dtype;
@@ -235,13 +233,11 @@ static const FlagTable kFlags = {
     {"",    "matmul-dtype",    FLAG_ENUM,   &settings.matmul_dtype,   "bf16",    0, 0, "bf16|fp8|fp8-head",
         "what matrix products multiply in training: the weights' type; FP8 in the layers; or also in the "
         "LM head", FLAG_FIXED},
-    {"",    "on-bad-loss",     FLAG_ENUM,   &settings.on_bad_loss,    "stop",    0, 0, "stop|rewind",
-        "too many skipped updates in a row: stop, or go back to the last checkpoint and past these data"},
     {"",    "gpus",            FLAG_INT,    &settings.comm.gpus,      "0",       0, kCommMaxLocal, nullptr,
         "start N ranks on this machine, one per GPU; 0: as started (mpirun, srun, torchrun, or alone)",
         FLAG_NOW},
-    {"zs",  "zero-stage",      FLAG_INT,    &settings.zero,           "0",       0, 2, nullptr,
-        "what the ranks share out: 0 nothing, 1 the optimizer's state, 2 the gradients as well"},
+    {"zs",  "zero-stage",      FLAG_INT,    &settings.zero,           "0",       0, 1, nullptr,
+        "what the ranks share out: 0 nothing, 1 the optimizer's state"},
     {"",    "lanes",           FLAG_INT,    &settings.lanes,          "0",       0, 1 << 24, nullptr,
         "parts of a step whose gradients are summed by a tree, the same for any number of ranks; 0: chosen",
         FLAG_FIXED},
@@ -287,7 +283,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
      "final-fraction cooldown beta1 beta2 eps embedding-rate head-rate muon-lr muon-momentum muon-warmup "
-     "muon-decay grad-clip skip-loss skip-norm on-bad-loss"},
+     "muon-decay grad-clip skip-loss skip-norm"},
     {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
      "major-every log-every"},
@@ -400,9 +396,7 @@ static inline std::string executable_hash() {
 // ---- settings that a run keeps ----
 
 // With bf16 sums each rank has one lane.
-static inline bool one_lane_each() {
-    return run.grad_dtype == GradDtype::Bf16 && (run.zero < 2 || comm.world == 1);
-}
+static inline bool one_lane_each() { return run.grad_dtype == GradDtype::Bf16; }
 
 // The settings to be saved: before config_check settles what they leave open.
 static std::vector<std::string> run_texts;
@@ -450,41 +444,26 @@ static inline std::string data_from_start(const std::string& text, const std::st
     return paths;
 }
 
-// Flags of earlier programs that a run may have been started with, each with the value that names what this
-// program does. "": any value; the flag concerned only one start, or settings_known says it in today's words.
-constexpr struct { const char *name, *value; } kFormerFlags[] = {
-    {"residual", "gemm"}, {"quiet", ""}, {"check-ranks", ""}, {"chat", ""}, {"muon-steps", "5"},
-    {"fp8-head", ""}, {"start-timeout", ""}, {"gelu-fusion", "0"}, {"reduction", "tree"},
-    {"residual-dtype", "branch"}};
-
-// Dies if the run was started with a flag that this program lacks, unless the run goes on as it began.
+// Dies if the run was started with a flag that this program lacks. Runs of release 0.1 go on: its
+// --on-bad-loss stop is what this program does, and -zs 1 has the bits of its -zs 2 with as many lanes.
 static inline void settings_known(Facts* facts, const std::string& prefix) {
-    const std::string* head = facts_find(*facts, prefix + "fp8-head");
-    const bool has_head = head && (*head == "1" || *head == "true");
     for (auto& fact : *facts) {
-        if (has_head && fact.first == prefix + "matmul-dtype") { fact.second = "fp8-head"; }
         if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
         const std::string name = fact.first.substr(prefix.size());
-        bool passes = flags_find(kFlags, "--" + name) != nullptr;
-        for (const auto& former : kFormerFlags) {
-            passes = passes || (name == former.name && (!*former.value || fact.second == former.value));
-        }
-        if (passes) { continue; }
+        if (name == "zero-stage" && fact.second == "2") { fact.second = "1"; }
+        if (flags_find(kFlags, "--" + name) || (name == "on-bad-loss" && fact.second == "stop")) { continue; }
         die("the run in -o %s began with --%s %s, which this program does not have\n"
             "hint: go on with the program that began it", run.output_dir, name.c_str(), fact.second.c_str());
     }
 }
 
-// The fact of a state that says what --dropout drops. Earlier programs wrote none, and dropped attention's
-// probabilities, too.
+// The fact of a state that says what --dropout drops.
 constexpr const char* kDropoutFact = "dropout of";
 
 // Takes over the settings of a run whose model is `c`. Settings that the run left open stay as it settled
 // them: on another number of ranks it keeps its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
     static Facts facts = from;                  // static: the flags keep pointing to these texts
-    // a stream in fp32, which the run's first model may have had without the flag
-    if (facts_find(from, "residual")) { facts.push_back({"flag.residual-dtype", "fp32"}); }
     settings_known(&facts, "flag.");
     for (auto& fact : facts) {
         for (const char* name : kDataFlags) {
@@ -518,8 +497,8 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
              "and so its bits, will differ", lanes, comm.world);
     }
     if (run.dropout > 0.0 && !facts_find(facts, kDropoutFact)) {
-        warn("the run began with a program whose --dropout %g also dropped attention's probabilities, which "
-             "this one does not: its losses and bits will differ", run.dropout);
+        die("the run in -o %s does not say what its --dropout %g drops\n"
+            "hint: go on with the program that began it", run.output_dir, run.dropout);
     }
     const std::string* precision = facts_find(facts, "precision");
     if (!precision || *precision != build.precision) {
@@ -539,18 +518,12 @@ static inline void lanes_check(int64_t micro_steps) {
         die("--lanes %d: with --grad-dtype bf16 each of the %d ranks has one lane\nhint: leave --lanes out",
             run.lanes, comm.world);
     }
-    const int zero = one_each ? 0 : run.zero;
-    if (!given) {
-        settings.lanes = (int)(one_each ? comm.world : lanes_default(micro_steps, comm.world, zero));
-    }
-    const std::string error = lanes_error(run.lanes, micro_steps, comm.world, zero);
+    const int64_t good = lanes_default(micro_steps, comm.world);
+    if (!given) { settings.lanes = (int)(one_each ? comm.world : good); }
+    const std::string error = lanes_error(run.lanes, micro_steps, comm.world);
     if (error.empty()) { return; }
-    const int64_t good = lanes_default(micro_steps, comm.world, zero);
-    std::string hint = "-zs 1 has fewer lanes";
-    if (lanes_error(good, micro_steps, comm.world, zero).empty()) {
-        hint = format("--lanes %lld fits", (long long)good);
-    }
-    if (run.resumed) { hint = "a resumed run keeps its lanes: choose another -zs or number of ranks"; }
+    std::string hint = format("--lanes %lld fits", (long long)good);
+    if (run.resumed) { hint = "a resumed run keeps its lanes: choose another number of ranks"; }
     die("--lanes %d: %s\nhint: %s", run.lanes, error.c_str(), hint.c_str());
 }
 
@@ -663,9 +636,7 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
         die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");
     }
     const bool trains = run_max_steps() != 0;
-    if (run.output_dir[0] == '\0' && (run.resume || run.on_bad_loss == OnBadLoss::Rewind)) {
-        die("%s needs -o, the run's folder", run.resume ? "-y 1" : "--on-bad-loss rewind");
-    }
+    if (run.output_dir[0] == '\0' && run.resume) { die("-y 1 needs -o, the run's folder"); }
     if (run.plan[0] != '\0' && (!trains || run.resume)) {
         die("--plan is for training that begins: leave %s out", run.resume ? "-y 1" : "-x 0");
     }

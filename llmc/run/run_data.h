@@ -81,7 +81,7 @@ static inline void data_open_training(RunData* d, int V) {
         die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
             "hint: -x 0 writes a text after the prompt; -i names training data", run.train_data);
     }
-    DataShare share = {comm.rank, comm.world, run.zero == 2 ? 1 : rank_micro_steps()};
+    DataShare share = {comm.rank, comm.world, rank_micro_steps()};
     if (run.overfit) { share = {}; }        // all ranks have the job's first batch
     data_open_shards(&d->train, run.train_data, run.shuffle && !run.overfit, share, V);
     d->sample = dataloader_sample(&d->train);

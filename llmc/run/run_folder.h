@@ -202,7 +202,7 @@ static inline void launch_resume() {
 
 // What rank 0 finds counts.
 static inline std::vector<int64_t> resumable_steps() {
-    return comm.rank == 0 ? checkpoint_newest(run.output_dir) : std::vector<int64_t>();
+    return comm.rank == 0 ? checkpoint_steps(run.output_dir, true) : std::vector<int64_t>();
 }
 
 // -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the

@@ -71,7 +71,6 @@ static inline void reports_end(Reports* r, int64_t step, const DeviceState* stat
 }
 
 static inline int64_t reports_waiting(const Reports& r) { return r.end - r.first; }
-static inline void reports_drop(Reports* r) { r->first = r->end; }
 
 // Waits for the oldest step without a report, prints and logs it. Returns how many updates in a row have been
 // skipped by then.
@@ -98,14 +97,4 @@ static inline int report_step(Reports* r, Logger* logger, const LrSchedule& sche
     logger_train(logger, metrics, more);
     if (comm.rank == 0) { report_skip(step, state.loss, state.update, state.fp8_saturated); }
     return state.update.skipped_in_a_row;
-}
-
-// The run stops because of `what`: a series of skipped updates, to whose beginning it cannot go back again.
-static inline void reports_give_up(const std::string& what, const char* cure, int64_t step, int rewinds,
-                                   bool saved) {
-    const std::string back = rewinds > 0 ? format(", after going back %d times", rewinds) : "";
-    die("%s%s: the run stops after step %lld, and %s\nhint: %s%slook at the data; %s", what.c_str(),
-        back.c_str(), (long long)step, saved ? "its state is saved" : "there is no checkpoint",
-        saved ? "-y 1 goes on behind these data; " : "",
-        rewinds > 0 ? "" : "--on-bad-loss rewind goes back by itself; ", cure);
 }
