@@ -9,8 +9,8 @@
 #   time       about four minutes of training      under a minute
 #
 # Both in GPT-2's tokens. On a CPU nearly all of the time goes into the 50257 logits, which a narrow model
-# keeps cheap; its layers cost little, and so does Muon for them, which halves the loss: 0.636, with AdamW
-# alone 1.238 (nats a token). In bytes a wider model learned to spell in that time and no more.
+# keeps cheap; its layers cost little, and so does Muon for them: it ends at 0.429 nats a token, AdamW alone
+# at 0.479.
 # Both validate on stories of another seed, which no training story is from. A bigram model on the same shards
 # is the loss to beat. Leaves runs/quickstart: main.log, metrics.jsonl, run.json, model_*.bin, loss.png; a run
 # that was there is kept as runs/quickstart.1, .2, ... The stories are the same every time: dev/data/stories.

@@ -69,7 +69,7 @@ def test_program(own_folder):
     """The text is a pure function of the seed on every machine: quickstart's numbers rest on it. Who means to
     change the stories changes this number, too."""
     text = tell("--seed", 1, "-n", 2000).encode()
-    assert hashlib.sha256(text).hexdigest()[:16] == "b58f68ee7c1234ce"
+    assert hashlib.sha256(text).hexdigest()[:16] == "aaf090e8ea6b9265"
     tell("--seed", 1, "-n", 2000, "-o", "stories.txt")
     assert read("stories.txt") == text
     for words, said in (("-n 0", "-n"), ("-n 1 > /dev/full", "standard output"), ("-o /dev/null", "a device"),
