@@ -12,8 +12,7 @@ Tests of train_gpt2.cu, in both builds: `make test_gpt2cu && ./test_gpt2cu`, `ma
     --break NAME         scales that op's output by 1.01: the run must then fail. --list prints the names
     dump-grads MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS [-f 0] [--grad-dtype bf16] [--dropout P]
                          what this build computes for that reference's batch, in the reference file's format;
-                         MICRO_STEPS 0: up to the loss, and of TENSORS.bin no more is read than the tokens
-    dump-sums MODEL.bin QUESTIONS.bin B T [-f 0]    what -h 1 sums: `question choice sum` of each row
+                         of TENSORS.bin no more is read than the tokens
 
 Tolerances: logits and gradients of 16-bit builds may have at most twice the error of plain 16-bit PyTorch,
 both against fp32; their losses and norms are held to 3 %. Closing line: `N passed, N failed, N skipped`.
@@ -347,10 +346,10 @@ static void test_model(const std::string& prefix, const Options& options, double
 }
 
 // ---- what dev/reference compares ----
-static Options dump_options(const std::vector<std::string>& args, size_t first) {
+static Options dump_options(const std::vector<std::string>& args) {
     Options o = default_options();
     o.tf32 = true;
-    for (size_t i = first; i + 1 < args.size(); i += 2) {
+    for (size_t i = 4; i + 1 < args.size(); i += 2) {
         if (args[i] == "-f") { o.tf32 = args[i + 1] != "0"; }
         else if (args[i] == "--grad-dtype") { o.grads_bf16 = args[i + 1] == "bf16"; }
         else if (args[i] == "--dropout") { o.dropout = atof(args[i + 1].c_str()); }
@@ -359,21 +358,18 @@ static Options dump_options(const std::vector<std::string>& args, size_t first) 
     return o;
 }
 
-// What this build computes for a reference's batch, written like a reference (dev/reference/check_gpu.py
-// and check_eval_gpu.py compare): logits without dropout, loss and gradients with it.
+// What this build computes for a reference's batch, written like a reference (dev/reference/compare.py
+// compares): logits without dropout, loss and gradients with it.
 static void dump_grads(const std::vector<std::string>& args) {
     if (args.size() < 4) { die("dump-grads needs MODEL.bin TENSORS.bin OUT.bin MICRO_STEPS"); }
-    const bool forward_alone = args[3] == "0";
     const Config c = checkpoint_config(args[0].c_str());
-    const Reference r = reference_load(args[1], c, forward_alone);
-    const int micro_steps = forward_alone ? r.B : atoi(args[3].c_str());
+    const Reference r = reference_load(args[1], c, true);
+    const int micro_steps = atoi(args[3].c_str());
     if (micro_steps < 1 || r.B % micro_steps != 0) {
         die("dump-grads: %s micro-steps of %d rows", args[3].c_str(), r.B);
     }
-    Options o = dump_options(args, 4);
-    o.trains = !forward_alone;
     const int rows = r.B / micro_steps;
-    Model model(c, o, rows, r.T);
+    Model model(c, dump_options(args), rows, r.T);
     checkpoint_load(&model, args[0].c_str());
 
     AtomicFile out = atomic_open(args[2]);
@@ -390,37 +386,16 @@ static void dump_grads(const std::vector<std::string>& args) {
         const Vector logits = host_logits(&model, rows * r.T);
         write(logits.data(), logits.size());
     }
-    float loss = gpt2_read_state(&model).loss;
-    if (!forward_alone) {
-        accumulate(&model, r, micro_steps);
-        loss = from_device(&model, (const float*)(model.exchange.records + model.exchange.losses_at), 1)[0];
-    }
+    accumulate(&model, r, micro_steps);
+    const auto* losses = (const float*)(model.exchange.records + model.exchange.losses_at);
+    const float loss = from_device(&model, losses, 1)[0];
     write(&loss, 1);
-    for (int i = 0; i < NUM_PARAMS && !forward_alone; i++) {
+    for (int i = 0; i < NUM_PARAMS; i++) {
         const Vector grad = host_grad(&model, i);
         write(grad.data(), grad.size());
     }
     atomic_commit(&out);
     printf("loss %.6f\n", loss);
-}
-
-// Row by row, what the evaluation in training adds up; its own output has only the score.
-static void dump_sums(const std::vector<std::string>& args) {
-    if (args.size() < 4) { die("dump-sums needs MODEL.bin QUESTIONS.bin B T"); }
-    const Config c = checkpoint_config(args[0].c_str());
-    const int B = atoi(args[2].c_str()), T = atoi(args[3].c_str());
-    if (B < 1 || T < 1 || T > c.maxT) { die("dump-sums: B=%d, T=%d; the model has T=%d", B, T, c.maxT); }
-    Options o = dump_options(args, 4);
-    o.trains = false;
-    EvalSet set;
-    evalset_init(&set, args[1].c_str(), c.V, B, T);
-    Model model(c, o, B, T);
-    checkpoint_load(&model, args[0].c_str());
-    Doubles sums;
-    gpt2_evaluate(&sums, &model, &set);
-    for (size_t i = 0; i < set.rows.size(); i++) {
-        printf("%d %d %.9g\n", set.rows[i].question, set.rows[i].choice, sums[i]);
-    }
 }
 
 // == invariance ==
@@ -3412,10 +3387,9 @@ int main(int argc, char** argv) {
     for (int i = 1; i < argc; i++) {
         const std::string arg = argv[i];
         const bool more = i + 1 < argc;
-        if (arg == "dump-grads" || arg == "dump-sums") {
+        if (arg == "dump-grads") {
             device_init();
-            const std::vector<std::string> words(argv + i + 1, argv + argc);
-            if (arg == "dump-grads") { dump_grads(words); } else { dump_sums(words); }
+            dump_grads(std::vector<std::string>(argv + i + 1, argv + argc));
             return 0;
         }
         if (arg == "--list") {

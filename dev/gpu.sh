@@ -8,8 +8,7 @@
 #
 # Prints a short table last and keeps all output in build/gpu/*.log. The step test is `make test-gpu`, which
 # writes dev/test/gpu-results.txt; the other steps' rows are added below, if they ran the same sources.
-# DATA: prefix of tinyshakespeare's shards (default dev/data/tinyshakespeare/tiny_shakespeare); DOCS: of a
-# corpus on which 124M is to race with PyTorch, for instance dev/data/debian-docs/debian_docs.
+# DATA: prefix of tinyshakespeare's shards (default dev/data/tinyshakespeare/tiny_shakespeare).
 set -u
 cd "$(dirname "$0")/.."
 steps=${*:-build test ptx sanitize determinism multi compare bench}
@@ -118,12 +117,7 @@ for step in $steps; do
         done
         ;;
     compare)
-        suite "against PyTorch" python3 dev/reference/check_gpu.py --build 0 --data "$DATA" \
-            --work build/reference --train 'build/check/train_gpt2.{precision}' \
-            --test 'build/check/test_gpt2.{precision}'
-        # with DOCS, a prefix of shards, also 124M beside PyTorch for some minutes
-        suite "around, against PyTorch" python3 dev/reference/check_eval_gpu.py --out build/gpu/around \
-            --only "hf,questions${DOCS:+,race}" --data "${DOCS:-}"
+        suite "beside PyTorch" python3 dev/reference/compare.py
         ;;
     bench)
         check bench make -s bench

@@ -1,218 +1,347 @@
 #!/usr/bin/env python3
-"""What PyTorch does at full size, written down so that ours can be held against it. Meant for a GPU.
+"""Holds our programs against PyTorch and transformers. Closes with N passed, N failed, N skipped.
 
-    P="python dev/reference/compare.py"
-    $P references FOLDER      # d12_T64*, d12_T1024*: model, tensors and JSON (see reference.py)
-    $P curves OUT.json        # 50 steps of tinyshakespeare, eager against compiled
-    $P published FOLDER       # the published losses of the same recipe, and weights such as they came from
-    $P splits FOLDER          # one batch split 1x32, 2x16, 8x4, 32x1; splits_*.bin, splits.json
+    dev/gpu.sh build compare                        # on a GPU, FP32 and BF16
+    make train_gpt2cpu test_gpt2cpu && python3 dev/reference/compare.py --device cpu
 
-Every subcommand takes --device and --model, prints a short table and exits 1 when something fails.
-check_gpu.py runs ours against these files.
+CASES has models of both families, and what is checked of each. All of their weights are random: no bias is 0,
+no gain is 1. PyTorch's side is the twin (gpt2.py, llama.py); its float64 is the truth.
+
+    grads     one batch: loss within 2e-5 (16 bits: 0.02), logits and every gradient within twice PyTorch's
+              error in this type, or in FP32 2e-5 and 1e-4, if that is more. With dropout the batch goes in
+              two micro-steps, and the twin recomputes the trainer's masks
+    steps     ten steps of AdamW by the trainer, each on another batch. FP32: losses within 1e-4 and norms
+              within 2e-4 of themselves, in 16 bits 0.03, or twice the error of PyTorch (BF16: autocast)
+    adamw     FP32: two steps from our gradients: PyTorch's AdamW gives the same weights, to the bit; on a
+              CPU, where compilers fuse products and sums, to 1e-7
+    rounding  BF16: 16 micro-steps that add up in bf16 end nearer to the truth than PyTorch's
+    export    FP32: transformers reads the exported folder. With its arithmetic in float64 its logits are the
+              twin's to 1e-9. In float32 it answers questions as -h 1 does, and writes the same text
 """
 import argparse
+import concurrent.futures
+import dataclasses
+import itertools
 import json
-import math
 import os
+import re
+import subprocess
 import sys
+import tempfile
 import time
+import traceback
+from unittest import mock
 
-import torch
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
 
+import train_gpt2               # first: it says so if there is no PyTorch
 import reference
-import train_gpt2
-from formats import (NAMES, Loader, init_params, parse_model, rand_unit, read_checkpoint_header, read_tensors,
-                     round_params, write_checkpoint, write_tensors)
-from gpt2 import setup_device, to_numpy, versions
 
-COMMAND = "python dev/reference/compare.py " + " ".join(sys.argv[1:])
-HYPER = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0,
-         "grad_clip": 1.0}
-SUFFIX = {"float32": "", "bfloat16": "_bf16", "float16": "_fp16"}
+import numpy as np
+import torch
+import torch.nn.functional as F
+from formats import (NAMES, AtomicWriter, MAGIC_TENSORS, dropout_factors, header_words, parse_model,
+                     read_checkpoint, read_tensors, round_params, write_checkpoint, write_shard)
+from gpt2 import (get_params, load_params, make_optimizer, new_model, random_params, setup_device,
+                  tensor_list, undropped)
 
+ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+sys.path.append(os.path.join(ROOT, "dev/test"))
+from trainer import write_questions
 
-def batch(dims, B, T, pattern, seed):
-    """From a shard, or, without one, made-up text in which some tokens come often."""
-    if pattern:
-        return Loader(pattern, B, T, shuffle=False, vocab=dims.V).next()
-    u = rand_unit(seed, 3, 99, B * T + 1)
-    text = (dims.V * u ** 3).astype("int64")
-    return text[:-1].reshape(B, T), text[1:].reshape(B, T)
-
-
-def release():
-    torch._dynamo.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+TYPE = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16"}
+SEED, STEPS = 1337, 10                                  # SEED: of the trainer, too
+HYPER = {"learning_rate": 1e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+counts = {"passed": 0, "failed": 0, "skipped": 0}
 
 
-# ---- references ----
-def references(args):
-    dims = parse_model(args.model)
-    params = init_params(dims, args.seed)
-    ok = True
-    print("%-16s %10s %14s %14s %14s" % ("", "loss", "worst fp32/64", "worst bf16", "worst fp16"))
-    for shape in args.shapes.split(","):
-        B, T = (int(v) for v in shape.split("x"))
-        for weights in args.weights.split(","):
-            name = f"{args.prefix}_T{T}{SUFFIX[weights]}"
-            x, y = batch(dims, B, T, args.input_bin, args.seed)
-            prefix = os.path.join(args.folder, name)
-            reference.write(prefix, dims, params, x, y, HYPER, args.device, command=COMMAND, weights=weights)
-            info = json.load(open(prefix + ".json"))
-            worst = [max(info[kind + "_grad_error"].values()) for kind in SUFFIX]
-            print("%-16s %10.6f %14.2e %14.2e %14.2e" % (name, info["loss"], *worst), flush=True)
-            ok = ok and worst[0] <= 1e-4 and all(math.isfinite(w) for w in worst)
-            release()
-    return ok
+@dataclasses.dataclass
+class Case:
+    text: str
+    checks: str = ""                    # besides grads
+    rows: int = 4                       # of its batch
+    dropout: float = 0.0
+    block: dict = dataclasses.field(default_factory=dict)       # with which it is not GPT-2
+    large: bool = False                 # for GPUs
+
+    def __str__(self):
+        return f"{self.text} {self.block or ''} {self.dropout and f'dropout {self.dropout}' or ''}".strip()
 
 
-# ---- curves ----
-def recipe_flags(args, steps):
-    """The whole text in order, lr 6e-4 after 10 steps of warm-up, decay 0.1 on matrices, clip 1.0."""
-    return ["--overfit_single_batch=0", "--shuffle=0", "--learning_rate=6e-4", "--warmup_iters=10",
-            "--learning_rate_decay_frac=0.1", "--weight_decay=0.1", "--write_tensors=0",
-            f"--input_bin={args.input_bin}", f"--model={args.model}", f"--batch_size={args.batch_size}",
-            f"--sequence_length={args.sequence_length}", f"--num_iterations={steps}",
-            f"--device={args.device}", f"--seed={args.seed}"]
+CASES = [
+    *(Case("L3,NH2,C40,T33,V509", dropout=p, block={"block": block, "norm": norm})
+      for p, block, norm in itertools.product((0, 0.15), range(3), range(2))),
+    *(Case("llama:L2,T33,V509," + shape, dropout=p) for p in (0, 0.15) for shape in (
+        "NH4,NKV2,HS16,C40,F72,qk_norm,eps=0.01",
+        "NH3,NKV1,HS32,C48,F80,relu2,qk_norm,no_norm_weights,embed_norm,tied,softcap=0.5")),
+    Case("L2,NH12,C768,T64,V1000", "steps adamw rounding", 16),
+    Case("llama:L2,NH6,NKV2,HS128,C768,F2048,T64,V1000,qk_norm", "steps adamw rounding", 16),
+    *(Case("llama:L3,T96,V50257,C64,F176,NH4,NKV2," + shape, "export") for shape in (
+        "HS16,theta=5e5", "HS32,qk_norm,tied,eps=1e-6",                             # Llama, Qwen3, NanoChat
+        "HS16,relu2,qk_norm,no_norm_weights,embed_norm,softcap=15,eps=1e-6")),
+    Case("L3,NH2,C64,T96,V50257", "export"),
+    *(Case(text, "steps export", 2, large=True) for text in ("d12", "m12"))]
 
 
-def spread(a, b):
-    return [abs(p - q) for p, q in zip(a, b)]
+def check(ok, text):
+    """None: skipped."""
+    counts["skipped" if ok is None else "passed" if ok else "failed"] += 1
+    print(("SKIP  " if ok is None else "ok    " if ok else "FAIL  ") + text, flush=True)
 
 
-def curves(args):
-    """The recipe from one set of weights. bf16 is autocast: float32 weights as in our default build.
-
-    PyTorch's attention adds atomically in its backward, so the same program run twice differs, by as much as
-    eager and compiled do: the spread is taken over all pairs of several runs of either. float64 is there to
-    be printed."""
-    flags = recipe_flags(args, args.steps)
-    dims, params = train_gpt2.initial_weights(train_gpt2.parse_arguments(flags))
-    recipe = vars(train_gpt2.parse_arguments(flags))
-    data = {"command": COMMAND, "flags": flags, "recipe": recipe, "versions": versions(args.device)}
-    for kind, dtype in (("float32", "float32"), ("autocast", "bfloat16")):
-        losses = {"eager": [], "compiled": []}
-        for how in ["eager", "compiled"] * args.runs + (["float64"] if kind == "float32" else []):
-            run = train_gpt2.parse_arguments(flags + [
-                f"--dtype={'float64' if how == 'float64' else dtype}", f"--compile={int(how == 'compiled')}",
-                f"--flash={int(how != 'float64')}"])
-            start = time.perf_counter()
-            steps = [row["loss"] for row in train_gpt2.train(run, dims, params, show=lambda line: None)]
-            losses.setdefault(how, []).append(steps)
-            print("%-18s %6.1f s, loss %.6f -> %.6f" % (f"{kind} {how}", time.perf_counter() - start,
-                                                        steps[0], steps[-1]), flush=True)
-            release()
-        data[f"{kind}_losses"] = losses
-        pairs = [max(spread(a, b)) for a in losses["eager"] for b in losses["compiled"]]
-        data[f"{kind}_pairs"] = sorted(pairs)
-        print("%-18s %d pairs of eager and compiled: %.2e to %.2e"
-              % (kind, len(pairs), min(pairs), max(pairs)))
-    reference.write_json(args.out, data)
-    return all(math.isfinite(v) for kind in ("float32", "autocast")
-               for runs in data[f"{kind}_losses"].values() for losses in runs for v in losses)
+def check_each(title, values, limits):
+    """By name; NaN fails. One line for all that pass, with the closest, and one for each failure."""
+    good = [name for name, value in values.items() if value <= limits[name]]
+    for name in values.keys() - good:
+        check(False, f"{title} {name}: {values[name]:.3e}, limit {limits[name]:.3e}")
+    if good:
+        name = max(good, key=lambda name: values[name] / (limits[name] or 1))
+        counts["passed"] += len(good) - 1
+        check(True, f"{title}: {len(good)} values, closest {name}: {values[name]:.2e}, "
+                    f"limit {limits[name]:.2e}")
 
 
-# ---- the published curve ----
-# Loss of steps 0-9 of the recipe: PyTorch, 124M, batch 16 x 1024, bf16 autocast, V = 50304.
-PUBLISHED = [11.00, 10.40, 9.61, 9.37, 8.89, 8.79, 8.58, 8.27, 7.88, 7.53]
+class Ours:
+    """Our programs of one precision, and a case's files. FP32 without TF32, which is another arithmetic."""
+
+    def __init__(self, args, case, precision, folder):
+        self.case, self.precision, self.folder, self.device = case, precision, folder, args.device
+        self.train, self.test = (os.path.join(ROOT, f"{name}_gpt2cpu" if args.device == "cpu" else
+                                              f"build/check/{name}_gpt2.{precision}")
+                                 for name in ("train", "test"))
+        self.fp32, self.exact = precision == "FP32", ["-f", 0] if precision == "FP32" else []
+        self.dims = dataclasses.replace(parse_model(case.text), **case.block)
+        self.params = random_params(self.dims, SEED, args.device)
+        if precision != "FP32":
+            self.params = round_params(self.params, TYPE[precision])
+        self.model, self.shard = self.path("model.bin"), self.path("tokens.bin")
+        write_checkpoint(self.model, self.dims, self.params, version=5 if precision == "BF16" else 3)
+        # some tokens come often; enough for STEPS batches, of which the first is x and y
+        draws = np.random.default_rng(SEED).random(case.rows * STEPS * self.dims.maxT + 1)
+        self.tokens = (self.dims.V * draws ** 3).astype(np.int64)
+        write_shard(self.shard, self.tokens)
+        count = case.rows * self.dims.maxT
+        self.x, self.y = (self.tokens[i:i + count].reshape(case.rows, -1) for i in (0, 1))
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def run(self, *words):
+        words = [str(word) for word in words]
+        done = subprocess.run(words, capture_output=True, timeout=400)
+        out, err = (said.decode(errors="replace") for said in (done.stdout, done.stderr))
+        if done.returncode:
+            said = (err.strip() or out.strip() or "no output").splitlines()
+            raise RuntimeError(f"exit {done.returncode}: {' '.join(words)}: {' / '.join(said[-3:])}")
+        return out
+
+    def evaluated(self, *flags):
+        return self.run(self.train, "-e", self.model, "-x", 0, *flags, *self.exact)
+
+    def trained(self, *flags):
+        rows, T = self.x.shape
+        return self.run(self.train, "-e", self.model, "-i", self.shard, "-j", self.shard, "-b", rows, "-t", T,
+                        "-z", rows * T, "-l", HYPER["learning_rate"], "-c", HYPER["weight_decay"],
+                        "-k", "constant", "-v", 0, "-s", 0, *flags, *self.exact)
+
+    def tensors(self, micro_steps=1, *flags, model=""):
+        """Logits, loss and gradients of the batch."""
+        batch, out = self.path("batch.bin"), self.path("ours.bin")
+        with AtomicWriter(batch) as f:
+            header_words(MAGIC_TENSORS, 2, *self.x.shape).tofile(f)
+            np.stack([self.x, self.y]).astype("<i4").tofile(f)
+        self.run(self.test, "dump-grads", model or self.model, batch, out, micro_steps, *flags, *self.exact)
+        return read_tensors(out, self.dims)
+
+    def twin(self, dtype, **options):
+        return reference.run(self.dims, self.params, self.x, self.y, dtype, self.device, **options)
 
 
-def published(args):
-    """The published run from weights such as it must have had, in PyTorch; those weights as a file for ours.
-
-    It did not start from GPT-2's init: from there the first steps fall faster (10.9, 9.5, ...) at ten times
-    the published gradient norm. With positions from N(0,1), PyTorch's default, and the rest as in GPT-2 both
-    fit; of the inits tried (dev/bench/NOTES.md) it is the only one that has the published jump of the norm at
-    step 3."""
-    run = train_gpt2.parse_arguments(recipe_flags(args, 10) + ["--dtype=bfloat16", "--init=wide-positions"])
-    dims, params = train_gpt2.initial_weights(run)
-    write_checkpoint(os.path.join(args.folder, "published_model.bin"), dims, params)
-    steps = train_gpt2.train(run, dims, params, show=lambda line: None)
-    losses = [row["loss"] for row in steps]
-    reference.write_json(os.path.join(args.folder, "published.json"), {
-        "command": COMMAND, "recipe": vars(run), "versions": versions(args.device), "published": PUBLISHED,
-        "losses": losses, "norms": [row["norm"] for row in steps]})
-    for what, row in (("published", PUBLISHED), ("PyTorch", losses), ("norm", [s["norm"] for s in steps])):
-        print("%-10s %s" % (what, " ".join("%6.2f" % v for v in row)))
-    return all(abs(a - b) <= 0.15 for a, b in zip(losses, PUBLISHED))
+# ---- the checks ----
+def masks(p, device):
+    """gpt2.py's `dropped`: the masks of a first update, for rows of C."""
+    def dropped(x, place):
+        factors = dropout_factors(SEED, 0, place, 0, x.numel() // x.shape[-1], x.shape[-1], p)
+        factors = torch.from_numpy(factors.astype(np.float64)).to(device).view(x.shape)
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        return (x.to(wide) * factors.to(wide)).to(x.dtype)      # the scale is not rounded to 16 bits
+    return dropped if p else undropped
 
 
-# ---- splits ----
-SPLITS = (1, 2, 8)                                      # micro-steps of one batch
+def errors_of(grads, truth):
+    """By name, of all that the model has."""
+    return {name: reference.relative_error(torch.as_tensor(grads[name]).cpu(), grad)
+            for name, grad in truth[2].items()}
 
 
-def splits(args):
-    """How much PyTorch's own gradients move when one batch is split: the yardstick for ours."""
-    setup_device(args.device)
-    dims = parse_model(args.model)
-    params = round_params(init_params(dims, args.seed), "bfloat16")
-    x, y = batch(dims, args.rows, args.sequence_length, args.input_bin, args.seed)
-    logits, loss, truth = reference.run(dims, params, x, y, torch.float32, args.device)
-    write_checkpoint(os.path.join(args.folder, "splits_model.bin"), dims, params, version=5)
-    write_tensors(os.path.join(args.folder, "splits_tensors.bin"), dims, x, y, logits.cpu().numpy(), loss,
-                  to_numpy(truth))
-    del logits
-    data = {"command": COMMAND, "model": dims.text(), "rows": args.rows, "T": args.sequence_length,
-            "versions": versions(args.device)}
-    print("%-10s %s" % ("", " ".join("%9s" % n for n in NAMES)))
-    for kind in ("float32", "autocast", "bfloat16"):
-        grads = {}
-        for micro_steps in SPLITS + (args.rows,):
-            dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-            grads[micro_steps] = reference.run(dims, params, x, y, dtype, args.device, sdpa=True,
-                                               autocast=kind == "autocast", micro_steps=micro_steps)[2]
-            key = f"{kind}_error_{micro_steps}x{args.rows // micro_steps}"
-            data[key] = reference.grad_errors(grads[micro_steps], truth)
-        pairs = [reference.grad_errors(grads[a], grads[b]) for a in SPLITS for b in SPLITS if a < b]
-        data[kind + "_split_difference"] = {n: max(pair[n] for pair in pairs) for n in NAMES}
-        data[kind + "_accumulated_error"] = data[f"{kind}_error_{args.rows}x1"]
-        for what in ("split_difference", "accumulated_error"):
-            print("%-10s %s  %s" % (kind, " ".join("%9.1e" % data[f"{kind}_{what}"][n] for n in NAMES), what))
-        release()
-    reference.write_json(os.path.join(args.folder, "splits.json"), data)
-    return all(math.isfinite(v) for k in data if k.endswith("_difference") for v in data[k].values())
+def check_grads(ours, pool):
+    """Returns the truth: the batch's logits, loss and gradients in float64."""
+    p = ours.case.dropout
+    made = pool.submit(ours.tensors, 2 if p else 1, *(["--dropout", p] if p else []))
+    dropped = masks(p, ours.device)
+    logits, loss, grads = ours.twin(torch.float64, dropped=dropped)
+    truth = logits.cpu(), loss, {name: grad.cpu() for name, grad in grads.items() if grad.numel()}
+    if ours.precision == "FP16":
+        logits, _, low = reference.run_float16(ours.dims, ours.params, ours.x, ours.y, ours.device,
+                                               dropped)[1:]
+    else:
+        logits, _, low = ours.twin(getattr(torch, TYPE[ours.precision]), sdpa=True, dropped=dropped)
+    limits = {name: max(2 * error, 1e-4 * ours.fp32) for name, error in errors_of(low, truth).items()}
+    limits["logits"] = max(2 * reference.logits_error(logits.cpu(), truth[0]), 2e-5 * ours.fp32)
+    limits["loss"] = 2e-5 if ours.fp32 else 0.02
+    made = made.result()
+    errors = {"loss": abs(made["loss"] - truth[1]), **errors_of(made["grads"], truth)}
+    if not p:                                                   # the dump's logits are without dropout
+        logits, cap = torch.from_numpy(made["logits"]).double(), getattr(ours.dims, "softcap", 0.0)
+        if cap:
+            logits = cap * torch.tanh(logits / cap)             # our classifier caps them where it reads
+        errors["logits"] = reference.logits_error(logits, truth[0])
+    check_each("grads", errors, limits)
+    return truth
 
 
-# ---- ours against a reference ----
-def compare_tensors(model, ref_path, our_path, grad_limits, logits_limit=math.inf):
-    """Rows (name, error, limit, ok) of two files in the reference-tensor format. NaN is not ok."""
-    dims = read_checkpoint_header(model)[0]
-    ref, ours = read_tensors(ref_path, dims), read_tensors(our_path, dims)
-    rows = []
-    if not ((ref["x"] == ours["x"]).all() and (ref["y"] == ours["y"]).all()):
-        raise SystemExit(f"error: '{ref_path}' and '{our_path}' are about different tokens")
-    if math.isfinite(logits_limit):
-        error = reference.logits_error(ours["logits"], ref["logits"])
-        rows.append(("logits", error, logits_limit, error <= logits_limit))
-    for name, error in reference.grad_errors(ours["grads"], ref["grads"]).items():
-        rows.append((name, error, grad_limits[name], error <= grad_limits[name]))
-    return rows
+def check_steps(ours):
+    ours.trained("--shuffle", 0, "-x", STEPS, "-o", ours.path("steps"))
+    with open(ours.path("steps/metrics.jsonl")) as f:
+        rows = [row for row in map(json.loads, f) if "norm" in row]
+    check(len(rows) == STEPS, f"steps: {len(rows)} of {STEPS}")
+    flags = {**HYPER, "input_bin": ours.shard, "shuffle": 0, "overfit_single_batch": 0, "device": ours.device,
+             "batch_size": ours.case.rows, "sequence_length": ours.dims.maxT, "num_iterations": STEPS,
+             "learning_rate_decay_frac": 1}
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    exact, theirs = (train_gpt2.train(train_gpt2.parse_arguments([*words, f"--dtype={dtype}"]), ours.dims,
+                                      ours.params, show=lambda line: None)
+                     for dtype in ("float64", "float32" if ours.fp32 else "bfloat16"))
+    for key, floor in (("loss", 1e-4 if ours.fp32 else 0.03), ("norm", 2e-4 if ours.fp32 else 0.03)):
+        far, usual = ({str(i): abs(row[key] - want[key]) / (want[key] if key == "norm" else 1)
+                       for i, (row, want) in enumerate(zip(some, exact))} for some in (rows, theirs))
+        check_each(f"steps, {key}", far, dict.fromkeys(far, max(floor, 2 * max(usual.values()))))
+
+
+def check_adamw(ours):
+    """The second step is the first with m, v and a bias correction of their own."""
+    theirs = new_model(ours.dims, ours.device)
+    load_params(theirs, ours.params)
+    optimizer, model = make_optimizer(theirs, HYPER), ours.model
+    for step in (1, 2):
+        grads, folder = ours.tensors(model=model)["grads"], ours.path(f"adamw{step}")
+        ours.trained("-x", step, "-a", 1, "--grad-clip", 0, "-o", folder)
+        model = os.path.join(folder, f"model_{step:08d}.bin")
+        after = read_checkpoint(model)[1]
+        for name in NAMES:
+            for i, p in enumerate(tensor_list(theirs, name)):
+                p.grad = torch.from_numpy(grads[name].reshape((-1,) + p.shape)[i].copy()).to(ours.device)
+        optimizer.step()
+        stepped = get_params(theirs)
+        far = {name: reference.relative_error(after[name], stepped[name]) for name in NAMES
+               if after[name].size}
+        check_each(f"adamw step {step}", far, dict.fromkeys(far, 0 if ours.device == "cuda" else 1e-7))
+
+
+def check_rounding(ours, truth):
+    theirs = ours.twin(torch.bfloat16, sdpa=True, micro_steps=ours.case.rows)[2]
+    mine = ours.tensors(ours.case.rows, "--grad-dtype", "bf16")["grads"]
+    check_each("rounding", errors_of(mine, truth), errors_of(theirs, truth))
+
+
+def check_export(ours, truth):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder = ours.path("hf")
+    ours.run(sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py"), ours.model, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(ours.device).eval()
+    model.requires_grad_(False)
+    # its norms and angles go through float32, whatever the model's type: here that word means float64
+    with mock.patch.multiple(torch, float32=torch.float64, float=torch.float64), \
+            mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        exact = AutoModelForCausalLM.from_config(model.config).double().to(ours.device).eval()
+        exact.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            logits = exact(torch.from_numpy(ours.x).to(ours.device), use_cache=False).logits.cpu()
+    error = reference.logits_error(logits, truth[0])
+    check(error <= 1e-9, f"export: {type(model).__name__} in float64: logits {error:.1e}, limit 1e-9")
+    check_questions(ours, model)
+    check_text(ours, model, AutoTokenizer.from_pretrained(folder))
+
+
+def check_questions(ours, model, count=24):
+    """Of HellaSwag's form. transformers answers them row by row."""
+    rng = np.random.default_rng(SEED)
+    ends = np.cumsum(rng.integers(2, ours.dims.maxT // 3, 5 * count))
+    parts = [part.tolist() for part in np.split(np.resize(ours.tokens, ends[-1]), ends[:-1])]
+    questions = [(parts[i], parts[i + 1:i + 5]) for i in range(0, 5 * count, 5)]
+    labels = rng.integers(0, 4, count)
+    write_questions(ours.path("questions.bin"), questions, labels.tolist())
+    sums, means = np.empty((2, count, 4))
+    for (i, (head, tails)), k in itertools.product(enumerate(questions), range(4)):
+        row = torch.tensor([head + tails[k]], device=ours.device)
+        logits = model(row[:, :-1]).logits[0, len(head) - 1:]
+        sums[i, k] = F.cross_entropy(logits, row[0, len(head):], reduction="sum").item()
+        means[i, k] = sums[i, k] / len(tails[k])
+    want = [np.mean(means.argmin(1) == labels), np.mean(sums.argmin(1) == labels),
+            means[np.arange(count), labels].mean()]
+    said = ours.evaluated("-h", 1, "-b", 3, "--eval-data", ours.path("questions.bin"))
+    got = re.search(r"^eval acc_norm (\S+) \| acc (\S+) \| loss (\S+)$", said, re.M).groups()
+    far = max(abs(float(a) - b) for a, b in zip(got, want))
+    check(far <= 2e-5, f"export: acc_norm, acc, loss of questions {' '.join(got)}: {far:.1e} off, limit 2e-5")
+
+
+def check_text(ours, model, tokenizer):
+    prompt = "The configuration file names a directory, in which the"
+    mine = ours.evaluated("--prompt", prompt, "--temperature", 0, "-g", 32).removesuffix("\n")
+    start = torch.tensor([[tokenizer.eos_token_id, *tokenizer(prompt).input_ids]], device=ours.device)
+    made = model.generate(start, attention_mask=torch.ones_like(start), do_sample=False, max_new_tokens=32,
+                          pad_token_id=0, output_scores=True, return_dict_in_generate=True)
+    new = made.sequences[0, start.shape[1]:]
+    text = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    # two texts may part only where two tokens' logits are as near to each other as rounding is far
+    best = torch.cat(made.scores).topk(2).values
+    gap = float(((best[:, 0] - best[:, 1]) / best.abs().amax(1)).min())
+    check(len(new.unique()) > 3 and (mine == text or gap <= 1e-5),
+          f"export: greedy text {text!r}, ours {'the same' if mine == text else repr(mine)}; gap {gap:.1e}")
+
+
+def check_case(args, case, precision, pool):
+    with tempfile.TemporaryDirectory(prefix="compare_") as folder:
+        ours = Ours(args, case, precision, folder)
+        truth = check_grads(ours, pool)
+        if "steps" in case.checks:
+            check_steps(ours)
+        if "adamw" in case.checks and ours.fp32:
+            check_adamw(ours)
+        if "rounding" in case.checks and precision == "BF16":
+            check_rounding(ours, truth)
+        if "export" in case.checks and ours.fp32:
+            check_export(ours, truth)
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sub = p.add_subparsers(dest="what", required=True)
-
-    def command(name, function, positional=(), **defaults):
-        s = sub.add_parser(name, help=(function.__doc__ or name).split("\n")[0])
-        s.set_defaults(function=function)
-        for arg in positional:
-            s.add_argument(arg)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        common = {"model": "d12", "seed": 1337, "input_bin": "", "device": device}
-        for key, value in {**common, **defaults}.items():
-            s.add_argument("--" + key, type=type(value), default=value)
-
-    command("references", references, ["folder"], prefix="d12", shapes="4x64,1x1024",
-            weights=",".join(SUFFIX))
-    command("curves", curves, ["out"], steps=50, runs=3, batch_size=16, sequence_length=1024,
-            input_bin=train_gpt2.SHARDS + "all.bin")
-    command("published", published, ["folder"], model="L12,NH12,C768,T1024,V50304", batch_size=16,
-            sequence_length=1024, input_bin=train_gpt2.SHARDS + "all.bin")
-    command("splits", splits, ["folder"], rows=32, sequence_length=64)
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    p.add_argument("--precisions", help="of FP32,BF16,FP16; default: FP32,BF16, on a CPU FP32")
+    p.add_argument("--only", default="", help="cases whose name contains this, on a CPU the large ones, too")
     args = p.parse_args()
-    raise SystemExit(0 if args.function(args) else 1)
+    cpu = args.device == "cpu"
+    precisions = (args.precisions or ("FP32" if cpu else "FP32,BF16")).split(",")
+    if unknown := set(precisions) - set(TYPE):
+        p.error(f"unknown {' '.join(sorted(unknown))}; there are {' '.join(TYPE)}")
+    if cpu or torch.cuda.is_available():
+        setup_device(args.device)
+    else:
+        precisions = check(None, "no GPU that PyTorch can use") or []
+    pool = concurrent.futures.ThreadPoolExecutor(1)             # our program runs beside PyTorch
+    for precision, case in itertools.product(precisions, CASES):
+        start = time.perf_counter()
+        if args.only not in str(case) or (case.large and cpu and not args.only):
+            continue
+        print(f"== {precision} {case}", flush=True)
+        try:
+            check_case(args, case, precision, pool)
+        except (Exception, SystemExit) as e:                    # a failure; the rest goes on
+            where = traceback.extract_tb(e.__traceback__)[-1]
+            check(False, f"{type(e).__name__} in {where.name}, line {where.lineno}: {e}")
+        print(f"      {time.perf_counter() - start:.1f} s", flush=True)
+    print("%d passed, %d failed, %d skipped" % tuple(counts.values()))
+    raise SystemExit(1 if counts["failed"] else 0)
 
 
 if __name__ == "__main__":

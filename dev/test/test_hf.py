@@ -1,5 +1,5 @@
 """dev/eval: models to Hugging Face's files, and the trainer on these files, held against names and shapes
-spelled out here. dev/reference/check_eval_gpu.py holds both against transformers on a machine that has it;
+spelled out here. dev/reference/compare.py holds exports against transformers on a machine that has it;
 here test_transformers does what that leaves (CI has neither torch nor transformers). The family of Llama is
 held against a forward in NumPy, and, where they are, against transformers' classes.
 """
