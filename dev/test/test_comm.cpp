@@ -459,9 +459,9 @@ static std::vector<Case> failure_cases() {
         {.name = "die in a thread", .program = "thread_dies", .victim = 1, .codes = {1},
          .words = {"error: rank 1: from a thread"}, .world = 2},
         {.name = "die early", .program = "dies_early", .victim = ALL, .codes = {1},
-         .words = {"error: before the start\n"}},
+         .words = {"error: ", "before the start\n"}},
         {.name = "die early, rank 2", .program = "dies_early", .victim = 2, .codes = {1},
-         .words = {"error: rank 2: before the start\n"}, .args = {"abort=1", "local=8"}},
+         .words = {"error: rank 2: before the start\n"}},
         {.name = "rank 2 killed at the start", .program = "ends_early", .victim = 2, .codes = {137},
          .words = {"error: rank 2 (pid ", "was ended by signal 9"}},
         {.name = "rank 0 killed at the start", .program = "ends_early", .victim = 0, .codes = {137},
@@ -493,7 +493,7 @@ static std::vector<Case> failure_cases() {
         cases.push_back({.name = "stuck " + of, .program = "stuck", .victim = rank, .codes = {1},
                          .words = {who, "makes no progress for", "step was 5"}, .args = {kStillArg}});
         cases.push_back({.name = "exit " + of, .program = "exit", .victim = rank, .codes = {1},
-                         .words = {who, "died; its last step was 5"}});
+                         .words = {who, "died; its last step was"}});
     }
     return cases;
 }
@@ -633,7 +633,7 @@ static uint64_t key_of(const char* job) {
 static bool is_hung_up(int fd) {
     char answer;
     const double until = comm_now() + 60;
-    while (!comm_wait_fd(fd, POLLIN, comm_now() + 0.02) && comm_now() < until) { step_cases(); }
+    for (struct pollfd p = {fd, POLLIN, 0}; poll(&p, 1, 20) == 0 && comm_now() < until;) { step_cases(); }
     const ssize_t bytes = recv(fd, &answer, 1, MSG_DONTWAIT);
     return bytes == 0 || (bytes < 0 && errno != EAGAIN);
 }
@@ -652,20 +652,21 @@ struct Callers {
     int call() {                                // until rank 0 listens
         int fd;
         std::string why;
-        while ((fd = comm_connect(address, comm_now() + 60, &why)) < 0) { usleep(10000); }
+        while ((fd = comm_connect(address, &why)) < 0) { usleep(10000); }
+        comm_limit(fd, 60);
         fds.push_back(fd);
         return fd;
     }
     int says(const void* data, size_t bytes) {
         const int fd = call();
-        comm_write(fd, data, bytes, comm_now() + 60);
+        comm_write(fd, data, bytes);
         return fd;
     }
     bool is_answered(int rank, int world, uint64_t key) {
         CommHello hello = comm_hello(CommJob());
         hello.rank = rank, hello.world = world, hello.key = key;
         char answer[sizeof(kCommKnown)];
-        return comm_read(says(&hello, sizeof(hello)), answer, sizeof(answer), comm_now() + 60);
+        return comm_read(says(&hello, sizeof(hello)), answer, sizeof(answer));
     }
     void hang_up() {
         close(fds.back());
@@ -750,11 +751,11 @@ static void test_ports() {
     for (const char* host : {"127.0.0.1", "localhost", "::1", ""}) {
         const std::string number = std::to_string(port), to = *host ? host : "127.0.0.1";
         std::string why;
-        CHECK(comm_connect({to, number, {}}, comm_now() + 60, &why) < 0, "%s: who listens there?", host);
+        CHECK(comm_connect({to, number, {}}, &why) < 0, "%s: who listens there?", host);
         if (to == "::1" && why != strerror(ECONNREFUSED)) { continue; }     // no IPv6 here
         int listened;
         const int listener = comm_listen({host, number, {}}, &listened);
-        const int fd = comm_connect({to, number, {}}, comm_now() + 60, &why);
+        const int fd = comm_connect({to, number, {}}, &why);
         CHECK(listened == port && fd >= 0, "%s: %d, not %d: %s", host, listened, port, why.c_str());
         close(fd);
         close(listener);
@@ -766,13 +767,13 @@ static void test_ports() {
     std::thread echo([&] {
         CommHello hello;
         const int fd = accept(listener, nullptr, nullptr);
-        comm_read(fd, &hello, sizeof(hello), comm_now() + 60);
-        comm_write(fd, &hello, sizeof(hello), comm_now() + 60);
+        comm_read(fd, &hello, sizeof(hello));
+        comm_write(fd, &hello, sizeof(hello));
         close(fd);
     });
     std::string why;
     const CommAddress address = {"127.0.0.1", std::to_string(own), {}};
-    const int fd = comm_try(address, comm_hello(CommJob()), 0, comm_now() + 60, &why);
+    const int fd = comm_try(address, comm_hello(CommJob()), 0, &why);
     CHECK(fd < 0, "it takes itself for rank 0");
     echo.join();
     close(listener);
@@ -838,9 +839,9 @@ static void test_patience() {
     for (const std::vector<Step>& job : jobs) {
         CommState state;
         comm_state = &state;
-        state.since = comm_now();
+        state.since = state.begun = comm_now();
         for (const Step& step : job) {
-            state.since = state.since - step.took;
+            state.since = state.begun = state.since - step.took;
             if (step.asked > 0) { comm_patience(step.asked); }
             else { comm_progress(step.number); }
             CHECK(fabs(state.allowed - step.allowed) < 1, "job %d, step %d: %g s", (int)(&job - jobs),
@@ -875,12 +876,13 @@ static void test_limits() {
         CommJob job;
         job.world = 24;
         limit_to(RLIMIT_NOFILE, 40);
-        comm_gather(&job, -1, 0, 0, "");
+        die_if(comm_gather(&job, -1, 0, 0, ""));
     }, {"24 ranks take", "open files", "have 40", "ulimit"});
     check_lives("a limit that may be raised", [&] {
         struct rlimit limit = {40, 500};
         setrlimit(RLIMIT_NOFILE, &limit);
-        comm_need_files(24);
+        CommJob job;
+        comm_gather(&job, -1, 0, 0, "");
         getrlimit(RLIMIT_NOFILE, &limit);
         printf("%d", (int)limit.rlim_cur);
     }, "500");

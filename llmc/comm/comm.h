@@ -12,15 +12,16 @@ A job of several processes, its ranks: start, messages through host memory, and 
 
 Rank 0 is the hub of a star (llmc/comm/net.h). The main threads use the data links, one collective at a time.
 Data between two other ranks pass through rank 0. A process that was started alone is rank 0 of 1: it has no
-watchdog and no sockets, and every function here returns at once.
+watchdog and no sockets, and every function here returns at once. A start goes through these:
 
-llmc/comm/watch.h describes what happens when a rank fails. A main thread that finds its peer gone waits for
-the watchdog, which knows why.
+    start.h     which rank of how many this process is, and where rank 0 listens
+    launch.h    --gpus N: the process that starts the ranks, and waits for them
+    net.h       rank 0 and the others meet
+    watch.h     what happens when a rank fails
 */
 #pragma once
 
 #include <pthread.h>        // gives: pthread_sigmask
-#include <sys/eventfd.h>    // gives: eventfd
 
 #include "../check.h"       // gives: die, die_report, format
 #include "../facts.h"       // gives: Facts, facts_text, facts_parse
@@ -44,22 +45,23 @@ __attribute__((format(printf, 1, 2))) static inline void warn(const char* fmt, .
 
 // ---- collectives: the main thread's, all ranks in the same order ----
 
-// The peer is gone. The watchdog knows why and ends the process before this die() is reached.
-__attribute__((noreturn)) static inline void comm_lost() {
-    usleep((useconds_t)((comm_limits.silence + 5) * 1e6));
-    die("the connection to another rank is lost");
+// The peer is gone. The watchdog ends this process and says why; only comm_end is for this thread to judge.
+__attribute__((noreturn)) static inline void comm_lost(int peer) {
+    if (!comm_state->ending) { comm_sleep(comm_limits.silence + 5); }
+    if (comm.rank == 0) { comm_fail(0, comm_say(peer, "died")); }
+    comm_fail_alone("died");
 }
 
 static inline void comm_to(int peer, const void* data, size_t bytes) {
-    if (!comm_write(comm_state->job.peers[peer].data, data, bytes)) { comm_lost(); }
+    if (!comm_write(comm_state->job.peers[peer].data, data, bytes)) { comm_lost(peer); }
 }
 static inline void comm_from(int peer, void* data, size_t bytes) {
-    if (!comm_read(comm_state->job.peers[peer].data, data, bytes)) { comm_lost(); }
+    if (!comm_read(comm_state->job.peers[peer].data, data, bytes)) { comm_lost(peer); }
 }
 
 // Begins each collective: checks that all ranks call the same one, and returns the sum of their values.
 struct CommCall { uint32_t op, value; uint64_t bytes; };
-enum : uint32_t { kCommBroadcast = 1, kCommAllGather, kCommAllToAll, kCommAny };
+enum : uint32_t { kCommBroadcast = 1, kCommAllGather, kCommAllToAll, kCommAny, kCommLast };
 
 static inline uint32_t comm_meet(uint32_t op, uint64_t bytes, uint32_t value = 0) {
     CommState* s = comm_state;
@@ -222,7 +224,6 @@ static inline void comm_start(const CommOptions& options, char** argv) {
     for (CommSeen& seen : s->seen) { seen.heard = comm_now(); }
     s->since = comm_now();
     s->allowed = comm_limits.first;
-    s->wake = eventfd(0, EFD_CLOEXEC);
     comm_state = s;
     die_report = comm_report;
     unsetenv(kCommChild);                       // until here comm_report_early reads it
@@ -234,30 +235,21 @@ static inline void comm_start(const CommOptions& options, char** argv) {
     sigset_t all, before;                       // signals are for the main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    s->watchdog = std::thread(comm_watch);
+    std::thread(comm_watch).detach();
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     comm_place(options.per_node);
 }
 
-// Waits for all ranks, so that no rank takes a closed connection for a death.
+// Waits for all ranks. From its begin on, a closed connection is no death: who has left was here.
 static inline void comm_end() {
     CommState* s = comm_state;
     if (!s || s->over) { return; }
+    s->ending = true;
     {
         CommWait waiting;
-        if (s->job.rank != 0) { comm_send(0, kCommBye); }
-        const int all = s->job.rank == 0 ? s->job.world - 1 : 1;
-        while (s->byes < all) { usleep(500); }
-        for (int r = 1; r < s->job.world && s->job.rank == 0; r++) { comm_send(r, kCommBye); }
+        comm_meet(kCommLast, 0);
     }
-    s->over = true;
-    const uint64_t one = 1;
-    if (write(s->wake, &one, sizeof(one)) < 0) {}       // on an error: the watchdog wakes ten times a second
-    s->watchdog.join();
-    if (s->job.rank == 0) { comm_drain(); }
-    for (const CommPeer& p : s->job.peers) {
-        if (p.control >= 0) { close(p.control); close(p.data); }
-    }
+    s->over = true;                             // the watchdog ends. The connections end with the process
 #ifdef USE_MPI
     if (s->job.mpi) { MPI_Finalize(); }
 #endif

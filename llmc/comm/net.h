@@ -1,13 +1,18 @@
 /*
 Connections between the ranks of a job: whole messages, hellos, TCP. Host only.
 
-    int port, listener = comm_listen(address, &port);       // rank 0, or its launcher
-    comm_gather(&job, listener, key, limit_s, where);       // rank 0: returns when all ranks have come
-    comm_join(&job, limit_s, where, addresses);             // the other ranks
+    int port, listener = comm_listen(address, &port);               // rank 0, or its launcher
+    die_if(comm_gather(&job, listener, key, limit_s, where));       // rank 0: returns when all ranks have come
+    comm_join(&job, limit_s, where, addresses);                     // the other ranks
 
 Rank 0 is the hub: every other rank has two connections to it, one for the watchdogs (control) and one for the
-main threads (data). Rank 0 listens until all have come, and never again. A rank's first message is a hello
-with the job's key. Rank 0 closes any other connection without an answer.
+main threads (data). They meet like this:
+
+    rank r                                      rank 0
+    connects, says hello on each connection ->  checks key, rank and world
+                                            <-  kCommKnown, or closes the connection
+    waits                                       waits for the others, then listens no more
+                                            <-  its own hello on control: all have come; or zeros: it gives up
 
 The key tells jobs apart. It is no secret and nothing is encrypted: like NCCL and torchrun, a job trusts its
 network. A message from the network can at worst end this process. It never names a process to kill or a size
@@ -29,39 +34,38 @@ static const int kCommMaxWorld = 4096;
 static inline double comm_now() {               // seconds; the machine's suspended time does not count
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+static inline void comm_sleep(double seconds) { usleep((useconds_t)(seconds * 1e6)); }
 
 // ---- whole messages ----
-// These return false if the peer has closed or the deadline has passed. A deadline of 0 means none.
+// These return false if the peer has closed, or after the socket's time limit.
 
-static inline bool comm_wait_fd(int fd, short events, double deadline) {
-    for (;;) {
-        struct pollfd p = {fd, events, 0};
-        const double left = deadline - comm_now();
-        const int n = poll(&p, 1, deadline == 0 ? -1 : left > 0 ? (int)(left * 1e3) + 1 : 0);
-        if (n > 0) { return true; }
-        if (n == 0 || errno != EINTR) { return false; }
-    }
-}
-
-static inline bool comm_read(int fd, void* data, size_t bytes, double deadline = 0) {
+static inline bool comm_read(int fd, void* data, size_t bytes) {
     for (size_t done = 0; done < bytes;) {
-        if (deadline != 0 && !comm_wait_fd(fd, POLLIN, deadline)) { return false; }
-        const ssize_t n = recv(fd, (char*)data + done, bytes - done, deadline != 0 ? MSG_DONTWAIT : 0);
+        const ssize_t n = recv(fd, (char*)data + done, bytes - done, 0);
         if (n > 0) { done += (size_t)n; }
-        else if (n == 0 || (errno != EINTR && errno != EAGAIN)) { return false; }
+        else if (n == 0 || errno != EINTR) { return false; }
     }
     return true;
 }
 
-static inline bool comm_write(int fd, const void* data, size_t bytes, double deadline = 0) {
+static inline bool comm_write(int fd, const void* data, size_t bytes) {
     for (size_t done = 0; done < bytes;) {
-        if (deadline != 0 && !comm_wait_fd(fd, POLLOUT, deadline)) { return false; }
-        const int flags = MSG_NOSIGNAL | (deadline != 0 ? MSG_DONTWAIT : 0);
-        const ssize_t n = send(fd, (const char*)data + done, bytes - done, flags);
+        const ssize_t n = send(fd, (const char*)data + done, bytes - done, MSG_NOSIGNAL);
         if (n >= 0) { done += (size_t)n; }
-        else if (errno != EINTR && errno != EAGAIN) { return false; }
+        else if (errno != EINTR) { return false; }
     }
     return true;
+}
+
+// Limits connect and each recv and send; 0: no limit.
+static inline void comm_limit(int fd, double seconds) {
+    const struct timeval limit = {(time_t)seconds, (suseconds_t)(seconds * 1e6) % 1000000};
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+}
+
+static inline void comm_set(int fd, int level, int option, int value) {
+    setsockopt(fd, level, option, &value, sizeof(value));
 }
 
 // ---- who is who ----
@@ -73,17 +77,14 @@ struct CommHello {
     int32_t link, rank, world, pid;             // link: 0 control, 1 data; pid: for messages
     char host[64];
 };
-static const char kCommMagic[8] = {'l', 'l', 'm', 'c', 'j', 'o', 'b', '2'};
-// Rank 0's answer to a hello. When all ranks have come, rank 0 sends its own hello; if it gives up, zeros.
-static const char kCommKnown[8] = {'y', 'o', 'u', ' ', 'f', 'i', 't', '2'};
+static const char kCommMagic[8] = {'l', 'l', 'm', 'c', 'j', 'o', 'b', '3'};
+static const char kCommKnown[8] = {'y', 'o', 'u', ' ', 'f', 'i', 't', '3'};
 
 struct CommPeer { int control, data; CommHello who; };
 
-struct CommPage;
 struct CommJob {
     int rank = 0, world = 1;
     bool mpi = false;
-    CommPage* page = nullptr;                   // only in a job that a launcher started
     std::vector<CommPeer> peers;                // on rank 0: all ranks; on the others: rank 0 only
 };
 
@@ -101,11 +102,6 @@ static inline CommHello comm_hello(const CommJob& job) {
 
 // Where rank 0 listens and the others connect. An empty host stands for all addresses.
 struct CommAddress { std::string host, port; uint64_t key; };
-
-static inline void comm_set_up(int fd) {
-    const int on = 1;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-}
 
 // -ps HOST, HOST:PORT, [V6]:PORT
 static inline CommAddress comm_parse_server(const std::string& text, int port, uint64_t key) {
@@ -142,14 +138,14 @@ static inline int comm_listen(const CommAddress& a, int* port) {
         hints.ai_socktype = SOCK_STREAM;
         hints.ai_flags = AI_PASSIVE | AI_NUMERICHOST | AI_NUMERICSERV;
         if (getaddrinfo(host.c_str(), a.port.c_str(), &hints, &found) != 0) { continue; }
-        const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
-        error = fd < 0 ? errno : 0;
-        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-        setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
-        if (!error && bind(fd, found->ai_addr, found->ai_addrlen) != 0) { error = errno; }
-        if (!error && listen(fd, 512) != 0) { error = errno; }
+        const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        comm_set(fd, SOL_SOCKET, SO_REUSEADDR, 1);
+        comm_set(fd, IPPROTO_IPV6, IPV6_V6ONLY, 0);
+        const bool listens = fd >= 0 && bind(fd, found->ai_addr, found->ai_addrlen) == 0 &&
+                             listen(fd, 512) == 0;
+        if (!listens) { error = errno; }
         freeaddrinfo(found);
-        if (!error) {
+        if (listens) {
             struct sockaddr_in6 self = {};      // sockaddr_in has its port at the same offset
             socklen_t size = sizeof(self);
             getsockname(fd, (struct sockaddr*)&self, &size);
@@ -163,8 +159,8 @@ static inline int comm_listen(const CommAddress& a, int* port) {
         a.port.c_str(), strerror(error));
 }
 
-// Returns -1 if it fails for now; *why has the reason.
-static inline int comm_connect(const CommAddress& a, double limit, std::string* why) {
+// Returns -1 if it fails within some seconds; *why has the reason.
+static inline int comm_connect(const CommAddress& a, std::string* why) {
     struct addrinfo hints = {}, *found;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = AI_NUMERICSERV;
@@ -173,20 +169,13 @@ static inline int comm_connect(const CommAddress& a, double limit, std::string* 
     int fd = -1;
     for (struct addrinfo* f = found; f && fd < 0; f = f->ai_next) {
         fd = socket(f->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        if (fd < 0) { *why = strerror(errno); continue; }
-        const int on = 1;                       // lets rank 0 listen on this end's port
-        const double left = std::max(0.1, limit - comm_now());
-        const struct timeval wait = {(time_t)left, (suseconds_t)(left * 1e6) % 1000000}, any = {};
-        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof(wait));       // limits connect
-        if (connect(fd, f->ai_addr, f->ai_addrlen) != 0) {
-            *why = strerror(errno == EINPROGRESS ? ETIMEDOUT : errno);
-            close(fd);
-            fd = -1;
-            continue;
-        }
-        setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &any, sizeof(any));
-        comm_set_up(fd);
+        comm_set(fd, SOL_SOCKET, SO_REUSEADDR, 1);      // lets rank 0 listen on this end's port
+        comm_set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+        comm_limit(fd, 5);
+        if (connect(fd, f->ai_addr, f->ai_addrlen) == 0) { break; }
+        *why = strerror(errno == EINPROGRESS ? ETIMEDOUT : errno);
+        if (fd >= 0) { close(fd); }
+        fd = -1;
     }
     freeaddrinfo(found);
     return fd;
@@ -195,6 +184,8 @@ static inline int comm_connect(const CommAddress& a, double limit, std::string* 
 // ---- rank 0 waits for the others ----
 
 static const char kCommApart[] = "jobs that share a port or a folder need different values of LLMC_JOB_ID";
+// Rank 0 needs two descriptors per rank, these for unknown connections, and 128 for all else.
+static const size_t kCommStrangers = 64;
 
 // A connection whose hello is not whole yet.
 struct CommPending { int fd; double limit; };
@@ -216,7 +207,7 @@ static inline bool comm_receive(CommJob* job, const CommPending& p, uint64_t key
             if (*place >= 0) { *note = format("; two processes came as rank %d", h.rank); }
         }
     }
-    if (!place || *place >= 0 || !comm_write(p.fd, kCommKnown, sizeof(kCommKnown), comm_now() + 1)) {
+    if (!place || *place >= 0 || !comm_write(p.fd, kCommKnown, sizeof(kCommKnown))) {
         close(p.fd);
         return true;
     }
@@ -235,100 +226,92 @@ static inline bool comm_has_come(CommPeer* peer) {      // false again if the ra
     return peer->control >= 0 && peer->data >= 0;
 }
 
-// Rank 0 needs two descriptors per rank, kCommStrangers for unknown connections, and 128 for all else.
-static const size_t kCommStrangers = 64;
-static inline void comm_need_files(int world) {
-    const uint64_t needed = 2 * (uint64_t)world + kCommStrangers + 128, most = allow_most_files();
-    if (most < needed) {
-        die("%d ranks take %llu open files, and this process may have %llu\nhint: raise the hard limit, "
-            "ulimit -Hn", world, (unsigned long long)needed, (unsigned long long)most);
+// Who has not come: "rank 3", "ranks 1, 2 and 3"; "": all are there.
+static inline std::string comm_missing(CommJob* job) {
+    std::string ranks;
+    int count = 0;
+    for (int r = 1; r < job->world; r++) {
+        if (comm_has_come(&job->peers[r])) { continue; }
+        if (count++ < 8) { ranks += format(count == 1 ? "%d" : ", %d", r); }
     }
+    if (count > 8) { ranks += format(" and %d more", count - 8); }
+    return count == 0 ? "" : (count == 1 ? "rank " : "ranks ") + ranks;
 }
 
-// Accepts waiting connections. A connection without a hello is closed after five seconds, or earlier if it is
-// the oldest of more than kCommStrangers.
-static inline void comm_accept(int listener, std::vector<CommPending>* pending) {
+// Accepts what waits at the listener, and hears it. A connection without a hello is closed after five seconds,
+// or earlier if it is the oldest of more than kCommStrangers.
+static inline void comm_accept(CommJob* job, int listener, uint64_t key, std::vector<CommPending>* pending,
+                               std::string* note) {
     for (size_t i = 0; i < kCommStrangers; i++) {
         const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
-        if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)) {
-            die("rank 0 cannot take the connections of all ranks: %s\nhint: ulimit -n says how many files a "
-                "process may open", strerror(errno));
-        }
-        if (fd < 0) { return; }
-        comm_set_up(fd);
+        if (fd < 0) { break; }
+        comm_set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
         pending->push_back({fd, comm_now() + 5});
         if (pending->size() <= kCommStrangers) { continue; }
         close(pending->front().fd);
         pending->erase(pending->begin());
     }
+    pending->erase(std::remove_if(pending->begin(), pending->end(), [&](const CommPending& one) {
+        return comm_receive(job, one, key, note);
+    }), pending->end());
 }
 
 // After ten seconds of waiting, says once for whom.
-static inline void comm_tell_wait(bool* told, double deadline, int limit_s, const char* whom,
+static inline void comm_tell_wait(double deadline, int limit_s, const std::string& whom,
                                   const std::string& where) {
-    if (*told || comm_now() < deadline - limit_s + 10) { return; }
-    fprintf(stderr, "note: still waiting for %s, at %s, for %d s in all\n", whom,
+    static bool told = false;
+    if (told || comm_now() < deadline - limit_s + 10) { return; }
+    fprintf(stderr, "note: still waiting for %s, at %s, for %d s in all\n", whom.c_str(),
             shown(where).c_str(), limit_s);
-    *told = true;
+    told = true;
 }
 
-// Waits for all ranks and tells them to go on. file: the rendezvous file, removed at the end.
-static inline void comm_gather(CommJob* job, int listener, uint64_t key, int limit_s,
-                               const std::string& where, const std::string& file = "") {
-    comm_need_files(job->world);
+// Waits for all ranks and tells them to go on. Returns the error, or "".
+static inline std::string comm_gather(CommJob* job, int listener, uint64_t key, int limit_s,
+                                      const std::string& where) {
+    const uint64_t needed = 2 * (uint64_t)job->world + kCommStrangers + 128, most = allow_most_files();
+    if (most < needed) {
+        return format("%d ranks take %llu open files, and this process may have %llu\nhint: raise the hard "
+                      "limit, ulimit -Hn", job->world, (unsigned long long)needed, (unsigned long long)most);
+    }
     const double deadline = comm_now() + limit_s;
-    int left = job->world - 1;
     job->peers.assign(job->world, CommPeer{-1, -1, {}});
     job->peers[0].who = comm_hello(*job);
     fcntl(listener, F_SETFL, O_NONBLOCK);
     std::vector<CommPending> pending;
     std::string note, missing;
-    for (bool told = false; left > 0 && comm_now() < deadline;) {
+    while (!(missing = comm_missing(job)).empty() && comm_now() < deadline) {
         struct pollfd p = {listener, POLLIN, 0};
         poll(&p, 1, 20);
-        comm_accept(listener, &pending);
-        pending.erase(std::remove_if(pending.begin(), pending.end(), [&](const CommPending& one) {
-            return comm_receive(job, one, key, &note);
-        }), pending.end());
-        missing = "";
-        left = 0;
-        for (int r = 1; r < job->world; r++) {
-            if (comm_has_come(&job->peers[r])) { continue; }
-            if (left++ < 8) { missing += format(left == 1 ? "%d" : ", %d", r); }
-        }
-        if (left > 8) { missing += format(" and %d more", left - 8); }
-        const std::string ranks = (left == 1 ? "rank " : "ranks ") + missing;
-        if (left > 0) { comm_tell_wait(&told, deadline, limit_s, ranks.c_str(), where); }
+        comm_accept(job, listener, key, &pending, &note);
+        comm_tell_wait(deadline, limit_s, missing, where);
     }
     for (const CommPending& p : pending) { close(p.fd); }
     close(listener);
-    if (!file.empty()) { unlink(file.c_str()); }
-    const CommHello welcome = left ? CommHello{} : job->peers[0].who;
+    const CommHello welcome = missing.empty() ? job->peers[0].who : CommHello{};
     for (const CommPeer& p : job->peers) {      // write errors are ignored: the watchdog reports dead ranks
-        if (p.control >= 0) { comm_write(p.control, &welcome, sizeof(welcome), comm_now() + 5); }
+        if (p.control >= 0) { comm_write(p.control, &welcome, sizeof(welcome)); }
     }
-    if (left == 0) { return; }
-    die("rank%s %s of %d did not come to %s within %d s%s\nhint: were all of them started? %s",
-        left == 1 ? "" : "s", missing.c_str(), job->world, where.c_str(), limit_s, note.c_str(), kCommApart);
+    if (missing.empty()) { return ""; }
+    return format("%s of %d did not come to %s within %d s%s\nhint: were all of them started? %s",
+                  missing.c_str(), job->world, where.c_str(), limit_s, note.c_str(), kCommApart);
 }
 
 // ---- the others look for rank 0 ----
 
 // Connects and says hello; returns -1 if rank 0 does not answer now. If nobody listens, TCP may connect a
 // socket to itself. It then reads its own hello, which differs from kCommKnown.
-static inline int comm_try(const CommAddress& a, CommHello hello, int link, double deadline,
-                           std::string* why) {
-    const double limit = std::min(deadline, comm_now() + 3);
-    const int fd = comm_connect(a, limit, why);
+static inline int comm_try(const CommAddress& a, CommHello hello, int link, std::string* why) {
+    const int fd = comm_connect(a, why);
     if (fd < 0) { return -1; }
     hello.link = link;
     hello.key = a.key;
     char answer[sizeof(kCommKnown)];
+    if (comm_write(fd, &hello, sizeof(hello)) && comm_read(fd, answer, sizeof(answer)) &&
+        memcmp(answer, kCommKnown, sizeof(answer)) == 0) {
+        return fd;
+    }
     *why = "it does not answer as rank 0 of this job";
-    const bool known = comm_write(fd, &hello, sizeof(hello), limit + 5) &&
-                       comm_read(fd, answer, sizeof(answer), limit + 5) &&
-                       memcmp(answer, kCommKnown, sizeof(answer)) == 0;
-    if (known) { return fd; }
     close(fd);
     return -1;
 }
@@ -339,23 +322,24 @@ static inline void comm_join(CommJob* job, int limit_s, const std::string& where
     const double deadline = comm_now() + limit_s;
     std::string why = "nothing is there";
     CommHello hub;
-    for (bool told = false; comm_now() < deadline;) {
-        comm_tell_wait(&told, deadline, limit_s, "rank 0", where);
+    for (; comm_now() < deadline; usleep(100000)) {
+        comm_tell_wait(deadline, limit_s, "rank 0", where);
         for (const CommAddress& a : addresses()) {
-            const int control = comm_try(a, comm_hello(*job), 0, deadline, &why);
+            const int control = comm_try(a, comm_hello(*job), 0, &why);
             if (control < 0) { continue; }
-            const int data = comm_try(a, comm_hello(*job), 1, deadline, &why);
+            const int data = comm_try(a, comm_hello(*job), 1, &why);
             // Rank 0's time limit may end a little later, and its message says more.
-            if (data >= 0 && comm_read(control, &hub, sizeof(hub), deadline + 5)) {
+            comm_limit(control, deadline + 5 - comm_now());
+            if (data >= 0 && comm_read(control, &hub, sizeof(hub))) {
                 if (hub.magic[0] == '\0') { _exit(EXIT_FAILURE); }
                 hub.host[sizeof(hub.host) - 1] = '\0';
+                for (int fd : {control, data}) { comm_limit(fd, 0); }
                 job->peers = {{control, data, hub}};
                 return;
             }
             close(control);
             if (data >= 0) { close(data); }
         }
-        usleep(100000);
     }
     die("rank 0 was not found at %s within %d s: %s\nhint: was it started? %s", where.c_str(), limit_s,
         why.c_str(), kCommApart);

@@ -168,18 +168,17 @@ static inline std::string comm_read_meeting(const CommOptions& o) {     // "" un
 // Rank 0 locks its file, so the next job can take over the file of a killed one. Returns the descriptor.
 static inline int comm_write_meeting(const CommOptions& o, const std::string& text) {
     const std::string path = comm_meeting_file(o);
+    const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
+    if (fd < 0) { die("cannot create '%s': %s", path.c_str(), strerror(errno)); }
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+        die("another job's ranks are meeting in '%s' now\nhint: %s", path.c_str(), kCommApart);
+    }
     struct stat st;
-    int fd;
-    do {                                        // again if another job has removed the file meanwhile
-        fd = open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
-        if (fd < 0) { die("cannot create '%s': %s", path.c_str(), strerror(errno)); }
-        if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
-            die("another job's ranks are meeting in '%s' now\nhint: %s", path.c_str(), kCommApart);
-        }
-        if (!comm_is_own(fd, &st)) {
-            die("'%s' is no file of this user\nhint: %s", path.c_str(), kCommApart);
-        }
-    } while (st.st_nlink == 0 && close(fd) == 0);
+    if (!comm_is_own(fd, &st)) { die("'%s' is no file of this user\nhint: %s", path.c_str(), kCommApart); }
+    if (st.st_nlink == 0) {                     // another job has just removed it
+        close(fd);
+        return comm_write_meeting(o, text);
+    }
     if (ftruncate(fd, 0) != 0 || pwrite(fd, text.data(), text.size(), 0) != (ssize_t)text.size() ||
         fsync(fd) != 0) {
         die("cannot write '%s': %s", path.c_str(), strerror(errno));
@@ -201,7 +200,7 @@ static inline void comm_find_tcp(CommJob* job, const CommOptions& o, const CommA
     const std::vector<CommAddress> only = {a};
     int port;
     if (job->rank != 0) { comm_join(job, o.start_timeout_s, where, [&] { return only; }); }
-    else { comm_gather(job, comm_listen(a, &port), a.key, o.start_timeout_s, where); }
+    else { die_if(comm_gather(job, comm_listen(a, &port), a.key, o.start_timeout_s, where)); }
 }
 
 static inline void comm_find_fs(CommJob* job, const CommOptions& o, const CommForeign& f) {
@@ -215,8 +214,10 @@ static inline void comm_find_fs(CommJob* job, const CommOptions& o, const CommFo
     int port;
     const int listener = comm_listen({"", "0", key}, &port);
     const int locked = comm_write_meeting(o, comm_describe(key, port));
-    comm_gather(job, listener, key, o.start_timeout_s, where, comm_meeting_file(o));
+    const std::string error = comm_gather(job, listener, key, o.start_timeout_s, where);
+    unlink(comm_meeting_file(o).c_str());
     close(locked);
+    die_if(error);
 }
 
 #ifdef USE_MPI
@@ -236,7 +237,7 @@ static inline void comm_find_mpi(CommJob* job, const CommOptions& o) {
     }
     if (MPI_Bcast(text, sizeof(text), MPI_CHAR, 0, MPI_COMM_WORLD) != MPI_SUCCESS) { die("MPI_Bcast fails"); }
     const std::vector<CommAddress> all = comm_addresses(text);
-    if (job->rank == 0) { comm_gather(job, listener, key, o.start_timeout_s, "rank 0"); }
+    if (job->rank == 0) { die_if(comm_gather(job, listener, key, o.start_timeout_s, "rank 0")); }
     else { comm_join(job, o.start_timeout_s, "the addresses that MPI gave", [&] { return all; }); }
 }
 #endif
@@ -246,14 +247,14 @@ static int comm_local_start_s = 20;             // tests lower it
 static inline void comm_find_local(CommJob* job, const CommChild& child, const CommOptions& o) {
     job->rank = child.rank;
     job->world = child.world;
-    job->page = comm_map_page(child.page);
-    fcntl(child.page, F_SETFD, FD_CLOEXEC);
+    comm_errors = child.errors;
+    fcntl(child.errors, F_SETFD, FD_CLOEXEC);
     const int limit = std::min(comm_local_start_s, o.start_timeout_s);
     const std::vector<CommAddress> only = {{"127.0.0.1", std::to_string(child.port), child.key}};
     if (job->rank != 0) { comm_join(job, limit, "its launcher's port", [&] { return only; }); }
     else {
         fcntl(child.listener, F_SETFD, FD_CLOEXEC);
-        comm_gather(job, child.listener, child.key, limit, "this machine's launcher");
+        die_if(comm_gather(job, child.listener, child.key, limit, "this machine's launcher"));
     }
 }
 
