@@ -5379,7 +5379,7 @@ static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, doub
     for (int i = 0; i < count; i++) {
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
-        data_next(loader, model->step);
+        data_next(loader);
         micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count, counted);
     }
     saver_hold(saver);                          // weights change only after a checkpoint has its copies
@@ -6699,7 +6699,7 @@ static Config checkpoint_config(const char* path) {
 static void checkpoint_load(GPT2* model, const char* path) {
     auto on_tensor = [=](int i, int l, const float* values) {
         gpt2_set_param(model, i, l, values);
-        comm_progress(0);
+        comm_progress(-1);
     };
     if (hf_is(path)) { hf_read(path, param_table, model->config, on_tensor); }
     else { model_read(path, param_table, model->config, on_tensor); }
@@ -6794,7 +6794,7 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     std::vector<char> data;
     for (const SavedPiece& piece : state_pieces(model)) {
         if (!piece.device) { continue; }
-        DiskWait disk(c->step);
+        DiskWait disk;
         const std::string error = checkpoint_read(*c, index, piece.row, &data);
         if (!error.empty()) { return error; }
         copy_to_device(piece.device, data.data(), data.size(), model->stream);
@@ -6958,7 +6958,7 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
 // and algorithms are facts of this file and not of the states: those of equal runs are equal.
 static void log_run(Training* t) {
     if (!t->saves || comm.rank != 0) { return; }
-    DiskWait disk(t->step);
+    DiskWait disk;
     const Facts before = run.resumed ? run_json(run.output_dir) : Facts();
     const std::string now = gemm_algorithms(t->model.stream), *then = facts_find(before, "algorithms");
     resumed_check(before, {{"set of libraries", t->device.libraries}}, run.output_dir);
@@ -7045,7 +7045,7 @@ static bool validation_loss(float* loss, GPT2* model, DataLoader* loader, int so
     memset(losses, 0, batches * sizeof(float));
     const bool done = take_turns(model, batches, [&](int64_t i) {
         const int live = (int)std::min(B, rows - i * B);
-        data_next(loader, model->step);     // always B rows: the first ones follow the last
+        data_next(loader);                  // always B rows: the first ones follow the last
         gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
         gpt2_loss(model, live, T, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&losses[i], &model->state->loss, sizeof(float), model->stream);
@@ -7072,7 +7072,7 @@ static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t st
         loss += source.share * own;
     }
     if (each.size() == 1) { each.clear(); }
-    DiskWait disk(step);
+    DiskWait disk;
     report_val(*logger, run_task() == Task::Train ? step : -1, loss, each);
     logger_val(logger, step, loss, each);
     return report_finite("the validation loss is", loss);
@@ -7111,7 +7111,7 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     std::vector<double> sums;
     if (!gpt2_evaluate(&sums, model, set)) { return true; }
     const EvalScore score = evalset_score(set, sums);
-    DiskWait disk(step);
+    DiskWait disk;
     report_eval(score);
     logger_eval(logger, step, score);
     return report_finite("losses of the evaluation are", score.loss);
@@ -7123,7 +7123,7 @@ static TextDraw text_draw(Training* t) {
                const OnToken& on_token) {
         decoder_write(&t->decoder, prompt, count, end, first_id, (uint64_t)t->step << 24,
                       [&](int row, int token) {
-            DiskWait disk(t->step);             // stdout may be a file
+            DiskWait disk;                      // stdout may be a file
             return on_token(row, token);
         });
     };
@@ -7170,7 +7170,7 @@ static void save(Training* t) {
     const char* cure = run.skip_loss > 0 || run.skip_norm > 0 ? "a larger -sl or -sg skips less"
                                                               : "a smaller -l or a longer -u";
     save(t);                                // the weights are those from before the skipped updates
-    if (t->saves) { saver_advance(&t->saver, t->step, true); }
+    if (t->saves) { saver_advance(&t->saver, true); }
     comm_any(false);                        // no rank dies before rank 0 has printed what was skipped
     die("%d updates in a row were skipped: the run stops after step %lld, and %s\n"
         "hint: %slook at the data; %s", kMaxSkipsInARow, (long long)t->step,
@@ -7205,7 +7205,7 @@ static void train(Training* t) {
         const bool eval_due = run.evaluate && due(run.eval_every > 0 ? run.eval_every : run.val_every, step);
         const bool sample_due = step > 0 && due(run.sample_every, step);
         const bool save_due = t->saves && step > 0 && due(run.checkpoint_every, step);
-        if (t->saves) { saver_advance(&t->saver, step, false); }
+        if (t->saves) { saver_advance(&t->saver, false); }
         if (val_due || eval_due || sample_due || save_due) { report(0); }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // the steps up to here
@@ -7226,7 +7226,7 @@ static void train(Training* t) {
     if (t->step < t->data.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     check_ranks(model, t->step);                // a model on which the ranks disagree is not saved
     save(t);                                    // first: the rest takes time
-    if (t->saves) { saver_advance(&t->saver, t->step, true); }
+    if (t->saves) { saver_advance(&t->saver, true); }
     if (run.val_every > 0) { validate(model, &t->data.val, &t->logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->data.questions, &t->logger, t->step); }
     if (run.sample_every > 0) { generate(t); }

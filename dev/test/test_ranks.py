@@ -428,6 +428,16 @@ def test_stop(n, zs, number):
     assert unlike(folder, undisturbed({**flags, "-x": step})) == []
 
 
+@pytest.mark.cpu_only
+def test_stop_of_one_rank():
+    """A signal to one rank stops the job, and rank 0 says so."""
+    job = Job({**batch(8), "--gpus": 3, "-x": 10**6, "-o": "stop_one"})
+    assert job.until("step 3/"), job.err()
+    os.kill(job.ranks()[2], INT)
+    result = job.result()
+    assert (result.code, result.err, len(steps_of("stop_one"))) == (0, STOPPING, 1)
+
+
 # ---- deaths; of ranks with a launcher in test_resume.py and test_comm.cpp ----
 
 @pytest.mark.cpu_only

@@ -27,7 +27,7 @@ watchdog and no sockets, and every function here returns at once. A start goes t
 #include "../facts.h"       // gives: Facts, facts_text, facts_parse
 #include "net.h"            // gives: comm_read, comm_write
 #include "start.h"          // gives: CommOptions, comm_find
-#include "watch.h"          // gives: comm_progress, comm_patience, comm_health, comm_abort, CommWait
+#include "watch.h"          // gives: comm_progress, comm_health, comm_abort, CommWait, DiskWait
 
 // Written by comm_start.
 struct Comm { int rank = 0, world = 1, local_rank = 0, local_world = 1; };

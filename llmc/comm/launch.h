@@ -5,16 +5,16 @@ Starts the N processes of a job on this machine, as `--gpus N` asks, and waits f
     CommChild child;
     if (comm_child(&child)) { ... } // true in a process that a launcher started
 
-A rank is a copy of this program with the same arguments. Its environment holds the loopback port where rank 0
-listens, a random job key, and a pipe to the launcher. Rank 0 has the terminal, and the others print nothing on
-stdout.
+A rank is a copy of this program with the same arguments. Its environment holds the loopback port where rank
+0 listens, a random job key, and a pipe to the launcher. Rank 0 has the terminal, and the others print nothing
+on stdout.
 
 The launcher passes signals on to all ranks, which stop at the same step (comm_any). A rank that gets one
 directly stops the job as well. Only the launcher counts requests: SIGQUIT tells the ranks to end at once.
 
-A rank whose error ends the job writes the message into the pipe. When all ranks are gone, the launcher prints
-the first one. When a rank has failed, the others get kCommGrace seconds to end by themselves; then the launcher
-kills them. If the launcher is killed, the kernel kills the ranks.
+A rank whose error ends the job writes the message into the pipe. When all ranks are gone, the launcher
+prints the first one. When a rank has failed, the others get kCommGrace seconds to end by themselves; then the
+launcher kills them. If the launcher is killed, the kernel kills the ranks.
 */
 #pragma once
 
@@ -45,14 +45,14 @@ struct CommChild { int rank, world, listener, port; unsigned long long key; int 
 static inline bool comm_child(CommChild* c) {
     const char* text = getenv(kCommChild);
     return text && sscanf(text, "%d %d %d %d %llx %d", &c->rank, &c->world, &c->listener, &c->port, &c->key,
-                          &c->errors) == 6 && fcntl(c->errors, F_GETFD) >= 0;  // else an ancestor was the rank
+                          &c->errors) == 6 && fcntl(c->errors, F_GETFD) >= 0;   // else an ancestor was it
 }
 
 // Where the error goes that ends a job: the launcher's pipe, if there is one.
 static int comm_errors = STDERR_FILENO;
 static inline bool comm_launched() { return comm_errors != STDERR_FILENO; }
 
-// Before it comes what was printed, unless a stuck thread has locked stdout or it is a pipe that nobody reads.
+// Flushes stdout before, unless a stuck thread has locked it or it is a pipe that nobody reads.
 static inline void comm_print_error(int rank, const std::string& text) {
     struct pollfd out = {STDOUT_FILENO, POLLOUT, 0};
     if (poll(&out, 1, 1000) == 1 && ftrylockfile(stdout) == 0) {
@@ -67,7 +67,6 @@ static inline void comm_print_error(int rank, const std::string& text) {
 
 struct CommLaunch {
     std::vector<pid_t> pids;                    // by rank; 0: has ended
-    int errors;                                 // the pipe's end that is read
     sigset_t awaited, before;                   // signals that the launcher handles; the ranks' first mask
     unsigned passed;                            // a bit for each signal that was passed on
     int code;                                   // exit code of the first rank that failed
@@ -164,23 +163,13 @@ static inline void comm_wait_ranks(CommLaunch* l) {
     }
 }
 
-// A job that was ended by a signal which the launcher passed on is no failure.
-static inline void comm_print_end(const CommLaunch& l) {
-    char first[PIPE_BUF];
-    const ssize_t bytes = read(l.errors, first, sizeof(first));
-    if (l.code > 128 && l.code < 160 && (l.passed >> (l.code - 128) & 1)) { return; }
-    if (bytes > 0) { fprintf(stderr, "%.*s", (int)bytes, first); }
-    else if (!l.ended.empty()) { fprintf(stderr, "error: %s\n", l.ended.c_str()); }
-}
-
 __attribute__((noreturn)) static inline void comm_launch(int world, char** argv) {
     assert(world <= kCommMaxLocal);
-    CommLaunch l = {std::vector<pid_t>(world, 0), -1, {}, {}, 0, 0, "", false};
+    CommLaunch l = {std::vector<pid_t>(world, 0), {}, {}, 0, 0, "", false};
     int errors[2];                              // O_DIRECT: a read returns what one write wrote
     if (pipe2(errors, O_CLOEXEC | O_DIRECT | O_NONBLOCK) != 0) {
         die("cannot prepare %d ranks: %s", world, strerror(errno));
     }
-    l.errors = errors[0];
     CommChild child = {0, world, -1, 0, comm_random_key(), errors[1]};
     child.listener = comm_listen({"127.0.0.1", "0", child.key}, &child.port);
 
@@ -197,6 +186,10 @@ __attribute__((noreturn)) static inline void comm_launch(int world, char** argv)
     for (child.rank = 0; child.rank < world; child.rank++) { comm_start_rank(&l, child, argv); }
     close(child.listener);
     comm_wait_ranks(&l);
-    comm_print_end(l);
+    char first[PIPE_BUF];                       // error of the ranks
+    const ssize_t bytes = read(errors[0], first, sizeof(first));
+    const bool asked = l.code > 128 && l.code < 160 && (l.passed >> (l.code - 128) & 1);    // by a signal
+    if (bytes > 0 && !asked) { fprintf(stderr, "%.*s", (int)bytes, first); }
+    else if (!l.ended.empty() && !asked) { fprintf(stderr, "error: %s\n", l.ended.c_str()); }
     _exit(l.code);                              // the launcher has nothing left to print
 }

@@ -1,9 +1,9 @@
 /*
 Connections between the ranks of a job: whole messages, hellos, TCP. Host only.
 
-    int port, listener = comm_listen(address, &port);               // rank 0, or its launcher
-    die_if(comm_gather(&job, listener, key, limit_s, where));       // rank 0: returns when all ranks have come
-    comm_join(&job, limit_s, where, addresses);                     // the other ranks
+    int port, listener = comm_listen(address, &port);           // rank 0, or its launcher
+    die_if(comm_gather(&job, listener, key, limit_s, where));   // rank 0: returns when all ranks have come
+    comm_join(&job, limit_s, where, addresses);                 // the other ranks
 
 Rank 0 is the hub: every other rank has two connections to it, one for the watchdogs (control) and one for the
 main threads (data). They meet like this:
@@ -126,53 +126,21 @@ static inline std::string comm_host(const CommAddress& a) {
     return a.host == "localhost" ? "127.0.0.1" : a.host;
 }
 
-// Returns a listening socket and its port. Only localhost, ::1 and 127.* bind to the loopback: the host's
-// name does not, because /etc/hosts often maps it to 127.0.1.1.
-static inline int comm_listen(const CommAddress& a, int* port) {
-    const std::string own = comm_host(a);
-    std::vector<std::string> hosts = {"::", "0.0.0.0"};     // "::" serves both families; else IPv4 alone
-    if (own == "::1" || own.compare(0, 4, "127.") == 0) { hosts = {own}; }
-    int error = EADDRNOTAVAIL;
-    for (const std::string& host : hosts) {
-        struct addrinfo hints = {}, *found;
-        hints.ai_socktype = SOCK_STREAM;
-        hints.ai_flags = AI_PASSIVE | AI_NUMERICHOST | AI_NUMERICSERV;
-        if (getaddrinfo(host.c_str(), a.port.c_str(), &hints, &found) != 0) { continue; }
-        const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        comm_set(fd, SOL_SOCKET, SO_REUSEADDR, 1);
-        comm_set(fd, IPPROTO_IPV6, IPV6_V6ONLY, 0);
-        const bool listens = fd >= 0 && bind(fd, found->ai_addr, found->ai_addrlen) == 0 &&
-                             listen(fd, 512) == 0;
-        if (!listens) { error = errno; }
-        freeaddrinfo(found);
-        if (listens) {
-            struct sockaddr_in6 self = {};      // sockaddr_in has its port at the same offset
-            socklen_t size = sizeof(self);
-            getsockname(fd, (struct sockaddr*)&self, &size);
-            *port = ntohs(self.sin6_port);
-            return fd;
-        }
-        if (fd >= 0) { close(fd); }
-        if (error == EADDRINUSE) { break; }     // a taken port is taken for both families
-    }
-    die("rank 0 cannot listen on port %s: %s\nhint: another job may use it; choose another, -ps HOST:PORT",
-        a.port.c_str(), strerror(error));
-}
-
-// Returns -1 if it fails within some seconds; *why has the reason.
-static inline int comm_connect(const CommAddress& a, std::string* why) {
+// A socket with which use() succeeds, for one of the host's addresses; -1: none, and *why has the reason.
+static inline int comm_socket(const std::string& host, const std::string& port, int flags, std::string* why,
+                              const std::function<bool(int, const struct addrinfo&)>& use) {
     struct addrinfo hints = {}, *found;
     hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICSERV;
-    const int failed = getaddrinfo(comm_host(a).c_str(), a.port.c_str(), &hints, &found);
+    hints.ai_flags = flags | AI_NUMERICSERV;
+    const int failed = getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
     if (failed) { *why = gai_strerror(failed); return -1; }
     int fd = -1;
     for (struct addrinfo* f = found; f && fd < 0; f = f->ai_next) {
         fd = socket(f->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        comm_set(fd, SOL_SOCKET, SO_REUSEADDR, 1);      // lets rank 0 listen on this end's port
-        comm_set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-        comm_limit(fd, 5);
-        if (connect(fd, f->ai_addr, f->ai_addrlen) == 0) { break; }
+        comm_set(fd, SOL_SOCKET, SO_REUSEADDR, 1);      // for a near end, too: rank 0 may listen on its port
+        comm_set(fd, IPPROTO_IPV6, IPV6_V6ONLY, 0);
+        comm_set(fd, IPPROTO_TCP, TCP_NODELAY, 1);      // accepted connections inherit it
+        if (fd >= 0 && use(fd, *f)) { break; }
         *why = strerror(errno == EINPROGRESS ? ETIMEDOUT : errno);
         if (fd >= 0) { close(fd); }
         fd = -1;
@@ -181,25 +149,47 @@ static inline int comm_connect(const CommAddress& a, std::string* why) {
     return fd;
 }
 
+// Returns a listening socket and its port. Only localhost, ::1 and 127.* bind to the loopback: the host's
+// name does not, because /etc/hosts often maps it to 127.0.1.1.
+static inline int comm_listen(const CommAddress& a, int* port) {
+    const std::string own = comm_host(a);
+    std::vector<std::string> hosts = {"::", "0.0.0.0"};     // "::" serves both families; else IPv4 alone
+    if (own == "::1" || own.compare(0, 4, "127.") == 0) { hosts = {own}; }
+    std::string why;
+    for (const std::string& host : hosts) {
+        const int fd = comm_socket(host, a.port, AI_PASSIVE | AI_NUMERICHOST, &why,
+                                   [](int fd, const struct addrinfo& f) {
+            return bind(fd, f.ai_addr, f.ai_addrlen) == 0 && listen(fd, 512) == 0;
+        });
+        if (fd < 0) { continue; }
+        struct sockaddr_in6 self = {};          // sockaddr_in has its port at the same offset
+        socklen_t size = sizeof(self);
+        getsockname(fd, (struct sockaddr*)&self, &size);
+        *port = ntohs(self.sin6_port);
+        return fd;
+    }
+    die("rank 0 cannot listen on port %s: %s\nhint: another job may use it; choose another, -ps HOST:PORT",
+        a.port.c_str(), why.c_str());
+}
+
+static inline int comm_connect(const CommAddress& a, std::string* why) {        // -1: not now
+    return comm_socket(comm_host(a), a.port, 0, why, [](int fd, const struct addrinfo& f) {
+        comm_limit(fd, 5);
+        return connect(fd, f.ai_addr, f.ai_addrlen) == 0;
+    });
+}
+
 // ---- rank 0 waits for the others ----
 
 static const char kCommApart[] = "jobs that share a port or a folder need different values of LLMC_JOB_ID";
-// Rank 0 needs two descriptors per rank, these for unknown connections, and 128 for all else.
-static const size_t kCommStrangers = 64;
+static const double kCommHelloLimit = 0.2;      // seconds: who has connected says hello at once
 
-// A connection whose hello is not whole yet.
-struct CommPending { int fd; double limit; };
-
-// Takes or closes a connection. Returns false while its hello is incomplete. *note is added to the error
-// message if some ranks never come.
-static inline bool comm_receive(CommJob* job, const CommPending& p, uint64_t key, std::string* note) {
+// Takes a connection, or closes it. *note is added to the error message if some ranks never come.
+static inline void comm_receive(CommJob* job, int fd, uint64_t key, std::string* note) {
     CommHello h;
-    const ssize_t n = recv(p.fd, &h, sizeof(h), MSG_PEEK | MSG_DONTWAIT);
-    const bool waiting = n < 0 ? errno == EAGAIN || errno == EINTR : n > 0 && n < (ssize_t)sizeof(h);
-    if (waiting && comm_now() < p.limit) { return false; }
     int* place = nullptr;
-    if (n == sizeof(h) && memcmp(h.magic, kCommMagic, sizeof(h.magic)) == 0 && h.key == key) {
-        comm_read(p.fd, &h, sizeof(h));
+    comm_limit(fd, kCommHelloLimit);
+    if (comm_read(fd, &h, sizeof(h)) && memcmp(h.magic, kCommMagic, sizeof(h.magic)) == 0 && h.key == key) {
         h.host[sizeof(h.host) - 1] = '\0';
         if (h.world != job->world) { *note = format("; rank %d came as one of %d", h.rank, h.world); }
         else if (h.rank > 0 && h.rank < job->world && (h.link == 0 || h.link == 1)) {
@@ -207,13 +197,13 @@ static inline bool comm_receive(CommJob* job, const CommPending& p, uint64_t key
             if (*place >= 0) { *note = format("; two processes came as rank %d", h.rank); }
         }
     }
-    if (!place || *place >= 0 || !comm_write(p.fd, kCommKnown, sizeof(kCommKnown))) {
-        close(p.fd);
-        return true;
+    if (!place || *place >= 0 || !comm_write(fd, kCommKnown, sizeof(kCommKnown))) {
+        close(fd);
+        return;
     }
-    *place = p.fd;
+    comm_limit(fd, 0);
+    *place = fd;
     job->peers[h.rank].who = h;
-    return true;
 }
 
 static inline bool comm_has_come(CommPeer* peer) {      // false again if the rank has left since
@@ -238,24 +228,6 @@ static inline std::string comm_missing(CommJob* job) {
     return count == 0 ? "" : (count == 1 ? "rank " : "ranks ") + ranks;
 }
 
-// Accepts what waits at the listener, and hears it. A connection without a hello is closed after five seconds,
-// or earlier if it is the oldest of more than kCommStrangers.
-static inline void comm_accept(CommJob* job, int listener, uint64_t key, std::vector<CommPending>* pending,
-                               std::string* note) {
-    for (size_t i = 0; i < kCommStrangers; i++) {
-        const int fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
-        if (fd < 0) { break; }
-        comm_set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-        pending->push_back({fd, comm_now() + 5});
-        if (pending->size() <= kCommStrangers) { continue; }
-        close(pending->front().fd);
-        pending->erase(pending->begin());
-    }
-    pending->erase(std::remove_if(pending->begin(), pending->end(), [&](const CommPending& one) {
-        return comm_receive(job, one, key, note);
-    }), pending->end());
-}
-
 // After ten seconds of waiting, says once for whom.
 static inline void comm_tell_wait(double deadline, int limit_s, const std::string& whom,
                                   const std::string& where) {
@@ -269,7 +241,7 @@ static inline void comm_tell_wait(double deadline, int limit_s, const std::strin
 // Waits for all ranks and tells them to go on. Returns the error, or "".
 static inline std::string comm_gather(CommJob* job, int listener, uint64_t key, int limit_s,
                                       const std::string& where) {
-    const uint64_t needed = 2 * (uint64_t)job->world + kCommStrangers + 128, most = allow_most_files();
+    const uint64_t needed = 2 * (uint64_t)job->world + 128, most = allow_most_files();
     if (most < needed) {
         return format("%d ranks take %llu open files, and this process may have %llu\nhint: raise the hard "
                       "limit, ulimit -Hn", job->world, (unsigned long long)needed, (unsigned long long)most);
@@ -278,15 +250,16 @@ static inline std::string comm_gather(CommJob* job, int listener, uint64_t key, 
     job->peers.assign(job->world, CommPeer{-1, -1, {}});
     job->peers[0].who = comm_hello(*job);
     fcntl(listener, F_SETFL, O_NONBLOCK);
-    std::vector<CommPending> pending;
     std::string note, missing;
     while (!(missing = comm_missing(job)).empty() && comm_now() < deadline) {
+        comm_tell_wait(deadline, limit_s, missing, where);
         struct pollfd p = {listener, POLLIN, 0};
         poll(&p, 1, 20);
-        comm_accept(job, listener, key, &pending, &note);
-        comm_tell_wait(deadline, limit_s, missing, where);
+        for (int fd = 0; fd >= 0 && comm_now() < deadline;) {
+            fd = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+            if (fd >= 0) { comm_receive(job, fd, key, &note); }
+        }
     }
-    for (const CommPending& p : pending) { close(p.fd); }
     close(listener);
     const CommHello welcome = missing.empty() ? job->peers[0].who : CommHello{};
     for (const CommPeer& p : job->peers) {      // write errors are ignored: the watchdog reports dead ranks
@@ -299,21 +272,31 @@ static inline std::string comm_gather(CommJob* job, int listener, uint64_t key, 
 
 // ---- the others look for rank 0 ----
 
-// Connects and says hello; returns -1 if rank 0 does not answer now. If nobody listens, TCP may connect a
-// socket to itself. It then reads its own hello, which differs from kCommKnown.
-static inline int comm_try(const CommAddress& a, CommHello hello, int link, std::string* why) {
-    const int fd = comm_connect(a, why);
-    if (fd < 0) { return -1; }
-    hello.link = link;
+// Says hello on both connections, and waits until rank 0 has all ranks. False: not now. If nobody listens,
+// TCP may connect a socket to itself. It then reads its own hello, which differs from kCommKnown.
+static inline bool comm_try(CommJob* job, const CommAddress& a, double deadline, std::string* why) {
+    CommHello hello = comm_hello(*job), hub;
+    int links[2] = {-1, -1};
+    bool known = true;
     hello.key = a.key;
-    char answer[sizeof(kCommKnown)];
-    if (comm_write(fd, &hello, sizeof(hello)) && comm_read(fd, answer, sizeof(answer)) &&
-        memcmp(answer, kCommKnown, sizeof(answer)) == 0) {
-        return fd;
+    for (hello.link = 0; known && hello.link < 2; hello.link++) {
+        char answer[sizeof(kCommKnown)];
+        const int fd = links[hello.link] = comm_connect(a, why);
+        if (fd >= 0) { *why = "it does not answer as rank 0 of this job"; }
+        known = fd >= 0 && comm_write(fd, &hello, sizeof(hello)) && comm_read(fd, answer, sizeof(answer)) &&
+                memcmp(answer, kCommKnown, sizeof(answer)) == 0;
     }
-    *why = "it does not answer as rank 0 of this job";
-    close(fd);
-    return -1;
+    // Rank 0's time limit may end a little later, and its message says more.
+    comm_limit(links[0], deadline + 5 - comm_now());
+    if (!known || !comm_read(links[0], &hub, sizeof(hub))) {
+        for (int fd : links) { if (fd >= 0) { close(fd); } }
+        return false;
+    }
+    if (hub.magic[0] == '\0') { _exit(EXIT_FAILURE); }
+    hub.host[sizeof(hub.host) - 1] = '\0';
+    for (int fd : links) { comm_limit(fd, 0); }
+    job->peers = {{links[0], links[1], hub}};
+    return true;
 }
 
 // Calls addresses() before each attempt: the rendezvous file may not exist yet, or be an earlier run's.
@@ -321,25 +304,9 @@ static inline void comm_join(CommJob* job, int limit_s, const std::string& where
                              const std::function<std::vector<CommAddress>()>& addresses) {
     const double deadline = comm_now() + limit_s;
     std::string why = "nothing is there";
-    CommHello hub;
     for (; comm_now() < deadline; usleep(100000)) {
-        comm_tell_wait(deadline, limit_s, "rank 0", where);
-        for (const CommAddress& a : addresses()) {
-            const int control = comm_try(a, comm_hello(*job), 0, &why);
-            if (control < 0) { continue; }
-            const int data = comm_try(a, comm_hello(*job), 1, &why);
-            // Rank 0's time limit may end a little later, and its message says more.
-            comm_limit(control, deadline + 5 - comm_now());
-            if (data >= 0 && comm_read(control, &hub, sizeof(hub))) {
-                if (hub.magic[0] == '\0') { _exit(EXIT_FAILURE); }
-                hub.host[sizeof(hub.host) - 1] = '\0';
-                for (int fd : {control, data}) { comm_limit(fd, 0); }
-                job->peers = {{control, data, hub}};
-                return;
-            }
-            close(control);
-            if (data >= 0) { close(data); }
-        }
+        if (limit_s > 60) { comm_tell_wait(deadline, limit_s, "rank 0", where); }   // else a launcher watches
+        for (const CommAddress& a : addresses()) { if (comm_try(job, a, deadline, &why)) { return; } }
     }
     die("rank 0 was not found at %s within %d s: %s\nhint: was it started? %s", where.c_str(), limit_s,
         why.c_str(), kCommApart);

@@ -268,17 +268,18 @@ static inline void comm_contradictions(const CommOptions& o, const CommForeign& 
         die("--gpus %d starts the ranks of this machine by itself\nhint: leave out -pi, -ps, -pf, -pn, -pr "
             "and -pg, or --gpus", o.gpus);
     }
-    if (*o.server && !tcp) { die("-ps needs -pi tcp"); }
-    if (*o.folder && !fs) { die("-pf needs -pi fs"); }
     const bool alone = o.init == CommInit::Auto && o.processes == 1 && o.process <= 0;
-    if (!tcp && !fs && !alone && (o.processes > 0 || o.process >= 0)) {
-        die("-pn and -pr need -pi tcp or -pi fs");
-    }
-    if (fs && !*o.folder) { die("-pi fs needs -pf, a folder that all ranks see"); }
-    if (tcp && !*o.server && !foreign) { die("-pi tcp needs -ps HOST[:PORT], where rank 0 runs"); }
-    if ((tcp || fs) && !foreign && (o.processes < 1 || o.process < 0)) {
-        die("-pi %s needs -pn, the number of processes, and -pr, which of them this is", tcp ? "tcp" : "fs");
-    }
+    const bool numbered = o.processes > 0 || o.process >= 0;
+    const struct { bool wrong; const char* said; } rules[] = {
+        {*o.server && !tcp, "-ps needs -pi tcp"},
+        {*o.folder && !fs, "-pf needs -pi fs"},
+        {numbered && !tcp && !fs && !alone, "-pn and -pr need -pi tcp or -pi fs"},
+        {fs && !*o.folder, "-pi fs needs -pf, a folder that all ranks see"},
+        {tcp && !*o.server && !foreign, "-pi tcp needs -ps HOST[:PORT], where rank 0 runs"},
+        {(tcp || fs) && !foreign && (o.processes < 1 || o.process < 0),
+         "-pi tcp and -pi fs need -pn, the number of processes, and -pr, which of them this is"},
+    };
+    for (const auto& rule : rules) { if (rule.wrong) { die("%s", rule.said); } }
     const int world = o.processes > 0 ? o.processes : f.world;
     const int rank = o.process >= 0 ? o.process : f.rank;
     if (rank >= world) { die("-pr %d of -pn %d processes: they count from 0 to %d", rank, world, world - 1); }
@@ -304,26 +305,23 @@ static inline int64_t comm_env_number(const char* name, int64_t otherwise, int64
 // Rank 0's address: from -ps, or from the environment of srun or torchrun.
 static inline CommAddress comm_foreign_server(const CommOptions& o, const CommForeign& f) {
     const uint64_t key = comm_tcp_key();
-    std::string host;
-    int port = kCommPort;
-    if (strchr(o.server, ':')) { return comm_parse_server(o.server, port, key); }       // with its port
+    const char* host = "";
+    int64_t port = kCommPort;
+    if (strchr(o.server, ':')) { return comm_parse_server(o.server, kCommPort, key); }      // with its port
     if (f.name == "srun") {
-        const char* list = getenv("SLURM_STEP_NODELIST");
-        if (!list) { list = getenv("SLURM_JOB_NODELIST"); }
-        host = comm_first_host(list ? list : "");
+        const char* nodes = getenv("SLURM_STEP_NODELIST");
+        host = nodes ? nodes : getenv("SLURM_JOB_NODELIST");
         const int64_t id = comm_env_number("SLURM_JOB_ID", -1, 0, UINT32_MAX);
-        if (id >= 0) { port = 20000 + (int)(id % 10000); }      // below the ephemeral ports
+        if (id >= 0) { port = 20000 + id % 10000; }             // below the ephemeral ports
     } else if (f.name == "torchrun") {
-        const char* master = getenv("MASTER_ADDR");
-        host = master ? master : "";
-        // torchrun's own store listens on MASTER_PORT
-        port = (int)comm_env_number("MASTER_PORT", kCommPort - 1, 1, 65534) + 1;
+        host = getenv("MASTER_ADDR");
+        port = comm_env_number("MASTER_PORT", kCommPort - 1, 1, 65534) + 1;     // torchrun listens on its own
     }
-    if (*o.server) { return comm_parse_server(o.server, port, key); }
-    if (host.empty()) {
+    if (*o.server) { return comm_parse_server(o.server, (int)port, key); }
+    if (!host || !*host) {
         die("%s does not say where rank 0 runs\nhint: give -pi tcp -ps HOST[:PORT]", f.name.c_str());
     }
-    return {host, std::to_string(port), key};
+    return {comm_first_host(host), std::to_string(port), key};
 }
 
 static inline void comm_find(CommJob* job, const CommOptions& o, char** argv) {

@@ -3,11 +3,11 @@ If one rank of a job fails, all ranks end: one message for the whole job, exit c
 
     std::thread(comm_watch).detach();               // comm_start does this when all ranks are there
     comm_progress(step);                            // the main thread calls this in each step
-    comm_patience(600);                             // allows 600 s until the next comm_progress
     { CommWait waiting; ... }                       // it waits for other ranks meanwhile
+    { DiskWait disk; ... }                          // it may wait for a disk
 
-Each rank has a watchdog thread. Rank 0's watches all ranks, the others' watch rank 0. Once a second each sends
-a heartbeat over the control link: the step, and for how long the main thread has made no progress.
+Each rank has a watchdog thread. Rank 0's watches all ranks, the others' watch rank 0. Once a second each
+sends a heartbeat over the control link: the step, and for how long the main thread has made no progress.
 
     a rank ...              is noticed by
     calls die()             its message to rank 0
@@ -37,7 +37,7 @@ static void (*comm_abort)() = nullptr;
 static struct {
     double beat = 1;                // between heartbeats
     double silence = 10;            // without a heartbeat: the rank is stopped or unreachable
-    double still = 20;              // without progress, or still_factor times the longest step if longer
+    double still = 20;              // without progress, or still_factor times the longest micro-step
     double still_factor = 10;
     double first = 600;             // for the first step: loading, compiling, warming up
     double health = 2;              // an NCCL error waits for news of a rank's death, which says more
@@ -51,7 +51,7 @@ enum : int64_t { kCommBeat = 1, kCommError, kCommEnd };
 // All messages on control links have this size: nothing is allocated.
 struct CommMessage {
     int64_t word, step;
-    uint64_t calls;                 // collectives so far: the same on all ranks, but for those that are behind
+    uint64_t calls;                 // collectives so far: of the ranks that are behind, fewer
     double still;                   // seconds without progress; 0 while within the limit
     int64_t waiting;                // 1: the main thread waits for other ranks
     char text[1200];                // the error's message
@@ -71,69 +71,54 @@ struct CommState {
     std::atomic<bool> ending{false}, over{false};   // set by comm_end: when it begins, when all are there
     std::atomic<int64_t> step{-1};
     std::atomic<uint64_t> calls{0};
-    std::atomic<int> waiting{0};
+    std::atomic<int> waiting{0}, disk{0};       // CommWaits, DiskWaits
     std::atomic<double> since{0}, allowed{0};   // time of the last progress; seconds allowed after it
-    std::atomic<bool> patient{false};
     double begun = 0, longest = 0;  // time of the last comm_progress; longest time between two of them
     int64_t first_step = -1;
 };
 static CommState* comm_state = nullptr;         // null in a process that was started alone
 
-// While a CommWait lives, the main thread waits for other ranks and is not blamed for a standstill.
-struct CommWait {
-    CommWait() { if (comm_state) { comm_state->waiting++; } }
-    ~CommWait() {
+// While one lives, the main thread waits and is not blamed for a standstill.
+struct CommPause {
+    std::atomic<int> CommState::*const kind;
+    explicit CommPause(std::atomic<int> CommState::*kind) : kind(kind) { count(1); }
+    ~CommPause() { count(-1); }
+    void count(int more) const {
         if (!comm_state) { return; }
-        comm_state->since = comm_now();         // first: the watchdog reads `waiting` before it
-        comm_state->waiting--;
+        comm_state->since = comm_now();         // first: the watchdog reads the counts before it
+        comm_state->*kind += more;
     }
 };
+// For other ranks.
+struct CommWait : CommPause { CommWait() : CommPause(&CommState::waiting) {} };
+// For files: a stalled disk must not end the job, within an hour. No micro-step is measured by it.
+constexpr double kDiskPatience = 3600;
+struct DiskWait : CommPause {
+    DiskWait() : CommPause(&CommState::disk) {}
+    ~DiskWait() { if (comm_state) { comm_state->begun = comm_now(); } }
+};
 
+// step -1: the first one has not begun.
 static inline void comm_progress(int64_t step) {
     CommState* s = comm_state;
     if (!s) { return; }
     const double now = comm_now();
-    const bool first = s->first_step < 0;
-    if (first) { s->first_step = step; }
-    else if (!s->patient) { s->longest = std::max(s->longest, now - s->begun); }
+    if (s->first_step < 0) { s->first_step = step; }
+    else { s->longest = std::max(s->longest, now - s->begun); }
     s->step = step;
-    s->patient = false;
     s->begun = s->since = now;
     // The first step may call this several times. No interval between calls bounds its longest part.
     s->allowed = step <= s->first_step ? comm_limits.first
                                        : std::max(comm_limits.still, comm_limits.still_factor * s->longest);
 }
 
-static inline void comm_patience(double seconds) {
-    CommState* s = comm_state;
-    if (!s) { return; }
-    s->patient = true;
-    s->allowed = std::max(s->allowed.load(), comm_now() - s->since + seconds);
-}
-
-// A stalled disk must not end the job. While a DiskWait lives, its rank may wait for files; they may nest.
-constexpr double kDiskPatience = 3600;          // seconds for a group of tensors
-struct DiskWait {
-    inline static int depth = 0;
-    const int64_t step;
-    explicit DiskWait(int64_t step) : step(step) {
-        depth++;
-        comm_progress(step);
-        comm_patience(kDiskPatience);
-    }
-    ~DiskWait() {
-        comm_progress(step);
-        if (--depth > 0) { comm_patience(kDiskPatience); }
-    }
-};
-
 // ---- the end ----
 
 static inline CommMessage comm_message(int64_t word) {
     const CommState* s = comm_state;
     const int64_t waiting = s->waiting > 0;
-    const double still = comm_now() - s->since;
-    return {word, s->step, s->calls, still > s->allowed ? still : 0, waiting, ""};
+    const double limit = s->disk > 0 ? kDiskPatience : s->allowed.load(), still = comm_now() - s->since;
+    return {word, s->step, s->calls, still > limit ? still : 0, waiting, ""};
 }
 
 static inline void comm_send(int peer, int64_t word, const std::string& text = "") {
@@ -141,7 +126,7 @@ static inline void comm_send(int peer, int64_t word, const std::string& text = "
     CommMessage m = comm_message(word);
     snprintf(m.text, sizeof(m.text), "%s", text.c_str());
     std::lock_guard<std::mutex> lock(s->sending);
-    // The socket's buffer holds minutes of messages, so a full buffer means that the peer hangs.
+    // The socket's buffer holds minutes of messages: if it is full, the peer hangs.
     send(s->job.peers[peer].control, &m, sizeof(m), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 static inline void comm_send_all(int64_t word) {
@@ -156,7 +141,7 @@ __attribute__((noreturn)) static inline void comm_fail(int rank, const std::stri
     alarm(comm_limits.abort);
     progress_clear();
     if (!text.empty()) { comm_print_error(rank, text); }
-    comm_send_all(kCommEnd);                    // last: a scheduler that sees one rank end may kill the others
+    comm_send_all(kCommEnd);                    // last: a scheduler that sees a rank end may kill all
     atomic_remove_parts();
     if (comm_abort) { comm_abort(); }
     atomic_last_parts();                        // another thread may just have begun to save
@@ -178,8 +163,8 @@ static inline bool comm_report(const char* text) {
     comm_fail(s->job.rank, text);
 }
 
-// die_report before comm_start is done. Without a launcher the other ranks give rank 0 time to print its error,
-// since often all ranks fail for one reason, and a scheduler time to end them.
+// die_report before comm_start is done. Without a launcher the other ranks give rank 0 time to print its
+// error, since often all ranks fail for one reason, and a scheduler time to end them.
 static inline bool comm_report_early(const char* text) {
     CommChild child;
     const bool local = comm_child(&child);
@@ -204,9 +189,6 @@ static inline std::string comm_say(int rank, const std::string& what) {
     return format("rank %d (%s, pid %lld) %s; %s", rank, shown(h.host).c_str(), (long long)h.pid,
                   what.c_str(), last.c_str());
 }
-static inline std::string comm_silent() {
-    return format("is stopped or unreachable: no sign of life for %.0f s", comm_limits.silence);
-}
 
 // Reads all waiting messages of a peer, without blocking.
 static inline void comm_receive_control(int peer) {
@@ -225,9 +207,15 @@ static inline void comm_receive_control(int peer) {
     seen.closed = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
 }
 
+// Why a peer counts as gone, or "". While comm_end waits for all ranks, who was there may have left.
+static inline std::string comm_gone(const CommSeen& seen) {
+    if (seen.closed) { return comm_state->ending ? "" : "died"; }
+    if (comm_now() - seen.heard <= comm_limits.silence) { return ""; }
+    return format("is stopped or unreachable: no sign of life for %.0f s", comm_limits.silence);
+}
+
 // Returns the rank that holds up the others, or -1.
-static inline int comm_slowest() {
-    const std::vector<CommSeen>& seen = comm_state->seen;
+static inline int comm_slowest(const std::vector<CommSeen>& seen) {
     int slowest = -1;
     bool all_still = true;
     for (int r = 0; r < (int)seen.size(); r++) {
@@ -241,18 +229,15 @@ static inline int comm_slowest() {
 }
 
 static inline void comm_judge_ranks() {
-    CommState* s = comm_state;
-    s->seen[0].last = comm_message(kCommBeat);
-    s->seen[0].heard = comm_now();
-    for (int r = 1; r < s->job.world; r++) {
-        const CommSeen& seen = s->seen[r];
-        if (seen.closed && s->ending) { continue; }         // it was in comm_end, and has left
-        if (seen.closed) { comm_fail(0, comm_say(r, "died")); }
-        if (comm_now() - seen.heard > comm_limits.silence) { comm_fail(0, comm_say(r, comm_silent())); }
+    std::vector<CommSeen>& seen = comm_state->seen;
+    for (int r = 1; r < (int)seen.size(); r++) {
+        const std::string gone = comm_gone(seen[r]);
+        if (!gone.empty()) { comm_fail(0, comm_say(r, gone)); }
     }
-    const int r = comm_slowest();
+    seen[0].last = comm_message(kCommBeat);
+    const int r = comm_slowest(seen);
     if (r < 0) { return; }
-    const CommMessage& m = s->seen[r].last;
+    const CommMessage& m = seen[r].last;
     comm_fail(0, comm_say(r, format("makes no progress for %.0f s%s", m.still,
                                     m.waiting ? ", like all others" : "")));
 }
@@ -266,10 +251,8 @@ __attribute__((noreturn)) static inline void comm_fail_alone(const std::string& 
 }
 
 static inline void comm_judge_hub() {
-    CommState* s = comm_state;
-    const CommSeen& hub = s->seen[0];
-    if (hub.closed && !s->ending) { comm_fail_alone("died"); }
-    if (!hub.closed && comm_now() - hub.heard > comm_limits.silence) { comm_fail_alone(comm_silent()); }
+    const std::string gone = comm_gone(comm_state->seen[0]);
+    if (!gone.empty()) { comm_fail_alone(gone); }
 }
 
 // A rank's death may cause an NCCL error. The watchdogs get time to see the death: their message says more.

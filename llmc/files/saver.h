@@ -8,7 +8,7 @@ writes them to disk.
     saver_begin(&saver, step);                                      // all ranks, after the same step
     saver_copy(&saver, facts);                                      // enqueues the copies
     saver_hold(saver);                                              // before each update
-    saver_advance(&saver, step, false);                             // all ranks, after each later step
+    saver_advance(&saver, false);                                   // all ranks, after each later step
     saver_free(&saver);
 
 The device copies the pieces while the next step runs forward and backward; the step's update waits for the
@@ -125,14 +125,14 @@ static inline void saver_write(Saver* saver, size_t group, int64_t step, const F
     if (has_state) { state_commit(&saver->state); }
 }
 
-static inline void saver_wait(Saver* saver, int64_t now) {     // until the thread is idle
-    DiskWait disk(now);
+static inline void saver_wait(Saver* saver) {      // until the thread is idle
+    DiskWait disk;
     worker_wait(saver->worker);
 }
 
 // All ranks call this between steps. When all have written their files of the last checkpoint, rank 0 writes
-// the marker and removes old checkpoints. now: the current step. wait: return only when this is done.
-static inline void saver_advance(Saver* saver, int64_t now, bool wait) {
+// the marker and removes old checkpoints. wait: return only when this is done.
+static inline void saver_advance(Saver* saver, bool wait) {
     if (saver->phase == Saver::Idle) { return; }
     const std::string folder = saver->folder;
     const int64_t step = saver->step;
@@ -140,7 +140,7 @@ static inline void saver_advance(Saver* saver, int64_t now, bool wait) {
     for (int r = 0; r < (saver->split.zero == 0 ? 1 : comm.world); r++) {
         states.push_back(checkpoint_state(folder, step, r));
     }
-    if (wait) { saver_wait(saver, now); }
+    if (wait) { saver_wait(saver); }
     if (saver->phase == Saver::Writing && !comm_any(worker_busy(saver->worker))) {
         saver->phase = comm.rank == 0 ? Saver::Marking : Saver::Idle;
         const Retention retention = saver->retention;
@@ -152,11 +152,11 @@ static inline void saver_advance(Saver* saver, int64_t now, bool wait) {
             after();
             checkpoint_retain(folder, step, retention);
         });
-        if (wait) { saver_wait(saver, now); }
+        if (wait) { saver_wait(saver); }
     }
     if (saver->phase != Saver::Marking || worker_busy(saver->worker)) { return; }
     saver->phase = Saver::Idle;
-    DiskWait disk(now);
+    DiskWait disk;
     int64_t bytes = file_size(checkpoint_model(folder, step).c_str());
     for (const std::string& path : states) { bytes += file_size(path.c_str()); }
     progress_clear();
@@ -167,13 +167,13 @@ static inline void saver_advance(Saver* saver, int64_t now, bool wait) {
 
 // Finishes the previous checkpoint and begins one.
 static inline void saver_begin(Saver* saver, int64_t step) {
-    saver_advance(saver, step, true);
+    saver_advance(saver, true);
     saver->phase = Saver::Writing;
     saver->step = step;
     saver->began_s = comm_now();
     saver->retention.bad.erase(step);
     if (saver->split.rank == 0) {
-        DiskWait disk(step);
+        DiskWait disk;
         if (!checkpoint_begin(saver->folder, step)) {
             die("cannot begin a checkpoint in '%s': %s", saver->folder.c_str(), strerror(errno));
         }
@@ -185,7 +185,7 @@ static inline void saver_begin(Saver* saver, int64_t step) {
 static inline void saver_copy(Saver* saver, const Facts& facts) {
     const int64_t step = saver->step;
     for (size_t group = 0; group + 1 < saver->groups.size(); group++) {
-        if (group > 0) { saver_wait(saver, step); } // until the memory is free again
+        if (group > 0) { saver_wait(saver); } // until the memory is free again
         event_record(saver->ready, saver->compute);
         stream_wait(saver->stream, saver->ready);
         for (size_t i = saver->groups[group]; i < saver->groups[group + 1]; i++) {

@@ -16,7 +16,7 @@ bucket takes 0.36 ms that way, and GEMMs beside it take 3 % longer; with NCCL's 
 #pragma once
 
 #include "../check.h"       // gives: die
-#include "../comm/comm.h"   // gives: comm, comm_broadcast, comm_health
+#include "../comm/comm.h"   // gives: comm, comm_broadcast, comm_health, CommWait
 #include "cuda_device.h"    // gives: Stream, cudaCheck
 
 #ifdef USE_NCCL
@@ -83,13 +83,14 @@ static inline void device_comm_init() {
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;        // copy engines where they can do it
 #endif
-    comm_patience(300.0);
+    CommWait waiting;                               // here and below: NCCL may wait for other ranks
     ncclCheck(ncclCommInitRankConfig(&nccl_state.comm, comm.world, id, comm.rank, &config));
     comm_health = nccl_health;
     comm_abort = nccl_abort;
 }
 
 static inline void* device_comm_malloc(size_t bytes, const char* what) {
+    CommWait waiting;
     void* p = nullptr;
     bytes = bytes ? bytes : 1;
     const ncclResult_t status = ncclMemAlloc(&p, bytes);
@@ -104,6 +105,7 @@ static inline void* device_comm_malloc(size_t bytes, const char* what) {
     return p;
 }
 static inline void device_comm_free(void* p) {
+    CommWait waiting;
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
     ncclCheck(ncclCommWindowDeregister(nccl_state.comm, nccl_state.windows[p]));
     nccl_state.windows.erase(p);
@@ -136,6 +138,7 @@ static inline void device_comm_end() {
         ended = nccl_state.comm;
         nccl_state.comm = nullptr;
     }
+    CommWait waiting;
     if (ended) { ncclCheck(ncclCommDestroy(ended)); }
 }
 

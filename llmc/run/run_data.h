@@ -181,8 +181,8 @@ static inline int64_t data_counted_targets(const DataLoader& loader) {
 }
 
 // The next batch. A stalled disk must not end the job.
-static inline void data_next(DataLoader* loader, int64_t step) {
-    DiskWait disk(step);
+static inline void data_next(DataLoader* loader) {
+    DiskWait disk;
     dataloader_next(loader);
 }
 

@@ -92,7 +92,7 @@ static inline int report_step(Reports* r, Logger* logger, const LrSchedule& sche
     if (run.matmul_dtype != MatmulDtype::Bf16) {
         more += ", \"saturated\": " + json_number(state.fp8_saturated);
     }
-    DiskWait disk(step + 1);                // for the logs; stdout may be a file, too
+    DiskWait disk;                          // for the logs; stdout may be a file, too
     report_show(report);
     logger_train(logger, metrics, more);
     if (comm.rank == 0) { report_skip(step, state.loss, state.update, state.fp8_saturated); }
