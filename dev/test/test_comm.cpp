@@ -362,7 +362,7 @@ static bool step_cases(size_t at_a_time = 20) {
         delete running[i];
         running.erase(running.begin() + i);
     }
-    return !running.empty();
+    return !running.empty() || !to_run.empty();
 }
 
 static void add_cases(const std::vector<Case>& cases) {

@@ -431,7 +431,7 @@ def test_stop(n, zs, number):
 @pytest.mark.cpu_only
 def test_stop_of_one_rank():
     """A signal to one rank stops the job, and rank 0 says so."""
-    job = Job({**batch(8), "--gpus": 3, "-x": 10**6, "-o": "stop_one"})
+    job = Job({**batch(24), "--gpus": 3, "-x": 10**6, "-o": "stop_one"})
     assert job.until("step 3/"), job.err()
     os.kill(job.ranks()[2], INT)
     result = job.result()

@@ -69,6 +69,7 @@ struct CommLaunch {
     std::vector<pid_t> pids;                    // by rank; 0: has ended
     sigset_t awaited, before;                   // signals that the launcher handles; the ranks' first mask
     unsigned passed;                            // a bit for each signal that was passed on
+    bool asked;                                 // such a signal has ended a rank: that is no failure
     int code;                                   // exit code of the first rank that failed
     std::string ended;                          // message, if no rank has one
     bool killing;                               // the launcher has begun to kill ranks
@@ -118,9 +119,11 @@ static inline void comm_rank_ended(CommLaunch* l, int rank, int status) {
     const int code = by_signal ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     const pid_t pid = l->pids[rank];
     l->pids[rank] = 0;
+    const bool asked = code > 128 && code < 160 && (l->passed >> (code - 128) & 1);
     // A rank killed by a signal is the cause, even if ranks that noticed its death ended earlier.
     const bool first = l->code == 0 || (by_signal && l->ended.empty() && !l->killing);
-    if (code == 0 || !first) { return; }
+    if (code == 0 || l->asked || (!first && !asked)) { return; }
+    l->asked = asked;
     l->code = code;
     if (by_signal) {
         l->ended = format("rank %d (pid %d) was ended by signal %d (%s)", rank, (int)pid, WTERMSIG(status),
@@ -165,7 +168,7 @@ static inline void comm_wait_ranks(CommLaunch* l) {
 
 __attribute__((noreturn)) static inline void comm_launch(int world, char** argv) {
     assert(world <= kCommMaxLocal);
-    CommLaunch l = {std::vector<pid_t>(world, 0), {}, {}, 0, 0, "", false};
+    CommLaunch l = {std::vector<pid_t>(world, 0), {}, {}, 0, false, 0, "", false};
     int errors[2];                              // O_DIRECT: a read returns what one write wrote
     if (pipe2(errors, O_CLOEXEC | O_DIRECT | O_NONBLOCK) != 0) {
         die("cannot prepare %d ranks: %s", world, strerror(errno));
@@ -188,8 +191,7 @@ __attribute__((noreturn)) static inline void comm_launch(int world, char** argv)
     comm_wait_ranks(&l);
     char first[PIPE_BUF];                       // error of the ranks
     const ssize_t bytes = read(errors[0], first, sizeof(first));
-    const bool asked = l.code > 128 && l.code < 160 && (l.passed >> (l.code - 128) & 1);    // by a signal
-    if (bytes > 0 && !asked) { fprintf(stderr, "%.*s", (int)bytes, first); }
-    else if (!l.ended.empty() && !asked) { fprintf(stderr, "error: %s\n", l.ended.c_str()); }
+    if (bytes > 0 && !l.asked) { fprintf(stderr, "%.*s", (int)bytes, first); }
+    else if (!l.ended.empty() && !l.asked) { fprintf(stderr, "error: %s\n", l.ended.c_str()); }
     _exit(l.code);                              // the launcher has nothing left to print
 }
