@@ -825,19 +825,23 @@ static void test_names() {
 // How long a rank may stand still, with a clock that is put forward: steps of one job, and what the next may
 // take then. Before the first step there are calls for step 0.
 static void test_patience() {
-    struct Step { int64_t number; double took, disk, allowed; };        // disk: seconds of it, at its end
+    enum Inside { NOTHING, RANKS, DISK };           // what the main thread waits for, all the time it takes
+    struct Step { int64_t number; double took; Inside inside; double allowed; };
     const double first = comm_limits.first, still = comm_limits.still;
     const std::vector<Step> jobs[] = {
-        {{-1, 70, 0, first}, {0, 70, 0, first}, {0, 1, 0, first}, {1, 1, 0, still}, {2, 150, 150, still},
-         {3, 30, 0, 300}, {4, 1, 0, 300}},              // ten times the longest, without the disk
-        {{7, 70, 0, first}, {7, 50, 0, first}, {8, 1, 0, 500}}};    // before the first call nobody knows
+        {{-1, 70, NOTHING, first}, {0, 70, NOTHING, first}, {0, 1, NOTHING, first}, {1, 1, NOTHING, still},
+         {2, 150, DISK, still}, {3, 30, NOTHING, 300}, {4, 1, NOTHING, 300}},   // ten times the longest
+        {{0, 1, NOTHING, first}, {1, 1, RANKS, still}, {2, 60, RANKS, 600}, {3, 1, DISK, 600}},     // a GPU's
+        {{7, 70, NOTHING, first}, {7, 50, NOTHING, first}, {8, 1, NOTHING, 500}}};  // the first is not known
     for (const std::vector<Step>& job : jobs) {
         CommState state;
         comm_state = &state;
-        state.since = state.begun = comm_now();
+        state.since = comm_now();
         for (const Step& step : job) {
-            state.since = state.begun = state.since - step.took;
-            if (step.disk > 0) { DiskWait disk; }
+            auto passes = [&] { state.since = state.since - step.took; };
+            if (step.inside == DISK) { DiskWait disk; passes(); }
+            else if (step.inside == RANKS) { CommWait waiting; passes(); }
+            else { passes(); }
             comm_progress(step.number);
             CHECK(fabs(state.allowed - step.allowed) < 1, "job %d, step %d: %g s", (int)(&job - jobs),
                   (int)step.number, (double)state.allowed);

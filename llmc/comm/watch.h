@@ -73,10 +73,18 @@ struct CommState {
     std::atomic<uint64_t> calls{0};
     std::atomic<int> waiting{0}, disk{0};       // CommWaits, DiskWaits
     std::atomic<double> since{0}, allowed{0};   // time of the last progress; seconds allowed after it
-    double begun = 0, longest = 0;  // time of the last comm_progress; longest time between two of them
+    double longest = 0;             // seconds without progress so far, files left out
     int64_t first_step = -1;
 };
 static CommState* comm_state = nullptr;         // null in a process that was started alone
+
+// The main thread has come further.
+static inline void comm_moves() {
+    CommState* s = comm_state;
+    const double now = comm_now();
+    if (s->first_step >= 0 && s->disk == 0) { s->longest = std::max(s->longest, now - s->since); }
+    s->since = now;
+}
 
 // While one lives, the main thread waits and is not blamed for a standstill.
 struct CommPause {
@@ -85,28 +93,23 @@ struct CommPause {
     ~CommPause() { count(-1); }
     void count(int more) const {
         if (!comm_state) { return; }
-        comm_state->since = comm_now();         // first: the watchdog reads the counts before it
+        comm_moves();                           // first: the watchdog reads the counts before `since`
         comm_state->*kind += more;
     }
 };
 // For other ranks.
 struct CommWait : CommPause { CommWait() : CommPause(&CommState::waiting) {} };
-// For files: a stalled disk must not end the job, within an hour. No micro-step is measured by it.
+// For files: a stalled disk must not end the job, within an hour.
 constexpr double kDiskPatience = 3600;
-struct DiskWait : CommPause {
-    DiskWait() : CommPause(&CommState::disk) {}
-    ~DiskWait() { if (comm_state) { comm_state->begun = comm_now(); } }
-};
+struct DiskWait : CommPause { DiskWait() : CommPause(&CommState::disk) {} };
 
 // step -1: the first one has not begun.
 static inline void comm_progress(int64_t step) {
     CommState* s = comm_state;
     if (!s) { return; }
-    const double now = comm_now();
+    comm_moves();
     if (s->first_step < 0) { s->first_step = step; }
-    else { s->longest = std::max(s->longest, now - s->begun); }
     s->step = step;
-    s->begun = s->since = now;
     // The first step may call this several times. No interval between calls bounds its longest part.
     s->allowed = step <= s->first_step ? comm_limits.first
                                        : std::max(comm_limits.still, comm_limits.still_factor * s->longest);
