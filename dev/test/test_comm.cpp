@@ -455,7 +455,7 @@ static std::vector<Case> failure_cases() {
         over_tcp({.name = "die others", .program = "die", .victim = OTHERS, .words = {": bad thing"},
                   .world = 4}, 1),
         {.name = "raw words", .program = "raw_words", .victim = 1, .codes = {1},
-         .words = {"error: bad\\x1b[2J\\nforged: \\u009bm\nhint: \\x7f\n"}, .world = 2},
+         .words = {"error: rank 1: bad\\x1b[2J\\nforged: \\u009bm\nhint: \\x7f\n"}, .world = 2},
         {.name = "die in a thread", .program = "thread_dies", .victim = 1, .codes = {1},
          .words = {"error: rank 1: from a thread"}, .world = 2},
         {.name = "die early", .program = "dies_early", .victim = ALL, .codes = {1},
