@@ -2865,10 +2865,10 @@ static void test_outliers() {
         else if (coin < 0.16) { loss = coin < 0.14 ? NAN : INFINITY; }
         const Record record = {norm * norm, loss, 0.0f};
         cudaCheck(cudaMemcpy(d_record, &record, sizeof(record), cudaMemcpyHostToDevice));
-        update_decision({d_state, d_loss, (const char*)d_record, sizeof(record), sizeof(double), 1, 1, false,
+        update_decision({d_state, d_loss, (const char*)d_record, sizeof(record), sizeof(double), 1, 1,
                          d_range, 1, 1.0f, policy}, 0);
         update_decision_cpu<float>({&state, &mean, (const char*)&record, sizeof(record), sizeof(double), 1, 1,
-                                    false, &range, 1, 1.0f, policy}, 0);
+                                    &range, 1, 1.0f, policy}, 0);
         UpdateState got = k["state"].read<UpdateState>()[0], want = state;
         for (UpdateState* s : {&got, &want}) {          // a NaN has many bits, and others on a GPU
             for (float* x : {&s->norm, &s->loss_score, &s->norm_score}) { *x = isnan(*x) ? 0.0f : *x; }

@@ -940,7 +940,7 @@ static void decide(UpdateState* state, double squares, float loss, float max_nor
     const double record[] = {squares, loss};
     const ChunkRange range = {1, 1, 0};
     double mean = 7;
-    update_decision_cpu<double>({state, &mean, (const char*)record, sizeof(record), 8, 1, 1, false, &range, 1,
+    update_decision_cpu<double>({state, &mean, (const char*)record, sizeof(record), 8, 1, 1, &range, 1,
                                  max_norm, policy}, 0);
     CHECK(mean == loss || (isnan(mean) && isnan(loss)), "loss %g, not the lane's %g", mean, loss);
 }

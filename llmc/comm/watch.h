@@ -88,8 +88,9 @@ static inline void comm_moves() {
 
 // While one lives, the main thread waits and is not blamed for a standstill.
 struct CommPause {
-    std::atomic<int> CommState::*const kind;
-    explicit CommPause(std::atomic<int> CommState::*kind) : kind(kind) { count(1); }
+    typedef std::atomic<int> CommState::*Kind;
+    const Kind kind;
+    explicit CommPause(Kind kind) : kind(kind) { count(1); }
     ~CommPause() { count(-1); }
     void count(int more) const {
         if (!comm_state) { return; }
