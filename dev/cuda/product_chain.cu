@@ -422,7 +422,8 @@ static void rows_row(const RowProduct& r) {
                     .epilogue = r.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
                     .count_all = choice == Choice::Unsplit};
     };
-    const GemmPlan few = gemm_plan(product(kFew, Choice::Own));
+    const GemmStream& library = gemm_stream(stream);
+    const GemmPlan few = gemm_plan(product(kFew, Choice::Own), library);
     int32_t splits = 0;
     cublasCheck(cublasLtMatmulAlgoConfigGetAttribute(&few.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits,
                                                      sizeof(splits), nullptr));
@@ -430,12 +431,12 @@ static void rows_row(const RowProduct& r) {
     const size_t count = (size_t)kFew * r.m;
     auto first_rows = [&](int n, Choice choice) {
         const Gemm g = product(n, choice);
-        const GemmPlan plan = gemm_plan(g);
+        const GemmPlan plan = gemm_plan(g, library);
         const float beta = g.c ? 1.0f : 0.0f;
-        cublasCheck(cublasLtMatmul(gemm_state.handle, plan.desc, &g.alpha, g.a, plan.a, g.b, plan.b, &beta,
+        cublasCheck(cublasLtMatmul(library.handle, plan.desc, &g.alpha, g.a, plan.a, g.b, plan.b, &beta,
                                    g.c ? g.c : g.d, plan.c, g.d, plan.d,
-                                   choice == Choice::Fixed ? &few.algo : &plan.algo, gemm_state.workspace,
-                                   gemm_state.workspace_bytes, stream));
+                                   choice == Choice::Fixed ? &few.algo : &plan.algo, library.workspace,
+                                   library.workspace_bytes, stream));
         return to_host(out, count);
     };
     auto equal = [&](const std::vector<floatX>& x, const std::vector<floatX>& y) {
@@ -469,7 +470,7 @@ int main() {
     if (!device_is_hopper || device_sm_count != 132) { die("%s: this is for 132 SMs", device.name.c_str()); }
     printf("%s; %d rows\n", device.name.c_str(), kN);
     stream = stream_create();
-    gemm_init(allocate<char>(gemm_workspace_bytes()), gemm_workspace_bytes(), false);
+    gemm_init(stream, allocate<char>(gemm_workspace_bytes()), gemm_workspace_bytes(), false);
     constexpr Weight kWeights[] = {{"qkv", 2304, 768}, {"attproj", 768, 768}, {"fc", 3072, 768},
                                    {"fcproj", 768, 3072}, {"m12 fc", 4096, 768}, {"m12 fcproj", 768, 2048},
                                    {"head", 50304, 768}};
