@@ -833,10 +833,9 @@ static void test_run() {
                 if (*of) { facts.push_back({kDropoutFact, of}); }
                 settings_resume(facts, descriptor_config("d12"), cuda);
             });
-            CHECK_IS(c.code, 0);
-            CHECK_TEXT(c.err, *of ? "" : "warning: the run began with a program whose --dropout 0.1 also "
-                       "dropped attention's probabilities, which this one does not: its losses and bits will "
-                       "differ\n");
+            CHECK_IS(c.code, *of ? 0 : 1);
+            CHECK_TEXT(c.err, *of ? "" : "error: the run in -o  does not say what its --dropout 0.1 drops\n"
+                       "hint: go on with the program that began it\n");
         }
     }
     TEST("flags of other programs") {
