@@ -44,13 +44,13 @@ def mode(path):
 
 try:
     import numpy as np
-except ImportError:             # .venv, which setup.sh has filled, has one: the program starts again with it
+    from formats import (NAMES, chat_template_of, param_shape, read_checkpoint, read_checkpoint_header,
+                         to_bf16_bits)
+except ImportError as error:    # .venv, which setup.sh has filled, has it: the program starts again with it
     take_the_venv()
-    die("no numpy in this Python\n"
-        "hint: scripts/setup.sh installs it into .venv; or pip install numpy, in a venv of yours")
+    die(f"no {error.name} in this Python\n"
+        f"hint: scripts/setup.sh installs it into .venv; or pip install {error.name}, in a venv of yours")
 
-from formats import (NAMES, chat_template_of, param_shape, read_checkpoint,     # noqa: E402
-                     read_checkpoint_header, to_bf16_bits)
 from fetch import Problem                           # noqa: E402
 from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_characters,     # noqa: E402
                              exported_bin, for_chats, gpt2_vocabulary, id_of, marked, merges_of, read_head,

@@ -10,9 +10,7 @@ Hugging Face's files (dev/eval/export_hf.py) reads models with it.
     loader = Loader("tiny_shakespeare_train.bin", B=4, T=64, shuffle=True, seed=1337)
     x, y = loader.next()                               # (B,T) int64 each
 """
-import contextlib
 import glob
-import itertools
 import math
 import os
 import re
@@ -20,10 +18,10 @@ import sys
 from dataclasses import dataclass, fields
 
 import numpy as np
+import xxhash
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
 from outputs import whole_file               # noqa: E402
-from xxh64 import xxh64                      # noqa: E402
 
 MAGIC_SHARD, MAGIC_MODEL, MAGIC_TENSORS = 20240520, 20240326, 20240327
 MAGIC_WIDE_SHARD, WIDE_SHARD_VERSION = 20240801, 7                      # tokens of 32 bits, as llm.c's
@@ -418,26 +416,15 @@ def chat_template_of(path):
         return int(read_header(f, path, MAGIC_MODEL)[252])
 
 
-def xxh64_of(blocks):
-    """Of blocks of bytes, one behind the other. The package xxhash is a hundred times as fast as our own."""
-    try:
-        import xxhash
-    except ImportError:
-        return xxh64(b"".join(blocks))
-    digest = xxhash.xxh64()
-    for block in blocks:
-        digest.update(block)
-    return digest.intdigest()
-
-
 def check_checksum(path):
     """The last two words of a header are the file's checksum, for which they count as 0. In files of other
     programs they are 0."""
     with open_checked(path) as f:
         header = f.read(1024)
-        wanted = int.from_bytes(header[1016:], "little")
-        blocks = itertools.chain([header[:1016] + bytes(8)], iter(lambda: f.read(1 << 20), b""))
-        if wanted and xxh64_of(blocks) != wanted:
+        digest = xxhash.xxh64(header[:1016] + bytes(8))
+        for block in iter(lambda: f.read(1 << 20), b""):
+            digest.update(block)
+        if int.from_bytes(header[1016:], "little") not in (0, digest.intdigest()):
             raise FileError(path, "damaged: it does not have the checksum in its header\n"
                                   "hint: take an earlier one")
 
@@ -458,14 +445,6 @@ def read_checkpoint(path):
     return dims, params
 
 
-@contextlib.contextmanager
-def new_file(path):
-    """It appears under its name whole or not at all, its folder before."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with whole_file(path) as f:
-        yield f
-
-
 def header_words(*values):
     header = np.zeros(256, dtype="<i4")
     header[:len(values)] = values
@@ -473,7 +452,7 @@ def header_words(*values):
 
 
 def write_checkpoint(path, dims, params, version=3):
-    with new_file(path) as f:
+    with whole_file(path) as f:
         # what is not GPT-2 has versions of its own
         own = 200 if dims.is_llama else 100 if dims.block or dims.norm else 0
         header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
@@ -488,7 +467,7 @@ def write_tensors(path, dims, x, y, logits, loss, grads):
     """Reference tensors: x, y, logits over the V live columns, the loss, every gradient in table order."""
     B, T = x.shape
     assert logits.shape == (B, T, dims.V)
-    with new_file(path) as f:
+    with whole_file(path) as f:
         header_words(MAGIC_TENSORS, 2, B, T).tofile(f)
         x.astype("<i4").tofile(f)
         y.astype("<i4").tofile(f)
@@ -519,7 +498,7 @@ def read_tensors(path, dims):
 
 
 def write_shard(path, tokens, wide=False):
-    with new_file(path) as f:
+    with whole_file(path) as f:
         kind = (MAGIC_WIDE_SHARD, WIDE_SHARD_VERSION) if wide else (MAGIC_SHARD, 1)
         header_words(*kind, len(tokens)).tofile(f)
         np.asarray(tokens, dtype="<u4" if wide else "<u2").tofile(f)

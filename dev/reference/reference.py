@@ -23,12 +23,13 @@ tensors file is the truth to hold a 16-bit build against.
 """
 import contextlib
 import json
+import os
 import math
 
 import numpy as np
 import torch
 
-from formats import NAMES, new_file, round_params, write_checkpoint, write_tensors
+from formats import NAMES, round_params, whole_file, write_checkpoint, write_tensors
 from gpt2 import (get_grads, load_params, make_optimizer, new_model, setup_device, to_numpy, undropped,
                   update, versions)
 
@@ -116,12 +117,13 @@ def optimizer_steps(dims, params, x, y, dtype, device, hyper):
 def write_json(path, data):
     """One top-level key per line, so that a small scanner can read it too."""
     rows = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in data.items())
-    with new_file(path) as f:
+    with whole_file(path) as f:
         f.write(f"{{\n{rows}\n}}\n".encode())
 
 
 def write(prefix, dims, params, x, y, hyper, device="cpu", command="", weights="float32"):
     """Writes the files; returns their names."""
+    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     setup_device(device)
     if weights != "float32":
         params = round_params(params, weights)
