@@ -19,7 +19,7 @@ import struct
 import sys
 from array import array
 
-from any_tokenizer import batches, draw_key
+from any_tokenizer import batches, draw_key, split
 from documents import Reader
 from fetch import Problem
 from shards import EOT, KINDS, replace_file, tool_documents
@@ -34,6 +34,7 @@ ROW = 'a row is {"messages": [{"role": "user", "content": "..."}, ...]}, or this
 AT_ONCE = 1000                          # conversations among which one is looked for that fits a row
 # The first byte of a part: it stands before an answer, or is one that counts, or one that does not.
 BEFORE, COUNTS, SILENT = "012"
+PART = b"\xff"                          # behind each part: UTF-8 has no such byte
 
 
 def parts(where, messages, unwritten):
@@ -67,7 +68,7 @@ def parts(where, messages, unwritten):
 
 
 class Conversations(Reader):
-    """Reads rows of messages as documents.py reads texts. A conversation is its parts, each with a byte 0."""
+    """Reads rows of messages as documents.py reads texts. A document is a conversation's parts."""
     rows, no_field = (list,), ROW
 
     def __init__(self, *args):
@@ -77,7 +78,7 @@ class Conversations(Reader):
     def in_bytes(self, rows):
         for where, messages in rows:
             texts = ((where, text) for text in parts(where, messages, self.unwritten))
-            yield b"".join(super().in_bytes(texts))
+            yield b"".join(super().in_bytes(texts)).replace(b"\0", PART) + b"\0"
 
     def texts(self, paths):
         self.unwritten.clear()                      # what a look at the files counted
@@ -88,16 +89,21 @@ class Conversations(Reader):
 
 # ---- tokens ----
 
+def parts_of(texts):
+    """[(kind, text)] of each conversation"""
+    for text in split(texts):
+        yield [(part[0], part[1:]) for part in map(bytes.decode, text.split(PART)[:-1])]
+
+
 def by_tool(tool, prefix, flags, texts):
     """Yields (tokens, mask) of each conversation. The tool encodes its parts as documents. GPT-2's pattern
     begins a piece with the space of an answer, so the tokens are those of the whole."""
     kinds = []
 
     def documents():
-        for text in texts:
-            split = text.decode().split("\0")[:-1]
-            kinds.append("".join(part[0] for part in split))
-            yield "".join(part[1:] + "\0" for part in split).encode()
+        for found in parts_of(texts):
+            kinds.append("".join(kind for kind, _ in found))
+            yield "".join(part + "\0" for _, part in found).encode()
 
     encoded = tool_documents(tool, prefix, flags, documents())
     for kinds_of_one in kinds:
@@ -113,13 +119,12 @@ def by_package(tokenizer, texts):
     """Yields (tokens, mask) of each conversation. All of it is one text, as an exported chat template has it;
     those tokens count that begin in an answer which does, or are the END behind it."""
     encoder, in_place = tokenizer.chat_encoder()
-    for some in batches(texts, AT_ONCE):
+    for some in batches(parts_of(texts), AT_ONCE):
         wholes, masks = [], []
-        for text in some:
+        for found in some:
             whole = tokenizer.first_text
             mask = bytearray(len(whole))
-            for part in text.decode().split("\0")[:-1]:
-                kind, part = part[0], part[1:]
+            for kind, part in found:
                 for token, other in in_place.items():
                     part = part.replace(token, other)
                 whole += part + tokenizer.first_text * (kind != BEFORE)

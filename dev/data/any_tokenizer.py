@@ -93,7 +93,7 @@ class AnyTokenizer:
     def documents(self, texts):
         """The tokens of each that is not empty."""
         for some in batches(split(texts), AT_ONCE):
-            for ids in self.encode(some):
+            for ids in self.encode(map(bytes.decode, some)):
                 yield array(self.kind.code, [self.first, *ids])
 
     def write_shards(self, prefix, val_tokens, shard_tokens, texts):
@@ -143,7 +143,7 @@ def train(texts, size):
     bytes_as_characters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = bytes_as_characters
-    tokenizer.train_from_iterator(split(texts), tokenizers.trainers.BpeTrainer(
+    tokenizer.train_from_iterator(map(bytes.decode, split(texts)), tokenizers.trainers.BpeTrainer(
         vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=bytes_as_characters.alphabet(),
         max_token_length=TOKEN_BYTES, show_progress=sys.stderr.isatty()))
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
@@ -158,17 +158,17 @@ def batches(items, size):
 
 
 def split(texts):
-    """Documents, each with a byte 0 behind it in the pieces, as str."""
+    """The documents that are not empty. In the pieces each has a byte 0 behind it."""
     kept = []
     for piece in texts:
         *ends, rest = piece.split(b"\0")
         for end in ends:
             if document := b"".join([*kept, end]):
-                yield document.decode("utf-8", "replace")
+                yield document
             kept = []
         kept.append(rest)
     if rest := b"".join(kept):
-        yield rest.decode("utf-8", "replace")
+        yield rest
 
 
 def draw(starts, total, wanted):

@@ -3,6 +3,7 @@ are known by a hash. A file beside the set's work has those of finished sources,
 """
 import hashlib
 import os
+import re
 import sqlite3
 import tempfile
 
@@ -19,36 +20,39 @@ class Known:
     def __init__(self, path, source, before):
         self.path, self.source, self.doubles = path, source, 0
         self.db = sqlite3.connect(path)
-        self.db.execute("CREATE TABLE IF NOT EXISTS known (hash BLOB PRIMARY KEY, source) WITHOUT ROWID")
-        self.db.execute("DELETE FROM known WHERE source >= ?", [source])    # dataset.json did not count it
+        self.execute("CREATE TABLE IF NOT EXISTS known (hash BLOB PRIMARY KEY, source) WITHOUT ROWID")
+        self.execute("DELETE FROM known WHERE source >= ?", [source])    # dataset.json did not count it
         if self.count() != before:
             raise Problem(f"'{path}' has {self.count()} of {before} documents", "--restart begins anew")
 
+    def execute(self, *statement):
+        try:
+            return self.db.execute(*statement)
+        except sqlite3.Error as error:
+            raise Problem(f"cannot use '{self.path}': {error}",
+                          "free some space; or --restart begins anew") from error
+
     def save(self):
-        self.db.commit()
+        self.execute("COMMIT")
         self.db.close()
 
     def count(self):
-        return self.db.execute("SELECT COUNT(*) FROM known").fetchone()[0]
+        return self.execute("SELECT COUNT(*) FROM known").fetchone()[0]
 
     def is_new(self, digest):
-        found = self.db.execute("INSERT OR IGNORE INTO known VALUES (?, ?)", [digest, self.source])
+        found = self.execute("INSERT OR IGNORE INTO known VALUES (?, ?)", [digest, self.source])
         self.doubles += not found.rowcount
         return found.rowcount
 
-    def first_ones(self, texts, one_each):
-        """What documents.Reader yields, without later copies and empty documents. one_each: a text is one
-        document, whatever bytes 0 it has."""
+    def first_ones(self, texts):
+        """What documents.Reader yields, without later copies and empty documents."""
         with tempfile.SpooledTemporaryFile(IN_MEMORY, dir=os.path.dirname(self.path)) as document:
             hashed = hashlib.blake2b(digest_size=16)
             for text in texts:
-                begin = 0
-                while begin < len(text):
-                    end = len(text) if one_each else text.find(b"\0", begin) + 1 or len(text)
-                    document.write(text[begin:end])
-                    hashed.update(text[begin:end])
-                    begin = end
-                    if text[end - 1] == 0:
+                for part in re.findall(rb"[^\0]*\0|[^\0]+", text):
+                    document.write(part)
+                    hashed.update(part)
+                    if part.endswith(b"\0"):
                         if document.tell() > 1 and self.is_new(hashed.digest()):
                             document.seek(0)
                             yield from iter(lambda: document.read(BLOCK), b"")

@@ -288,7 +288,10 @@ def known_facts(out, recipe, restart):
     if shards and not restart:
         raise Problem(f"'{out}' holds {os.path.basename(shards[0])}, which another program wrote",
                       "choose another --out, or --restart, which removes them")
-    return {"recipe": recipe, "sources": None, "done": 0, "tokens": 0, "shards": {"val": 0, "train": 0}}
+    facts = {"recipe": recipe, "sources": None, "done": 0, "tokens": 0, "shards": {"val": 0, "train": 0}}
+    if recipe["name"] in ("files", "answers", "hub"):       # the others are as they are published
+        facts.update(documents=0, doubles=0)
+    return facts
 
 
 def same_sources(facts, now, args):
@@ -343,9 +346,9 @@ def make_source(dataset, args, facts, split, files, work, reader):
         fetch.same_contents(files[0], paths[0], facts.setdefault("sha256", {}))
     reader.replaced = 0                         # what a look at the files counted
     found, known = reader.texts(paths), None
-    if "doubles" in facts["recipe"]:
-        known = Known(os.path.join(work, "known"), number, facts.get("documents", 0))
-        found = known.first_ones(found, one_each=dataset.name == "answers")
+    if "doubles" in facts:
+        known = Known(os.path.join(work, "known"), number, facts["documents"])
+        found = known.first_ones(found)
     first = next((text for text in found if text.strip(b"\0")), None)
     if first is None and not facts["tokens"]:
         raise Problem(f"there is no text in '{files[0].name}'" + " and the others" * (len(files) > 1))
@@ -367,7 +370,7 @@ def make_source(dataset, args, facts, split, files, work, reader):
     new = {**facts, "done": number + 1, "shards": {**facts["shards"]},
            "replaced": facts.get("replaced", 0) + reader.replaced}
     if known:
-        new.update(documents=known.count(), doubles=facts.get("doubles", 0) + known.doubles)
+        new.update(documents=known.count(), doubles=facts["doubles"] + known.doubles)
         known.save()
     write_facts(os.path.join(args.out, "dataset.json"), facts)      # these shards are ours, not yet counted
     for name in made_files(work, begin):
@@ -396,8 +399,6 @@ def make_shards(dataset, args):
         recipe["tokenizer"], recipe["document_token"] = args.tokenizer.id, args.document_token
     if dataset.name == "answers":
         recipe["chat_template"], recipe["row_tokens"] = answers.CHAT_TEMPLATE, args.row_tokens
-    if dataset.name in ("files", "answers", "hub"):     # the others are as they are published
-        recipe["doubles"] = "left out"
     reader = (answers.Conversations if dataset.name == "answers" else Reader)(
         args.text_field, args.encoding, args.errors)
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")

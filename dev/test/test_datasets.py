@@ -702,14 +702,34 @@ def test_doubles_of_the_hub():
         assert shards("published", part) == [byte_tokens([b"a story\n", b"a story"])]
 
 
+def test_sets_without_doubles():
+    """A set that an older get.py has begun goes on as it began, and a complete one stays."""
+    there = {f"data/{i}.jsonl": jsonl(["same", f"other {i}"]) for i in range(3)}
+    words = [*HUB, "--out", "older", "--val-tokens", 0]
+    works(*words, "--shards", 1, **hub(there))
+    facts = json.loads(read("older/dataset.json"))
+    del facts["doubles"], facts["documents"]
+    write("older/dataset.json", json.dumps(facts))
+    assert "left out" not in works(*words, **hub(there))
+    assert texts_in("older", "train") == [text for i in range(3) for text in (b"same", b"other %d" % i)]
+    before = contents("older")
+    assert "'older' is complete" in works(*words, **hub(there)) and contents("older") == before
+
+
 def test_doubles_among_conversations():
-    """Of conversations, each is one."""
+    """Of conversations, each is one, however long."""
     rows = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"I am {i // 2}."}]
             for i in range(40)]
     write("in/a.jsonl", "".join(json.dumps({"messages": row}) + "\n" for row in rows))
     write("in/b.jsonl", "".join(json.dumps({"messages": row}) + "\n" for row in rows[10:30]))
-    out = works("answers", "--from", "in", "--out", "qa", "--bytes", "--row-tokens", 64, "--val-tokens", 200)
-    assert "left out: 40 documents that" in out and "of 20 conversations" in out
+    words = ["answers", "--from", "in", "--out", "qa", "--bytes", "--row-tokens", 64, "--val-tokens", 200]
+
+    def small():
+        doubles.IN_MEMORY, doubles.BLOCK = 1 << 4, 7
+    works(*words, prepare=small)
+    before = contents("qa")
+    out = works(*words, "--restart")
+    assert contents("qa") == before and "left out: 40 documents that" in out and "of 20 conversations" in out
     held, rest = ([text for text in texts_in("qa", part) if text] for part in ("val", "train"))
     assert held and sorted(held + rest) == sorted(b"User: Hi\n\nAssistant: I am %d." % i for i in range(20))
 
@@ -1003,6 +1023,8 @@ def test_full_disk():
         assert not contents("out")
     works(*words)
     check_set("out", [documents], 10, 40000)
+    write("in/a.jsonl", jsonl(map(str, range(5000))))           # their hashes take more than their tokens
+    refused(*files("in", "many"), *in_bytes(10, 40000), said=["known': ", "free some space"], limit=100 << 10)
 
 
 def test_room():
