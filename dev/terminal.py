@@ -2,11 +2,18 @@
 an escape character begins commands that move the cursor, colour, or change the window's title.
 
     guard_terminals()           # a program's first line: a pipe or a file gets what is printed as it is
+    print(shown(name))          # its control characters as \\x1b and so on
 """
 import re
 import sys
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")     # all but tab and line feed
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")      # and what is no UTF-8 in a file's name
+
+
+def shown(text, kept=""):
+    return CONTROL.sub(
+        lambda found: found[0] if found[0] in kept else found[0].encode("unicode_escape").decode(), text)
 
 
 class Terminal:
@@ -16,12 +23,12 @@ class Terminal:
         self.stream, self.flush, self.isatty = stream, stream.flush, stream.isatty
 
     def write(self, text):
-        return self.stream.write(CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text))
+        return self.stream.write(shown(text, "\t\n"))
 
 
 def guard_terminals():
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        stream.reconfigure(errors="backslashreplace")       # a file's name may have bytes that are no UTF-8
-        if stream.isatty():
-            setattr(sys, name, Terminal(stream))
+        if stream := getattr(sys, name):                # None: it was closed when the program began
+            stream.reconfigure(errors="backslashreplace")
+            if stream.isatty():
+                setattr(sys, name, Terminal(stream))

@@ -16,8 +16,8 @@ from array import array
 
 from fetch import Problem, need
 from shards import KINDS, replace_file
-from tokenizer_files import (END_OF_TEXT, GPT2_ID, MERGES_LISTED, for_chats, id_of, marked, read_head,
-                             settings_of, tokenizer_bin, tokenizer_json, vocabulary)
+from tokenizer_files import (END_OF_TEXT, GPT2_ID, MERGES_LISTED, for_chats, id_of, read_head, settings_of,
+                             tokenizer_bin, tokenizer_json, vocabulary)
 
 NAMES = "tokenizer.json", "tokenizer.bin"
 TOKEN_BYTES = 128           # of the longest token that is learned, as of GPT-2's
@@ -86,9 +86,9 @@ class AnyTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def chat_encoder(self):
-        """(the package's tokenizer for conversations, what marked() says)"""
-        for_chats(self.settings)
-        return self.package.from_str(json.dumps(self.settings)), marked(self.settings, self.first_text)
+        """(the package's tokenizer for conversations, what for_chats() returns)"""
+        marked = for_chats(self.settings, self.first_text)
+        return self.package.from_str(json.dumps(self.settings)), marked
 
     def documents(self, texts):
         """The tokens of each that is not empty."""

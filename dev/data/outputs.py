@@ -1,28 +1,24 @@
-"""What tools write: files that appear whole or not at all, and names on a terminal. Standard library only.
+"""What tools write: files that appear whole or not at all. Standard library only.
 
     with whole_file("model.gguf") as f:         # nothing has this name, or a regular file
         f.write(data)
-    print(shown(name))                          # its control characters as \\x1b and so on
 """
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import re
 import stat
 
-NUMBERS = itertools.count()
-
 
 @contextlib.contextmanager
 def whole_file(path):
-    """As in llmc/check.h: PATH.PID.N.part, new and locked, gets the name when it is whole. A device, a pipe
+    """As in llmc/check.h: PATH.PID.0.part, new and locked, gets the name when it is whole. A device, a pipe
     or a link that has the name stays: behind it there may be anything."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EEXIST, "an output must be a regular file or new, and this is neither", path)
     remove_stale(path)
-    part = f"{path}.{os.getpid()}.{next(NUMBERS)}.part"
+    part = f"{path}.{os.getpid()}.0.part"
     with open(part, "xb") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX)
@@ -46,8 +42,3 @@ def remove_stale(path):
                 with contextlib.suppress(OSError), open(os.open(part, how), "rb") as f:
                     fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(part)
-
-
-def shown(text):
-    """Printed raw, control characters could move a terminal's cursor, colour it or forge lines."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -118,18 +118,15 @@ def settings_of(path, text):
     return fast
 
 
-def for_chats(fast):
+def for_chats(fast, end):
     """Makes its normalizer drop MARK: "<MARK|endoftext|>" then has the tokens of a text, "<|endoftext|>" is
-    the token. So special tokens must be looked for before that."""
+    the token. So special tokens must be looked for before that. Returns {token: text} of those that a
+    conversation's texts may not become, with a MARK behind the first character."""
     old = fast.get("normalizer") or {"normalizers": []}
     if DROP_MARK not in (steps := old.get("normalizers", [old])):
         fast["normalizer"] = {"type": "Sequence", "normalizers": [DROP_MARK, *steps]}
     for token in fast["added_tokens"]:
         token["normalized"] = token["normalized"] and not token["special"]
-
-
-def marked(fast, end):
-    """{token: text} of what a conversation's texts may not become, with a MARK behind the first character."""
     return {token["content"]: token["content"][0] + MARK + token["content"][1:]
             for token in fast["added_tokens"]
             if (token["special"] or token["content"] == end) and len(token["content"]) > 1}

@@ -149,8 +149,7 @@ def main():
             write(f.name, name, dims, params, args.type, words, CHAT_TEMPLATES.get(chat_template_of(source)))
     except OSError as e:
         die(f"'{e.filename or args.file}': {e.strerror}")
-    print(f"wrote {args.file}: {os.path.basename(source)}, {count_parameters(dims):,} "
-          f"parameters, {args.type}"
+    print(f"wrote {args.file}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {args.type}"
           + ("" if words.merges is not None else f"; no tokenizer: there is none for V={dims.V}"
              if not words.vocab else "; no tokenizer: GGUF takes one that cuts text by GPT-2's pattern"))
 

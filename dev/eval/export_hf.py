@@ -25,8 +25,7 @@ from dataclasses import dataclass
 
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
                  for more in ((), ("reference",), ("data",))]
-from outputs import shown                           # noqa: E402
-from terminal import guard_terminals                # noqa: E402
+from terminal import guard_terminals, shown         # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 
@@ -53,7 +52,7 @@ except ImportError as error:    # .venv, which setup.sh has filled, has it: the 
 
 from fetch import Problem                           # noqa: E402
 from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_characters,     # noqa: E402
-                             exported_bin, for_chats, gpt2_vocabulary, id_of, marked, merges_of, read_head,
+                             exported_bin, for_chats, gpt2_vocabulary, id_of, merges_of, read_head,
                              settings_of, token_ids, tokenizer_config, tokenizer_json)
 
 OWN_NAMES = "tokenizer.json", "tokenizer.bin"       # as get.py has put them beside the shards
@@ -284,10 +283,9 @@ def tokenizer_files(dims, words, chat_template=None):
     kind = "PreTrainedTokenizerFast" if words.files or chat_template else "GPT2Tokenizer"
     fast, end = words.fast or json.loads(tokenizer_json(words.vocab, words.merges)), words.end_text()
     if chat_template:
-        for_chats(fast)
-        in_place = json.dumps(list(marked(fast, end).items()), ensure_ascii=False)
+        marked = json.dumps(list(for_chats(fast, end).items()), ensure_ascii=False)
         chat_template = chat_template.replace(
-            MARKS, f"{{% for token, other in {in_place} %}}"
+            MARKS, f"{{% for token, other in {marked} %}}"
             "{% set part.text = part.text.replace(token, other) %}{% endfor %}")
     has_blank = (fast.get("pre_tokenizer") or {}).get("add_prefix_space", False)
     config = tokenizer_config(kind, end, dims.maxT, chat_template, has_blank)
@@ -382,8 +380,7 @@ def main():
             os.rename(made, folder)             # fails if others have written into the folder since
     except OSError as e:
         die(f"'{e.filename2 or e.filename or folder}': {e.strerror}")
-    print(f"wrote {args.folder}: {os.path.basename(source)}, {count_parameters(dims):,} "
-          f"parameters, {dtype}"
+    print(f"wrote {args.folder}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {dtype}"
           + ("" if words.vocab else
              f"; no tokenizer: there is none for V={dims.V} (50257, 50304: GPT-2, 256: bytes)"))
 

@@ -414,7 +414,7 @@ def test_checksum():
 
 def test_foreign_text_on_the_card():
     """None of it is HTML to who renders the card, or moves the cursor of who prints it."""
-    bad = "a<img src=x onerror=f()>`\x1b[2J\x9b"
+    bad = "a<img src=x onerror=f()>`\x1b[2J\x9b\udcff"
     words = export_hf.Words({bad: 0, "b": 1}, [], 0, {})
     run_ok({"-o": "run", "-x": 1, "-v": 1, "-n": None})
     os.rename("run", bad)

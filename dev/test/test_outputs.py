@@ -25,7 +25,8 @@ import get                                          # noqa: E402
 import import_llama2c                               # noqa: E402
 import plot_log                                     # noqa: E402
 import tensorboard_log                              # noqa: E402
-from outputs import shown, whole_file               # noqa: E402
+from outputs import whole_file                      # noqa: E402
+from terminal import shown                          # noqa: E402
 if has_module("gguf"):
     import export_gguf
 
@@ -235,4 +236,5 @@ def test_whole_file(own_folder):
 
 def test_shown():
     assert shown("Aé 猫") == "Aé 猫"
-    assert shown("a\x1b[31m\n\t\x7f\x9b\u202e\udcff") == r"a\x1b[31m\n\t\x7f\x9b\u202e\udcff"
+    assert shown("a\x1b[31m\n\t\x7f\x9b\udcff") == r"a\x1b[31m\n\t\x7f\x9b\udcff"
+    assert shown("a\x1b[31m\n\t", "\n\t") == "a\\x1b[31m\n\t"
