@@ -39,9 +39,7 @@ fi
 # can_import MODULES: in one of the Pythons that are used
 can_import() { python3 -c "import $1" 2>/dev/null || .venv/bin/python -c "import $1" 2>/dev/null; }
 imports='matplotlib, numpy, tiktoken, xxhash'
-if [ "${1:-}" = tests ]; then
-    imports+=', gguf, jinja2, tokenizers, pyflakes, pytest, pytest_timeout, xdist'
-fi
+if [ "${1:-}" = tests ]; then imports+=', gguf, jinja2, tokenizers, pyflakes, pytest_timeout, xdist'; fi
 need_venv=0 had_venv=0
 can_import "$imports" || need_venv=1
 if [ -x .venv/bin/python ]; then had_venv=1; fi

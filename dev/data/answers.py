@@ -22,7 +22,7 @@ from array import array
 from any_tokenizer import batches, draw_key, split
 from documents import Reader
 from fetch import Problem
-from shards import EOT, KINDS, replace_file, tool_documents
+from shards import KINDS, replace_file, tool_documents
 from tokenizer_files import BYTES_ID, GPT2_ID
 
 CHAT_TEMPLATE, CHAT_WORD = 1, 8         # its number, and where a shard's header has it
@@ -119,31 +119,26 @@ def by_package(tokenizer, texts):
     """Yields (tokens, mask) of each conversation. All of it is one text, as an exported chat template has it;
     those tokens count that begin in an answer which does, or are the END behind it."""
     encoder, in_place = tokenizer.chat_encoder()
-    for some in batches(parts_of(texts), AT_ONCE):
-        wholes, masks = [], []
-        for found in some:
-            whole = tokenizer.first_text
-            mask = bytearray(len(whole))
-            for kind, part in found:
-                for token, other in in_place.items():
-                    part = part.replace(token, other)
-                whole += part + tokenizer.first_text * (kind != BEFORE)
-                mask.extend(bytes([kind == COUNTS]) * (len(whole) - len(mask)))
-            wholes.append(whole)
-            masks.append(mask)
-        encodings = encoder.encode_batch(wholes, add_special_tokens=False)
-        for whole, mask, encoding in zip(wholes, masks, encodings):
-            if encoding.ids.count(tokenizer.first) != whole.count(tokenizer.first_text):
-                raise Problem(f"'{tokenizer.first_text}' between two texts is no token by this tokenizer",
-                              "its tokenizer.json must have it in added_tokens, without single_word")
-            yield encoding.ids, bytes(mask[begin] for begin, _ in encoding.offsets)
+    for found in parts_of(texts):
+        whole = tokenizer.first_text
+        mask = bytearray(len(whole))
+        for kind, part in found:
+            for token, other in in_place.items():
+                part = part.replace(token, other)
+            whole += part + tokenizer.first_text * (kind != BEFORE)
+            mask.extend(bytes([kind == COUNTS]) * (len(whole) - len(mask)))
+        encoding = encoder.encode(whole, add_special_tokens=False)
+        if encoding.ids.count(tokenizer.first) != whole.count(tokenizer.first_text):
+            raise Problem(f"'{tokenizer.first_text}' between two texts is no token by this tokenizer",
+                          "its tokenizer.json must have it in added_tokens, without single_word")
+        yield encoding.ids, bytes(mask[begin] for begin, _ in encoding.offsets)
 
 
 class Set:
     """tokens and counted: of all conversations, one behind the other; starts: where each begins."""
 
-    def __init__(self, code, end, conversations):
-        self.tokens, self.counted, self.starts, self.end = array(code), bytearray(), [0], end
+    def __init__(self, code, conversations):
+        self.tokens, self.counted, self.starts = array(code), bytearray(), [0]
         for tokens, counted in conversations:
             self.tokens.extend(tokens)
             self.counted.extend(counted)
@@ -185,9 +180,9 @@ class Set:
             for number in row:
                 tokens.extend(self.tokens[self.starts[number]:self.starts[number + 1]])
                 counted.extend(self.counted[self.starts[number]:self.starts[number + 1]])
-            tokens.extend(array(tokens.typecode, [self.end]) * (-len(tokens) % T))
+            tokens.extend(self.tokens[:1] * (-len(tokens) % T))         # END begins each conversation
             counted.extend(bytes(len(tokens) - len(counted)))
-        tokens.append(self.end)
+        tokens.append(self.tokens[0])
         return tokens, counted + b"\0"
 
 
@@ -212,11 +207,10 @@ def put(stem, conversations, numbers, T, shard_tokens, tokenizer):
 def write_shards(prefix, args, val_tokens, texts, tool):
     """PREFIX_val_000000.bin, PREFIX_train_000000.bin and so on. texts: what Conversations reads."""
     own = args.tokenizer
-    number, end, kind = (own.id, own.first, own.kind) if own else (BYTES_ID, 0, KINDS[0]) if args.bytes else \
-        (GPT2_ID, EOT, KINDS[0])
+    number = own.id if own else BYTES_ID if args.bytes else GPT2_ID
     flags = own.flags if own and own.by_tool else ["--bytes", int(args.bytes)]
     found = by_package(own, texts) if own and not own.by_tool else by_tool(tool, prefix, flags, texts)
-    conversations = Set(kind.code, end, found)
+    conversations = Set(own.kind.code if own else "H", found)
     total, T = len(conversations.tokens), args.row_tokens
     wanted = min(100_000, total // 10) if val_tokens == "auto" else val_tokens
     if wanted >= total:

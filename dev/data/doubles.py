@@ -14,8 +14,8 @@ IN_MEMORY = 64 << 20        # of a document; a longer one waits on the disk for 
 
 
 class Known:
-    """source: the number of the one that comes; before: how many documents those before it have. documents: of
-    all; doubles: how many of its documents were left out."""
+    """source: the number of the one that comes; before: how many documents those before it have. documents:
+    of all; doubles: how many of its documents were left out."""
 
     def __init__(self, path, source, before):
         self.path, self.source, self.documents, self.doubles = path, source, before, 0

@@ -46,9 +46,9 @@ from any_tokenizer import NAMES, any_tokenizer, train      # noqa: E402
 from documents import (Reader, exists, first_line, kind_of, looks_like_texts, need_pyarrow,   # noqa: E402
                        size_of)
 from fetch import File, Problem, is_url, of_each    # noqa: E402
+from outputs import guard_terminals                 # noqa: E402
 from token_files import write_token_shard           # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
-from terminal import guard_terminals                # noqa: E402
 from tokenizer_files import END_OF_TEXT, tokenizer_bin, tokenizer_config            # noqa: E402
 
 TOOL = os.path.join(ROOT, "build", "tokenize")
@@ -454,7 +454,7 @@ def make_shards(dataset, args):
 # ---- shards that others have published ----
 
 def first_sums(record, source, args):
-    """{name: sha256} of a source's files at first, as dataset.json says; if it is one file, there is no name."""
+    """{name: sha256} of a source's files at first, as dataset.json says. It names no file that is alone."""
     facts = read_facts(record) if exists(record) and not args.restart else {}
     sums = facts.get("sha256", {}) if facts.get("source") == source else {}
     return sums if isinstance(sums, dict) else {source: sums}

@@ -21,8 +21,7 @@ import sys
 import textwrap
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from outputs import whole_file                      # noqa: E402
-from terminal import guard_terminals                # noqa: E402
+from outputs import guard_terminals, whole_file     # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 # a line's curves, and its form, behind which more words may stand; llm.c's older logs have no lr and norm

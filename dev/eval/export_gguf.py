@@ -15,8 +15,8 @@ import os
 import stat
 
 from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die,
-                       guard_terminals, last_model, mode, np, read_model, take_the_venv, words_of)
-from outputs import whole_file
+                       last_model, mode, np, read_model, take_the_venv, words_of)
+from outputs import guard_terminals, whole_file
 
 try:
     import gguf

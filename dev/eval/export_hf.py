@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
                  for more in ((), ("reference",), ("data",))]
-from terminal import guard_terminals, shown         # noqa: E402
+from outputs import guard_terminals, shown          # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 

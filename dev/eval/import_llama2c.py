@@ -14,9 +14,9 @@ import math
 import os
 import stat
 
-# np from there: it restarts the program where numpy is elsewhere
-from export_hf import die, guard_terminals, mode, np
+from export_hf import die, mode, np         # np from there: it restarts the program where numpy is elsewhere
 from formats import NAMES, Llama, param_shape, write_checkpoint
+from outputs import guard_terminals
 
 
 def read_llama2c(path):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import xxhash
 
-sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data"))
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from outputs import whole_file               # noqa: E402
 
 MAGIC_SHARD, MAGIC_MODEL, MAGIC_TENSORS = 20240520, 20240326, 20240327

@@ -1,5 +1,5 @@
 """Every tool's outputs where something is in their place: what is there stays as it was. And what writes
-them, dev/data/outputs.py.
+them, dev/outputs.py.
 """
 import contextlib
 import fcntl
@@ -25,8 +25,7 @@ import get                                          # noqa: E402
 import import_llama2c                               # noqa: E402
 import plot_log                                     # noqa: E402
 import tensorboard_log                              # noqa: E402
-from outputs import whole_file                      # noqa: E402
-from terminal import shown                          # noqa: E402
+from outputs import shown, whole_file               # noqa: E402
 if has_module("gguf"):
     import export_gguf
 
@@ -203,7 +202,7 @@ def test_beside_event_files(inputs):
     assert sorted(os.listdir("run/tensorboard")) == ["events.out.tfevents.1", "notes"]
 
 
-# ---- dev/data/outputs.py ----
+# ---- dev/outputs.py ----
 
 def test_whole_file(own_folder):
     """It has the rights of a new file. An error leaves what was there; what a kill left behind goes."""

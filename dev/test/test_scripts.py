@@ -574,7 +574,7 @@ def test_make_plot():
 
 
 def test_plot_takes_the_venv():
-    copy("dev/data/plot_log.py", "dev/data/outputs.py", "dev/terminal.py", "dev/venv_python.py")
+    copy("dev/data/plot_log.py", "dev/outputs.py", "dev/venv_python.py")
     write("runs/mine/main.log", "s:0 tel:5.5\ns:1 trl:5.4 lr:1e-3 norm:2\n")
     write("none/matplotlib.py", "raise ImportError\n")
     plot = [sys.executable, "dev/data/plot_log.py", "runs/mine"]
