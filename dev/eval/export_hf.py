@@ -8,8 +8,8 @@ GPT2LMHeadModel; the family of Llama, by its shape, a Llama-, Qwen3- or NanoChat
 The folder has model.safetensors, config.json, generation_config.json, a model card (README.md) and the
 tokenizer, by tokenizer.json and tokenizer_config.json: that of the run's folder, else GPT-2's (V=50257 or
 50304) or bytes' (V=256), these also by vocab.json and merges.txt. Nothing is downloaded. The weights keep
-their bits unless --dtype names another type. It appears whole or not at all. Needs numpy, neither torch nor
-transformers.
+their bits unless --dtype names another type. It appears whole or not at all. Needs numpy and xxhash, neither
+torch nor transformers.
 """
 import argparse
 import html

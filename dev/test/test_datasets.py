@@ -1076,7 +1076,7 @@ def test_published():
 def test_tinyshakespeare():
     text = "To be, or not to be: that is the question.\n" * 4000
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    known = {"prepare": lambda: setattr(get, "SHAKESPEARE_SHA256", sha256)}
+    known = {"prepare": lambda: setattr(row("tinyshakespeare"), "sha256", sha256)}
     path = "/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
     with serving({path: text.encode()}) as url:
         refused("tinyshakespeare", "--from", url, "--out", "no", said=("is not tinyshakespeare",))
