@@ -189,7 +189,8 @@ def lefts_of(fast, tokens, to_bytes):
 
 def tokenizer_bin(text, document_token, number=None):
     """The file's bytes for a tokenizer.json's, or None where this cannot be: for a decoder that is not known,
-    or tokens that are too long. number: of the tokenizer.json that export_hf.py made this one of."""
+    or tokens that are too long. number: of the tokenizer.json that export_hf.py made this one of, which
+    shards and runs go by."""
     fast = json.loads(text)
     to_bytes, ids, own = decoded(fast), token_ids(fast), tokenizer_id(text)
     if not to_bytes or not isinstance(fast["model"]["vocab"], dict):
@@ -201,10 +202,11 @@ def tokenizer_bin(text, document_token, number=None):
         return None
     lefts = lefts_of(fast, tokens, to_bytes)
     merges = MERGES_NONE if lefts is None else MERGES_LISTED
-    head = struct.pack("<6I", MAGIC, VERSION, len(tokens), ids[document_token], number or own, merges)
+    exported = 0 if number in (None, own) else own
+    head = struct.pack("<7I", MAGIC, VERSION, len(tokens), ids[document_token], number or own, merges,
+                       exported)
     words = b"".join(bytes([len(token)]) + token for token in tokens)
-    data = head.ljust(1024, b"\0") + words + (lefts or b"")
-    return exported_bin(data, text) if number not in (None, own) else sealed(data)
+    return sealed(head.ljust(1024, b"\0") + words + (lefts or b""))
 
 
 def sealed(data):
@@ -212,11 +214,6 @@ def sealed(data):
     xxhash = need("xxhash", "no checksum of a tokenizer.bin can be computed", "xxhash")
     data = data[:1016] + bytes(8) + data[1024:]
     return data[:1016] + struct.pack("<Q", xxhash.xxh64_intdigest(data)) + data[1024:]
-
-
-def exported_bin(data, text):
-    """tokenizer.bin beside the tokenizer.json that export_hf.py makes of its own."""
-    return sealed(data[:24] + struct.pack("<I", tokenizer_id(text)) + data[28:])
 
 
 def read_head(path):

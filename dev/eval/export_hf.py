@@ -52,8 +52,8 @@ except ImportError as error:    # .venv, which setup.sh has filled, has it: the 
 
 from fetch import Problem                           # noqa: E402
 from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_characters,     # noqa: E402
-                             exported_bin, for_chats, gpt2_vocabulary, id_of, merges_of, read_head,
-                             settings_of, token_ids, tokenizer_config, tokenizer_json)
+                             for_chats, gpt2_vocabulary, id_of, merges_of, read_head, settings_of,
+                             token_ids, tokenizer_bin, tokenizer_config, tokenizer_json)
 
 OWN_NAMES = "tokenizer.json", "tokenizer.bin"       # as get.py has put them beside the shards
 MARKS = "{# marks #}"
@@ -242,6 +242,7 @@ class Words:
     end: int                # the token between documents, or None
     files: dict             # {name: bytes} of the run's own tokenizer
     fast: dict = None       # its tokenizer.json, but for settings that are off here
+    number: int = 0         # its id
 
     def end_text(self):
         return next((token for token, i in self.vocab.items() if i == self.end), "")
@@ -262,7 +263,7 @@ def words_of(V, folder):
             if (most := max(vocab.values())) >= V:
                 raise Problem(f"'{path}' has ids up to {most}, and the model's vocabulary is {V}")
             merges = None if head.merges == MERGES_NONE else merges_of(fast)
-            return Words(vocab, merges, head.eot, files, fast)
+            return Words(vocab, merges, head.eot, files, fast, head.id)
     except Problem as problem:
         die("\nhint: ".join(filter(None, (problem.what, problem.hint))))
     if V == 256:
@@ -294,7 +295,7 @@ def tokenizer_files(dims, words, chat_template=None):
     if words.files and fast == json.loads(words.files["tokenizer.json"]):
         return {**files, **words.files}
     if words.files:
-        return {**files, "tokenizer.bin": exported_bin(words.files["tokenizer.bin"], files["tokenizer.json"])}
+        return {**files, "tokenizer.bin": tokenizer_bin(files["tokenizer.json"], end, words.number)}
     return {**files, "vocab.json": json.dumps(words.vocab, ensure_ascii=False).encode(),
             "merges.txt": "\n".join(["#version: 0.2", *words.merges, ""]).encode()}
 
