@@ -1731,7 +1731,10 @@ template <class Act> struct ForwardBytes : BytesEpilogue {
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
         const int row = row_of(tile), column = tile.column + s / 2 * 64;
-        if (row >= p.N) { return; }                     // the activation of a bias is no element
+        if (row >= p.N) {               // nothing is stored: the activation of a bias is no element
+            barrier();                  // all have read the tile's bias before the next one replaces it
+            return;
+        }
         float2 f[2][4];
 #pragma unroll
         for (int k = 0; k < 8; k++) {

@@ -175,7 +175,7 @@ static inline void resumed_check(const Facts& began, const Facts& now, const std
                 "same names and sizes, but other tokens\nhint: -i names another place for them",
                 folder.c_str());
         }
-        warn("the run goes on with another %s than before (%s, then %s): its bits may differ",
+        warn("the run goes on with another %s than before (now %s, then %s): its bits may differ",
              fact.first.c_str(), fact.second.c_str(), then->c_str());
     }
 }
