@@ -408,7 +408,7 @@ def test_another_program():
     os.chmod(program, 0o755)
     result = Job({}, [program, *resume_words(folder)[1:]], env={"OMP_NUM_THREADS": 3}).result()
     device = re.search("^device: (.*), precision", result.out, re.M)[1]     # without OpenMP it stays
-    notes = [r"program than before \((\w+), then (?!\1)\w+\)"]
+    notes = [r"program than before \(now (\w+), then (?!\1)\w+\)"]
     if device != Program.device:
         notes += [re.escape(f"device than before (now {device}, then {Program.device})")]
     lines = [f"warning: the run goes on with another {note}: its bits may differ\n" for note in notes]
@@ -474,7 +474,8 @@ def test_other_libraries():
     libraries, pairs = said["set of libraries"], said["algorithms"].split()
     assert re.search(r"glibc \d" if on_cpu() else r"^cuBLASLt \d+\.\d+\.\d+, CUDA \d+\.\d+", libraries)
     assert bool(pairs) != on_cpu() and all(re.fullmatch("[0-9a-f]{8}:[0-9a-f]{8}", pair) for pair in pairs)
-    other = f"the run goes on with another set of libraries than before (now {libraries}, then x\\x1b): its bits"
+    other = "the run goes on with another set of libraries than before "
+    other += f"(now {libraries}, then x\\x1b): its bits"
     chosen = "cuBLASLt chooses other algorithms than before: the run's bits"
     rows = [({}, []), ({"set of libraries": "x\x1b"}, [other]), ({"algorithms": "00000000:1 b:"}, []),
             (dict.fromkeys(["set of libraries", "algorithms"]), []), (b"{", []), (None, [])]
