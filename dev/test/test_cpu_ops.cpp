@@ -1,13 +1,12 @@
 /*
-Tests of llmc/ops/cpu_ops.h, in double: each forward pass against a formula written another way, each backward
-pass against finite differences of its forward pass. test_training.py has branches of the residual stream and
-several threads, test_ranks.py records of ranks. test_gpt2's invariance mode has sums of lanes, the norm,
-Muon's values and decoding.
+Tests of llmc/ops/cpu_ops.h, in double: each backward pass against finite differences of its forward pass,
+whose values test_gpt2's model mode holds against PyTorch's. test_training.py has branches of the residual
+stream and several threads, test_ranks.py records of ranks. test_gpt2's invariance mode has sums of lanes, the
+norm, Muon's values and decoding.
 */
 #include <math.h>       // gives: sqrt, isfinite, isnan
 
 #include <algorithm>    // gives: std::all_of, std::count, std::is_sorted
-#include <complex>      // gives: std::complex, std::polar
 
 #include "child.h"                  // gives: check_dies
 #include "test.h"                   // gives: TEST, CHECK
@@ -194,17 +193,10 @@ static void test_encoder_positions() {
 
 // ---- GELU ----
 
-static double gelu_direct(double x) {
-    return 0.5 * x * (1.0 + tanh(sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
-}
-
 static void test_gelu(int N, int OC) {
     const std::string shape = format("gelu N=%d OC=%d", N, OC);
     const size_t n = (size_t)N * OC;
     Doubles inp = random_tensor(n, 4.0), out(n), dout = random_tensor(n), dinp(n), without = dout;
-    gelu_forward_cpu<double>({out, inp, n}, 0);
-    CHECK_EACH(out, kExact, gelu_direct(inp[i]));
-
     const Doubles dbias = gradient_of(shape, OC, [&](GradOf<double> grad) {
         dinp = dout;
         gelu_backward_inplace_cpu<double>({dinp, grad, nullptr, inp, N, OC}, 0);
@@ -219,21 +211,15 @@ static void test_gelu(int N, int OC) {
 
 // ---- SwiGLU, ReLU squared ----
 
-static double silu_direct(double x) { return 0.5 * x * (1.0 + tanh(0.5 * x)); }
-
 static void test_swiglu(int N, int F) {
     const std::string shape = format("swiglu N=%d F=%d", N, F);
     const size_t n = (size_t)N * F;
     Doubles gate_up = random_tensor(2 * n, 4.0), out(n), dout = random_tensor(n), dgate_up(2 * n);
-    auto forward = [&] { swiglu_forward_cpu<double>({out, gate_up, N, F}, 0); };
-    forward();
-    CHECK_EACH(out, kExact, silu_direct(gate_up[i / F * 2 * F + i % F]) *
-                            gate_up[i / F * 2 * F + F + i % F]);
     swiglu_backward_cpu<double>({dgate_up, dout, gate_up, N, F}, 0);
     Doubles inplace = gate_up;
     swiglu_backward_cpu<double>({inplace, dout, inplace, N, F}, 0);
     CHECK(inplace == dgate_up, "%s: in place, other bits", shape.c_str());
-    auto loss = [&] { forward(); return dot(out, dout, n); };
+    auto loss = [&] { swiglu_forward_cpu<double>({out, gate_up, N, F}, 0); return dot(out, dout, n); };
     CHECK_GRADIENT(gate_up, dgate_up, loss);
     const float far[] = {100.0f, -100.0f, 3e38f, -3e38f, NAN};
     CHECK(silu(far[0]) == 100.0f && silu(far[1]) == 0.0f && silu(far[2]) == far[2] && silu(far[3]) == 0.0f &&
@@ -245,8 +231,6 @@ static void test_relu2(size_t n) {
     const std::string shape = "relu2";
     Doubles inp = random_tensor(n, 4.0), out(n), dout = random_tensor(n), dinp(n);
     for (size_t i = 0; i < n; i++) { inp[i] += inp[i] < 0 ? -0.1 : 0.1; }     // the slope has a kink at 0
-    relu2_forward_cpu<double>({out, inp, n}, 0);
-    CHECK_EACH(out, kExact, pow(fmax(inp[i], 0.0), 2.0));
     relu2_backward_cpu<double>({dinp, dout, inp, n}, 0);
     auto loss = [&] { relu2_forward_cpu<double>({out, inp, n}, 0); return dot(out, dout, n); };
     CHECK_GRADIENT(inp, dinp, loss);
@@ -260,11 +244,11 @@ static void test_relu2(size_t n) {
 
 // ---- QK-norm and rotary positions ----
 
-// A head as HS/2 complex numbers x[i] + x[i + HS/2] i, each times e^(i angle). Of the weights, one is 0.
+// Rows at places of their own are those of a longer text. Of the weights, one is 0.
 static void test_rotate(int B, int T, int NH, int NKV, int HS, bool norm, bool weights) {
     const std::string shape = format("rotate B=%d T=%d NH=%d NKV=%d HS=%d norm=%d weights=%d", B, T, NH, NKV,
                                      HS, norm, weights);
-    const int N = B * T, heads = NH + NKV, all = heads + NKV, maxT = T + 5, half = HS / 2;
+    const int N = B * T, heads = NH + NKV, all = heads + NKV, maxT = T + 5;
     const size_t n = (size_t)N * all * HS;
     const float eps = 1e-3f;
     Doubles raw = random_tensor(n, 1.0, 0.3), qkv = raw, rstd((size_t)N * heads);
@@ -277,22 +261,12 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, bool norm, bool w
         qkv = raw;
         rotate_forward_inplace_cpu<double>({qkv, stored, q, k, table, positions, N, T, NH, NKV, HS, eps}, 0);
     };
-    auto direct = [&](size_t at, const int* positions) {
-        const int i = (int)(at % HS), h = (int)(at / HS % all), row = (int)(at / HS / all);
-        if (h >= heads) { return raw[at]; }
-        const double* x = raw + (at - i);
-        const double scale = norm ? pow(dot(x, x, HS) / HS + eps, -0.5) : 1.0;
-        auto y = [&](int j) { return x[j] * scale * (!weights ? 1.0 : h < NH ? q[j] : k[j]); };
-        const int t = positions ? positions[row] : row % T;
-        const double angle = t * exp(-2.0 * (i % half) / HS * log(100.0));
-        const auto z = std::complex<double>(y(i % half), y(i % half + half)) * std::polar(1.0, angle);
-        return i < half ? z.real() : z.imag();
-    };
-    const std::vector<int> positions = random_ints(N, maxT);
-    for (const int* given : {(const int*)positions.data(), (const int*)nullptr}) {
-        forward(given);
-        CHECK_EACH(qkv, kExact, direct(i, given));
-    }
+    forward(nullptr);
+    const Doubles in_turn = qkv;
+    std::vector<int> positions;
+    for (int n = 0; n < N; n++) { positions.push_back(n % T); }
+    forward(positions.data());
+    CHECK(qkv == in_turn, "%s: other bits with places given", shape.c_str());
     const Doubles dout = random_tensor(n);
     Doubles dqkv(n), dk_weight(HS);
     auto backward = [&](GradOf<double> dq, GradOf<double> dk) {
@@ -353,17 +327,7 @@ static void test_norm(NormKind kind, int N, int C, int norms, bool weights) {
     f.N = N, f.C = C, f.eps = eps;
     if (norms == 2) { f.y[1] = {y1, w1, b}; }
     auto forward = [&] { norm_forward_cpu<double>(f, 0); };
-    auto direct = [&](size_t i, const double* w) {
-        const double* row = x + i / C * C;
-        double m = 0.0, squares = 0.0;
-        for (int c = 0; c < C && layer; c++) { m += row[c] / C; }
-        for (int c = 0; c < C; c++) { squares += pow(row[c] - m, 2.0); }
-        return (x[i] - m) * pow(squares / C + eps, -0.5) * (w ? w[i % C] : 1.0) + (b ? b[i % C] : 0.0);
-    };
     forward();
-    CHECK_EACH(y0, kExact, direct(i, w0));
-    if (norms == 2) { CHECK_EACH(y1, kExact, direct(i, w1)); }
-
     const Doubles dout0 = random_tensor(n), dout1 = random_tensor(n);
     Doubles dx(n);
     NormBackwardOf<double, double> d = {};
@@ -404,7 +368,7 @@ static void test_matmul(int N, int C, int OC) {
     CHECK_EACH(out, kExact, products[i] + bias[i % OC] + residual[i]);
     forward(bias, nullptr, pre_act);
     CHECK_EACH(pre_act, kExact, products[i] + bias[i % OC]);
-    CHECK_EACH(out, kExact, gelu_direct(products[i] + bias[i % OC]));
+    CHECK_EACH(out, kExact, gelu(products[i] + bias[i % OC]));
 
     Doubles dout = random_tensor(n), dinp(inp.n), other = random_tensor(inp.n), both(inp.n);
     matmul_backward_input_cpu<double>({dinp, dout, weight, nullptr, nullptr, N, C, OC}, 0);
@@ -538,12 +502,9 @@ static void test_fp8_cast(int N, int C) {
     uint64_t saturated = 10;
     size_t wrong = 0;
     for (size_t i = 0; i < n; i++) {
-        const double x = inp[i] * 256.0, got = fp8_direct(out[i]);
         amax = std::max(amax, fabsf((float)inp[i]));
-        saturated += fabs(x) > 448.0;
-        double best = INFINITY;
-        for (int k = 0; k < 256; k++) { best = fmin(best, fabs(fp8_direct(k) - x)); }           // not NaN
-        wrong += fabs(got - x) != best || out_t[i % C * N + i / C] != out[i];
+        saturated += fabs(inp[i] * 256.0) > 448.0;
+        wrong += out[i] != fp8_encode((float)inp[i] * 256.0f) || out_t[i % C * N + i / C] != out[i];
     }
     CHECK(wrong == 0, "fp8_cast %d x %d: %zu elements are wrong", N, C, wrong);
     CHECK(float_of(stats.amax) == amax && stats.saturated == saturated && stats.elements == n + 100,
@@ -584,43 +545,34 @@ static void test_fp8_cast(int N, int C) {
     }
     CHECK(rows == out && columns == out_t, "a weight's rows or columns alone");
 
-    // GELU and its slope, and the sums of columns
+    // activations and their gradients: what their own ops give, rounded, and the sums of columns
     fp8_set_scale(&tensor, 64.0f);
-    for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad}) {
-        const Doubles x = doubles(n, [&](size_t i) {
-            return source == Fp8Source::Gelu ? gelu_direct(inp[i]) : inp[i] * gelu_derivative(pre_gelu[i]);
-        });
-        const Doubles expected_sums = column_sums_of(x, N, C);
-        stats = {};
-        const Doubles sums = gradient_of(shape, C, [&](GradOf<double> grad) {
-            fp8_cast_cpu<double>({out.data(), out_t.data(), &stats, &tensor, grad, nullptr, inp, pre_gelu,
-                                  source, N, C}, 0);
-        });
-        for (size_t i = 0; i < n; i++) {        // a rounding of x may make a tie of it
-            const double got = fp8_direct(out[i]) / 64.0, gap = std::max(fabs(got) / 8.0, 0x1p-15);
-            wrong += fabs(got - x[i]) > 0.501 * gap || out_t[i % C * N + i / C] != out[i];
-        }
-        CHECK(wrong == 0 && stats.saturated == 0, "%s: %zu elements are wrong", shape.c_str(), wrong);
-        CHECK_SAME(sums, expected_sums, 1e-12);
-    }
-
-    // the second family's: what its own ops give, rounded
     const Doubles gate_up = random_tensor(2 * n, 2.0);
-    Doubles swiglu(n), dgate_up(2 * n), relu2(n), drelu2(n);
+    Doubles gelu(n), dgelu = inp, swiglu(n), dgate_up(2 * n), relu2(n), drelu2(n);
+    gelu_forward_cpu<double>({gelu, inp, n}, 0);
+    gelu_backward_inplace_cpu<double>({dgelu, {}, nullptr, pre_gelu, N, C}, 0);
     swiglu_forward_cpu<double>({swiglu, gate_up, N, C}, 0);
     swiglu_backward_cpu<double>({dgate_up, inp, gate_up, N, C}, 0);
     relu2_forward_cpu<double>({relu2, inp, n}, 0);
     relu2_backward_cpu<double>({drelu2, inp, pre_gelu, n}, 0);
-    struct { Fp8Source source; const double *inp, *before, *want; int width; } cases[] = {
+    struct { Fp8Source source; const double *inp, *before; const Doubles& want; int width; } cases[] = {
+        {Fp8Source::Gelu, inp, nullptr, gelu, C}, {Fp8Source::GeluGrad, inp, pre_gelu, dgelu, C},
         {Fp8Source::Swiglu, gate_up, nullptr, swiglu, C}, {Fp8Source::Relu2, inp, nullptr, relu2, C},
         {Fp8Source::SwigluGrad, inp, gate_up, dgate_up, 2 * C},
         {Fp8Source::Relu2Grad, inp, pre_gelu, drelu2, C}};
     for (const auto& is : cases) {
         const size_t all = (size_t)N * is.width;
         std::vector<uint8_t> rows(all), columns(all);
-        stats = {};
-        fp8_cast_cpu<double>({rows.data(), columns.data(), &stats, &tensor, {}, nullptr, is.inp, is.before,
-                              is.source, N, C}, 0);
+        auto cast = [&](GradOf<double> dbias) {
+            stats = {};
+            fp8_cast_cpu<double>({rows.data(), columns.data(), &stats, &tensor, dbias, nullptr, is.inp,
+                                  is.before, is.source, N, C}, 0);
+        };
+        if (is.width > C) { cast({}); }             // has no biases
+        else {
+            const Doubles sums = gradient_of(shape, C, cast), want = column_sums_of(is.want, N, C);
+            CHECK_SAME(sums, want, 1e-12);
+        }
         for (size_t i = 0; i < all; i++) {
             wrong += rows[i] != fp8_encode((float)is.want[i] * 64.0f) ||
                      columns[i % is.width * N + i / is.width] != rows[i];
@@ -702,26 +654,9 @@ static void test_attention(int B, int T, int NH, int NKV, int HS) {
     const std::string shape = format("attention B=%d T=%d NH=%d NKV=%d HS=%d", B, T, NH, NKV, HS);
     const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
     const size_t width = C + 2 * NKV * HS, all = (size_t)B * T * width;         // of qkv: a row, and all
-    Doubles qkv = random_tensor(all, 1.5), out(n), lse(rows), expected(n), lse_expected(rows);
+    Doubles qkv = random_tensor(all, 1.5), out(n), lse(rows);
     auto forward = [&] { attention_forward_cpu<double>({out, lse, qkv, B, T, NH, NKV, HS}, 0); };
     forward();
-    for (size_t row = 0; row < rows; row++) {           // (b,h,t), with a row of the explicit matrix
-        const size_t b = row / T / NH, h = row / T % NH, t = row % T;
-        const size_t kv = h * NKV / NH, heads[] = {h, NH + kv, NH + NKV + kv};
-        auto vec = [&](int which, size_t u) { return qkv + (b * T + u) * width + heads[which] * HS; };
-        std::vector<double> p(T, 0.0);
-        double sum = 0.0;
-        for (size_t u = 0; u <= t; u++) { sum += p[u] = exp(dot(vec(0, t), vec(1, u), HS) / sqrt(HS)); }
-        lse_expected[row] = log(sum);
-        for (int i = 0; i < HS; i++) {
-            double value = 0.0;
-            for (size_t u = 0; u <= t; u++) { value += p[u] / sum * vec(2, u)[i]; }
-            expected[(b * T + t) * C + h * HS + i] = value;
-        }
-    }
-    CHECK_SAME(out, expected, kExact);
-    CHECK_SAME(lse, lse_expected, kExact);
-
     Doubles dout = random_tensor(n), dqkv(all), scratch(rows);
     attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS}, 0);
 
@@ -759,41 +694,6 @@ static void test_attention(int B, int T, int NH, int NKV, int HS) {
     CHECK(std::count(&dbias[C], &dbias[2 * C], 0.0) == (long)C, "%s: keys' dbias", shape.c_str());
 }
 
-// A group's call is that of heads with keys and values of their own, all alike: the same out, lse and dq. The
-// sum of their dk and dv is the group's.
-static void test_attention_groups(int B, int T, int NH, int NKV, int HS) {
-    const std::string shape = format("groups B=%d T=%d NH=%d NKV=%d HS=%d", B, T, NH, NKV, HS);
-    const size_t n = (size_t)B * T * NH * HS, rows = (size_t)B * NH * T, N = (size_t)B * T;
-    const int group = NH / NKV, heads = NH + 2 * NKV;
-    // where head `head` of 3*NH stands in a row of NH + 2*NKV heads
-    auto place = [&](int head) {
-        return head < NH ? head : NH + (head - NH) / NH * NKV + (head - NH) % NH / group;
-    };
-    Doubles qkv = random_tensor(N * heads * HS), own = doubles(3 * n, [&](size_t i) {
-        return qkv[(i / HS / (3 * NH) * heads + place(i / HS % (3 * NH))) * HS + i % HS];
-    });
-    struct Results { Doubles out, lse, dqkv; };
-    const Doubles dout = random_tensor(n);
-    auto results = [&](const Doubles& qkv, int NKV) {
-        Results r = {Doubles(n), Doubles(rows), Doubles(qkv.n)};
-        Doubles scratch(rows);
-        attention_forward_cpu<double>({r.out, r.lse, qkv, B, T, NH, NKV, HS}, 0);
-        attention_backward_cpu<double>({r.dqkv, scratch, dout, r.out, qkv, r.lse, B, T, NH, NKV, HS}, 0);
-        return r;
-    };
-    const Results grouped = results(qkv, NKV), alone = results(own, NH);
-    CHECK(grouped.out == alone.out && grouped.lse == alone.lse, "%s: forward", shape.c_str());
-    Doubles sums = doubles(qkv.n, [](size_t) { return 0.0; });
-    for (size_t i = 0; i < 3 * n; i++) {
-        sums[(i / HS / (3 * NH) * heads + place(i / HS % (3 * NH))) * HS + i % HS] += alone.dqkv[i];
-    }
-    CHECK_SAME(grouped.dqkv, sums, kExact);
-    for (int keys : {0, -1, NH - 1, NH + 1}) {
-        CHECK(!attention_heads_error(NH, keys).empty(), "%d heads, %d of keys: taken", NH, keys);
-    }
-    CHECK(attention_heads_error(NH, NKV).empty() && attention_heads_error(NH, NH).empty(), "NH=%d", NH);
-}
-
 static bool all_finite(const Floats& x) {
     return std::all_of(x.all.begin(), x.all.end(), [](float value) { return isfinite(value); });
 }
@@ -825,16 +725,6 @@ static void test_classifier(int N, int V, int Vp, float softcap = 0.0f) {
     const Doubles before = logits;
     classify(logits, losses, nullptr, ClassifierMode::LossOnly);
     CHECK(logits == before, "%s: LossOnly changes the logits", shape.c_str());
-    const Doubles expected = doubles(N, [&](size_t n) {
-        double sum = 0.0;
-        auto logit = [&](int v) {
-            const double x = logits[n * Vp + v];
-            return softcap > 0 ? softcap * tanh(x / softcap) : x;
-        };
-        for (int v = 0; v < V; v++) { sum += exp(logit(v) - logit(targets[n])); }
-        return log(sum);
-    });
-    CHECK_SAME(losses, expected, 1e-12);
 
     // What is done to logits: the gradient. Padding has none, and its values do not matter.
     Doubles dlogits = logits, scaled_by_one = logits, not_scaled = logits;
@@ -1185,7 +1075,7 @@ static void test_float_functions() {
     }
     for (double x0 = -6.0; x0 < 6.0; x0 += 0.00037) {
         const float x = (float)x0;
-        worst_gelu = std::max(worst_gelu, fabs(gelu(x) - gelu_direct(x)) / std::max(1.0, fabs((double)x)));
+        worst_gelu = std::max(worst_gelu, fabs(gelu(x) - gelu((double)x)) / std::max(1.0, fabs((double)x)));
         worst_derivative = std::max(worst_derivative, fabs(gelu_derivative(x) - gelu_derivative((double)x)));
     }
     printf("float: exp off by %.1e (relative), gelu by %.1e, its derivative by %.1e; a rounding: 6.0e-8\n",
@@ -1248,9 +1138,11 @@ int main() {
         test_attention(1, 9, 3, 3, 80);
         test_attention(2, 17, 6, 2, 5);
         test_attention(1, 65, 4, 1, 8);
-        test_attention_groups(2, 70, 3, 1, 20);
-        test_attention_groups(1, 33, 8, 2, 12);
-        test_attention_groups(2, 9, 16, 2, 5);
+        test_attention(2, 70, 3, 1, 20);
+        for (int keys : {0, -1, 5, 7}) {
+            CHECK(!attention_heads_error(6, keys).empty(), "6 heads, %d of keys: taken", keys);
+        }
+        for (int keys : {1, 2, 6}) { CHECK_TEXT(attention_heads_error(6, keys), ""); }
         const struct { double p; uint32_t dropped; } rows[] = {     // a p that is given drops, and not all
             {0.0, 0}, {1e-9, 1}, {0.1, 6554}, {1 - 1e-9, 65535}};
         for (const auto& r : rows) { CHECK_IS(dropout_of(r.p, {}, 0).dropped, r.dropped); }
