@@ -169,41 +169,18 @@ def test_questions():
 
 
 def test_one_completion():
-    """LAMBADA's form has no accuracy: a mean loss a token, and the perplexity of the whole completion."""
-    path, model = answering_model()
-    questions = [(context, completions[:1]) for context, completions in made_up_questions(model, 6)]
-    write_questions("one.bin", questions, [0] * 6)
+    """LAMBADA's form has no accuracy: a mean loss a token, and the perplexity of the whole completion. Their
+    values, and questions whose end is what they share, are test_evalloader.cpp's."""
+    path, _ = answering_model()
+    write_questions("one.bin", [([n, 2, 3], [[5] * n]) for n in range(1, 7)], [0] * 6)
     result = run_ok({"-e": path, "-b": 4, "-t": LONG, "-x": 1, "-l": 0, "-h": 1, "--eval-data": "one.bin",
                      "-o": "one"})
-    sums, means = judged(model, questions, LONG)
-    want = means.mean(), np.exp(sums.mean())
     [first] = re.findall(r"^eval loss (\S+) \| word_ppl (\S+)$", result.out, re.M)
-    assert_close([float(first[0])], want[:1], tolerance(1e-5, 0.05), "loss")
-    near = tolerance(1e-5, 0.05) * max(len(completions[0]) for _, completions in questions)
-    assert_close([np.log(float(first[1]))], [np.log(want[1])], near, "word_ppl")
     assert "eval acc" not in result.out and not log_lines("one", "eval")
     got = [(row["step"], row["eval_loss"], row["eval_word_ppl"]) for row in metrics("one")
            if "eval_loss" in row]
     assert [row[0] for row in got] == [1]
     assert_close(np.log(got[0][1:]), np.log([float(number) for number in first]), 1e-5, "metrics.jsonl")
-
-
-def test_context_last():
-    """WinoGrande's form: the beginnings differ, and the end that they share is what counts."""
-    path, model = answering_model()
-    questions = [(context, completions[:2]) for context, completions in made_up_questions(model, 12)]
-    ends = [judged(model, [(begin, [end]) for begin in begins], LONG) for end, begins in questions]
-    sums, means = ([[row[0] for row in found[i]] for found in ends] for i in (0, 1))
-    assert all(abs(a - b) > 0.05 for a, b in sums)
-    labels = [i % 2 for i in range(12)]
-    write_questions("last.bin", questions, labels, context_last=1)
-    [got] = eval_scores(run_ok({"-e": path, "-b": 4, "-t": LONG, "-x": 0, "-h": 1, "--eval-data": "last.bin",
-                                "-j": None}))
-    want = [np.mean(np.argmin(found, 1) == labels) for found in (means, sums)]
-    assert 0 < want[1] < 1
-    assert_close(got[:2], want, 1e-6, "acc_norm and acc")
-    assert_close(got[2:], [np.mean([row[label] for row, label in zip(means, labels)])], tolerance(1e-5, 0.05),
-                 "loss")
 
 
 def test_questions_in_training():

