@@ -1,7 +1,7 @@
 """What is refused before anything is written: exit code 1, one sentence, the disk unchanged.
 
-What numbers and flags look like at all is test_host.cpp's, shards' bytes are test_dataloader.cpp's,
-questions' test_evalloader.cpp's, how ranks are started test_comm.cpp's.
+What numbers and flags look like at all is test_host.cpp's, shards' bytes and weights of mixtures are
+test_dataloader.cpp's, questions' test_evalloader.cpp's, how ranks are started test_comm.cpp's.
 """
 import os
 import struct
@@ -55,8 +55,6 @@ REFUSED = f"""
 -d 524288 -z 1              => given twice | -z and -d are both the total batch | ZeRO stage is -zs
 --matmul-dtype fp8-head --head-chunks 2 => --head-chunks 2 is not for --matmul-dtype fp8-head
 -l 1 --lr 2                 => given twice: '-l' and '--lr' | hint: keep one of them
--b 65537                    => 1 to 65536
--x 1e5                      => -x | digits only: 100000
 -x ''                       => -x
 -x 0                        => -x 0 | refused
 -e ''                       => -e
@@ -87,16 +85,9 @@ REFUSED = f"""
 -i no/such.bin           => no/such.bin
 -v 1 -j such.bin         => such.bin
 -i train.bin:0.7,val.bin => 'val.bin' has no weight | hint: | web_*.bin:0.7
--i train.bin:0.7,val.bin:x => weight 'x' of 'val.bin' | above 0
--i train.bin:1,val.bin:0 => weight '0' of 'val.bin' | above 0
--i train.bin:0.7,val.bin:0.2 => sum to 0.9 | hint: whole numbers
--i train.bin:1,t*.bin:1  => train.bin' is in two sources
--i train.bin:1,such.bin:1 => no file matches 'such.bin'
--i no:such.bin           => no file matches 'no:such.bin' | hint: | write \\: and
 -v 1 -j val.bin:1,train.bin:1 => train.bin' is both training data
 -i no_models             => 'no_models' is a folder | hint: | 'no_models/*_train*.bin'
 -v 1 -j no_models/       => 'no_models/' is a folder | 'no_models/*_val*.bin'
--v 1 -j magic.bin        => magic.bin | 20240521
 -v 1 -j tokens_256.bin   => tokens_256.bin | 256
 -v 1 -j train.bin        => train.bin
 -o plain/run             => plain/run
@@ -122,12 +113,8 @@ REFUSED = f"""
 -e rms.bin --block parallel-tied => --block parallel-tied | has parallel
 -e rms.bin --norm layernorm      => --norm layernorm | has rmsnorm
 -h 1                             => hellaswag_val.bin | get.py hellaswag
--h 1 --eval-data none.bin        => no evaluation data | none.bin | get.py
--h 1 --eval-data val.bin         => val.bin | {SHARD_MAGIC}
 -h 1 --eval-data q_gpt2.bin      => q_gpt2.bin | GPT-2 | bytes
--h 1 --eval-data q_label.bin     => question 2 | answer 4 | 0..3
 -h 1 --eval-data q_label.bin -x 0 -o '' => question 2
--h 1 --eval-data q_256.bin       => question 1 | token id 256 | 0..255
 
 -e d13          => d13 | d12
 -e d4294967302  => d4294967302 | no such size
@@ -168,7 +155,7 @@ REFUSED = f"""
 @pytest.fixture(autouse=True)
 def files():
     """What the table names; made once."""
-    if os.path.exists("q_256.bin"):
+    if os.path.exists("q_label.bin"):
         return
     for name, flags in {"good": {}, "rms": {"--block": "parallel", "--norm": "rmsnorm"}, "run": {}}.items():
         run_ok({"-o": name, "-x": 1, **flags})
@@ -179,12 +166,10 @@ def files():
     write("run.json_is_cut/model_00000001.bin", read("good.bin"))
     write("run.json_is_cut/run.json", b'{"settings": {"a": 1}')
     os.mkfifo("fifo.bin")                       # nobody will ever write to it
-    whole = read(write_shard("tokens_256.bin", [1] * 40 + [256] * 4000))
-    write("magic.bin", struct.pack("<i", 20240521) + whole[4:])
+    write_shard("tokens_256.bin", [1] * 40 + [256] * 4000)
     question = [1, 2], [[3], [4, 5], [6], [7]]
     write_questions("q_gpt2.bin", [question] * 3, [0, 1, 2], tokenizer=1)
     write_questions("q_label.bin", [question] * 3, [0, 1, 4])
-    write_questions("q_256.bin", [question, ([1, 256], question[1])], [0, 1])
 
 
 @pytest.mark.parametrize("line", [line for line in REFUSED.splitlines() if line],
