@@ -3,6 +3,7 @@
 The arithmetic of what would fit is test_host.cpp's; shards of several ranks are test_ranks.py's.
 """
 import json
+import math
 import os
 import re
 import resource
@@ -13,11 +14,30 @@ import pytest
 from checks import read
 from jobs import KILL, Job
 from trainer import C, V, Program, run, run_ok, sentences, write_shard
+from twins import formats
 
 MIB = 2**20
 
 
+def round_up(n, to):
+    return -(-n // to) * to
+
+
 # ---- the plan ----
+
+def buckets_of(d):
+    """{bucket: elements}: tensors start at multiples of 128 elements in buckets of whole chunks: one of both
+    embeddings, one of each layer's matrices, one of all biases and one of all norms."""
+    buckets = {}
+    for name, layered, *_ in formats.PARAMS:
+        copies = d.L if layered else 1
+        slot = round_up(math.prod(formats.param_shape(d, name)) // copies, 128)
+        vectors = "norms" if name.startswith("ln") else "biases" if name.endswith("b") else None
+        for layer in range(copies):
+            key = vectors or (layer if layered else "embeddings")
+            buckets[key] = buckets.get(key, 0) + slot
+    return {key: round_up(elems, 8192) for key, elems in buckets.items()}
+
 
 def planned_and_taken(flags):
     """Bytes: what the start-up line promises, and the process's most after its first steps, or in the midst
@@ -61,6 +81,18 @@ def test_plan_is_taken(task, flags, largest):
     plan, peak = planned_and_taken({**task, **flags})
     allowed = 6 * largest + MIB     # planned for a tensor on its way to a file: these are killed before
     assert plan > (1 if task else 8) * MIB and abs((peak - small_peak) - (plan - small)) <= allowed
+
+
+@pytest.mark.cpu_only
+def test_plan_of_evaluation():
+    """Without what only training needs: weights once, one layer's activations, logits, inputs with two staged
+    copies, a tensor from a file."""
+    d, n = formats.parse_model("L4,NH2,C512,T32,V300"), 16 * 32
+    plan = run_ok({"-e": d.text(), "-x": 0, "-b": 16, "-m": 1}).planned()
+    largest = max(d.Vp * d.C, d.maxT * d.C, 4 * d.C**2)
+    floats = sum(buckets_of(d).values()) + n * (d.C * 19 + d.NH + 7 + d.Vp) + 1.5 * largest
+    inputs = 3 * (3 * 4 * n + 16 * n + 16 * n // 129) + 4 * 4 * n
+    assert abs(plan - (4 * floats + inputs) / MIB) < 0.02
 
 
 # ---- too little memory ----
