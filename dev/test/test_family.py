@@ -37,16 +37,14 @@ def left_by(folder, **flags):
 @pytest.mark.parametrize("name, model, dtype", [
     ("llama", LLAMA, "bf16"), ("nano", NANO, "bf16"), ("llama8", LLAMA, "fp8-head"),
     ("nano8", SIXTEENS, "fp8")], ids=["llama", "nano", "llama, FP8", "nano, FP8"])
-def test_ranks_and_recompute(name, model, dtype):
-    """Ranks at each ZeRO stage, and -r: the same losses and the same model, to the bit."""
+def test_ranks(name, model, dtype):
+    """At each ZeRO stage the losses and the model of one, to the bit; -r's are test_gpt2's."""
     if dtype != "bf16":
         need_fp8()
     flags = {"e": model, "matmul_dtype": dtype}
     one = left_by(name, **flags)
     first, last = (float(re.search(r"trl:(\S+)", one[0][i])[1]) for i in (0, -1))
     assert last < first - 0.1, "it does not learn"
-    for r in (1, 2, 3):
-        assert left_by(f"{name}_r{r}", r=r, **flags) == one
     for zero in (0, 1) if on_cpu() else ():
         assert left_by(f"{name}_zero{zero}", gpus=2, zs=zero, **flags) == one
 
