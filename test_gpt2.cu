@@ -634,23 +634,6 @@ static void test_side_by_side(const Config& c) {
     }
 }
 
-// With one norm's weights in both, parallel branches are tied ones.
-static void test_tied(Config c) {
-    const Batch batch = random_batch(c, 2, 0);
-    c.block = Block::ParallelTied;
-    RandomModel tied(c, default_options(), batch.B);
-    c.block = Block::Parallel;
-    RandomModel apart(c, default_options(), batch.B);
-    for (int i = 0; i < NUM_PARAMS; i++) {
-        const int from = i == PARAM_ln2w ? PARAM_ln1w : i == PARAM_ln2b ? PARAM_ln1b : i;
-        for (int l = 0; l < apart.param_specs[i].copies; l++) {
-            gpt2_set_param(&apart, i, l, host_param(&tied, from, l, true).data());
-        }
-    }
-    const float loss = mean_loss(&apart, batch), want = mean_loss(&tied, batch);
-    CHECK(loss == want, "loss %.9g, of tied ones %.9g", loss, want);
-}
-
 static void test_variants(Config c) {
     for (Block block : {Block::Sequential, Block::Parallel, Block::ParallelTied}) {
         for (NormKind norm : {NormKind::Layer, NormKind::Rms}) {
@@ -3394,7 +3377,6 @@ int main(int argc, char** argv) {
             if (variants) TEST("other blocks, norms and dropout") {
                 test_variants(kSmall);
                 if (kDeviceIsAsync) { test_variants(kTensorCore); }
-                else { test_tied(kSmall); }
             }
             TEST("Llama's family") {
                 for (const Config& c : {kLlama, kNano}) {
