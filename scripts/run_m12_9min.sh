@@ -60,5 +60,5 @@ echo "== what it writes after: $prompt"
         { print; begins = $0 == "---" }' | tee "$run/samples.txt"
 
 rm -rf "$run/hf"
-python3 dev/eval/export_hf.py "$run" "$run/hf"
+python3 dev/hf.py export "$run" "$run/hf"
 python3 dev/data/plot_log.py "$run" || echo "note: so there is no loss.png"

@@ -28,7 +28,7 @@ GPT2_PATTERN = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": 
 MARK = "\ufdd0"                         # no character: Unicode keeps it for a program's own use
 DROP_MARK = {"type": "Replace", "pattern": {"String": MARK}, "content": ""}
 
-Head = namedtuple("Head", "V eot id merges exported")   # exported: the number of what export_hf.py made of it
+Head = namedtuple("Head", "V eot id merges exported")   # exported: the number of what hf.py export made of it
 
 
 def byte_characters():

@@ -1,22 +1,20 @@
-#!/usr/bin/env python3
-"""A trained model as one GGUF file, for llama.cpp, ollama and others: GPT-2 and, of the family of Llama, what
-is a Llama or a Qwen3 to Hugging Face. GGUF names no architecture with NanoChat's ReLU^2.
+"""dev/hf.py gguf: a trained model as one file for llama.cpp, ollama and others: GPT-2 and, of the family of
+Llama, what is a Llama or a Qwen3 to Hugging Face. GGUF names no architecture with NanoChat's ReLU^2.
 
-    python3 dev/eval/export_gguf.py runs/mine mine.gguf                         # a run's last model
-    python3 dev/eval/export_gguf.py model_00019073.bin mine.gguf --type q8_0
+    python3 dev/hf.py gguf runs/mine mine.gguf                         # a run's last model
+    python3 dev/hf.py gguf model_00019073.bin mine.gguf --type q8_0
 
 Matrices are f32, f16 or q8_0; vectors and positions always f32, and rows that are no multiple of 32 f16 in
 place of q8_0. The tokenizer goes into the file, GPT-2's (V=50257 or 50304), bytes' (V=256), or the run's own,
 and says that <|endoftext|> goes before each text. Needs numpy and gguf, which .venv has.
 """
-import argparse
 import json
 import os
 import stat
 
 from export_hf import (CHAT_TEMPLATES, chat_template_of, class_of, count_parameters, die,
                        last_model, mode, np, read_model, take_the_venv, words_of)
-from outputs import guard_terminals, whole_file
+from outputs import whole_file
 
 try:
     import gguf
@@ -129,30 +127,20 @@ def write(path, name, d, params, kind, words, chat_template=None):
     out.close()
 
 
-def main():
-    guard_terminals()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.error = lambda message: die(f"{message}\nhint: {parser.prog} --help")
-    parser.add_argument("model", help="model_*.bin, or the folder of a run (its last model)")
-    parser.add_argument("file", help="file to write")
-    parser.add_argument("--type", choices=TYPES, default="f16", help="type of the matrices (default: f16)")
-    args = parser.parse_args()
-    try:
-        source = last_model(args.model) if stat.S_ISDIR(mode(args.model)) else args.model
-        dims, params, _ = read_model(source)
-        if class_of(dims) not in ARCHITECTURES:
-            die(f"'{source}' is a {class_of(dims)}, and GGUF has no architecture that computes it\n"
-                "hint: dev/eval/export_hf.py writes it for transformers")
-        name = os.path.basename(args.file).removesuffix(".gguf")
-        words = words_of(dims.V, os.path.dirname(source))
-        with whole_file(args.file) as f:
-            write(f.name, name, dims, params, args.type, words, CHAT_TEMPLATES.get(chat_template_of(source)))
-    except OSError as e:
-        die(f"'{e.filename or args.file}': {e.strerror}")
-    print(f"wrote {args.file}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {args.type}"
+def run(args):
+    source = last_model(args.model) if stat.S_ISDIR(mode(args.model)) else args.model
+    dims, params, _ = read_model(source)
+    if class_of(dims) not in ARCHITECTURES:
+        die(f"'{source}' is a {class_of(dims)}, and GGUF has no architecture that computes it\n"
+            "hint: dev/hf.py export writes it for transformers")
+    name = os.path.basename(args.out).removesuffix(".gguf")
+    words = words_of(dims.V, os.path.dirname(source))
+    with whole_file(args.out) as f:
+        write(f.name, name, dims, params, args.type, words, CHAT_TEMPLATES.get(chat_template_of(source)))
+    print(f"wrote {args.out}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {args.type}"
           + ("" if words.merges is not None else f"; no tokenizer: there is none for V={dims.V}"
              if not words.vocab else "; no tokenizer: GGUF takes one that cuts text by GPT-2's pattern"))
 
 
 if __name__ == "__main__":
-    main()
+    die("this program is `python3 dev/hf.py gguf` now, with the same words behind it")

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
-"""A trained model for Hugging Face: a folder for transformers, lm-eval and others. GPT-2 becomes a
-GPT2LMHeadModel; the family of Llama, by its shape, a Llama-, Qwen3- or NanoChatForCausalLM.
+"""dev/hf.py export: a trained model for transformers, lm-eval and others. GPT-2 becomes a GPT2LMHeadModel;
+the family of Llama, by its shape, a Llama-, Qwen3- or NanoChatForCausalLM.
 
-    python3 dev/eval/export_hf.py runs/mine gpt2-mine               # a run's last model
-    python3 dev/eval/export_hf.py model_00019073.bin gpt2-mine --dtype fp32
+    python3 dev/hf.py export runs/mine gpt2-mine                # a run's last model
+    python3 dev/hf.py export model_00019073.bin gpt2-mine --dtype fp32
 
 The folder has model.safetensors, config.json, generation_config.json, a model card (README.md) and the
 tokenizer, by tokenizer.json and tokenizer_config.json: that of the run's folder, else GPT-2's (V=50257 or
@@ -11,21 +10,21 @@ tokenizer, by tokenizer.json and tokenizer_config.json: that of the run's folder
 their bits unless --dtype names another type. It appears whole or not at all. Needs numpy and xxhash, neither
 torch nor transformers.
 """
-import argparse
+import contextlib
 import html
 import json
 import math
 import os
 import re
-import signal
 import stat
 import sys
 import tempfile
+from collections import namedtuple
 from dataclasses import dataclass
 
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
                  for more in ((), ("reference",), ("data",))]
-from outputs import guard_terminals, shown          # noqa: E402
+from outputs import shown                           # noqa: E402
 from venv_python import take_the_venv               # noqa: E402
 
 
@@ -43,8 +42,8 @@ def mode(path):
 
 try:
     import numpy as np
-    from formats import (NAMES, chat_template_of, param_shape, read_checkpoint, read_checkpoint_header,
-                         to_bf16_bits)
+    from formats import (NAMES, PARAMS, chat_template_of, param_shape, read_checkpoint,
+                         read_checkpoint_header, to_bf16_bits)
 except ImportError as error:    # .venv, which setup.sh has filled, has it: the program starts again with it
     take_the_venv()
     die(f"no {error.name} in this Python\n"
@@ -67,58 +66,74 @@ CHAT_TEMPLATES = {0: None, 1: (                     # as llmc/data/chat_template
     "{% if add_generation_prompt %}Assistant:{% endif %}")}
 DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16"}
-LAYER = {"ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
-         "fcproj": "mlp.c_proj"}
-LLAMA_NORMS = {"ln1w": "input_layernorm", "ln2w": "post_attention_layernorm", "qnw": "self_attn.q_norm",
-               "knw": "self_attn.k_norm"}
+# names of tensors there, a layer's number for {}; GPT-2's without "transformer." and ".weight" or ".bias"
+GPT2_NAMES = {"wte": "wte", "wpe": "wpe", "ln1": "h.{}.ln_1", "qkv": "h.{}.attn.c_attn",
+              "attproj": "h.{}.attn.c_proj", "ln2": "h.{}.ln_2", "fc": "h.{}.mlp.c_fc",
+              "fcproj": "h.{}.mlp.c_proj", "lnf": "ln_f"}
+IN_LAYER = "model.layers.{}."                       # without ".weight"; several lie one below the other here
+LLAMA_NAMES = {
+    "wte": ["model.embed_tokens"], "lnfw": ["model.norm"], "headw": ["lm_head"],
+    "ln1w": [IN_LAYER + "input_layernorm"], "ln2w": [IN_LAYER + "post_attention_layernorm"],
+    "qkvw": [IN_LAYER + f"self_attn.{x}_proj" for x in "qkv"], "attprojw": [IN_LAYER + "self_attn.o_proj"],
+    "qnw": [IN_LAYER + "self_attn.q_norm"], "knw": [IN_LAYER + "self_attn.k_norm"],
+    "fcw": [IN_LAYER + "mlp.gate_proj", IN_LAYER + "mlp.up_proj"], "fcprojw": [IN_LAYER + "mlp.down_proj"]}
+NANOCHAT_NAMES = {**LLAMA_NAMES, "fcw": [IN_LAYER + "mlp.fc1"], "fcprojw": [IN_LAYER + "mlp.fc2"]}
 
 
 # ---- weights ----
 
-def weights(dims, params):
+# A tensor of theirs. shape: it has there; rows: that it has of ours; how: "transposed", "turned" or "".
+Part = namedtuple("Part", "name shape rows how")
+
+
+def names_of(d, ours):
+    if d.is_llama:
+        return [name + ".weight" for name in (NANOCHAT_NAMES if d.mlp == "relu2" else LLAMA_NAMES)[ours]]
+    name = GPT2_NAMES.get(ours) or GPT2_NAMES[ours[:-1]]
+    return [f"transformer.{name}.{'bias' if ours.endswith('b') else 'weight'}"]
+
+
+def how_of(d, name, shape):
+    """GPT-2's linear layers are (in, out) there. NanoChat turns heads the other way."""
+    if not d.is_llama:
+        return "transposed" if ".h." in name and len(shape) == 2 else ""
+    return "turned" if d.mlp == "relu2" and name.endswith(("q_proj.weight", "k_proj.weight")) else ""
+
+
+def parts_of(d):
+    """(tensor of ours, layer or None, [Part]) of all, in the order of our files. Rows that pad the vocabulary
+    are in no part."""
+    heights = {"wte": [d.V], "headw": [d.V]}
+    if d.is_llama:
+        heights["qkvw"] = [d.NH * d.HS, d.NKV * d.HS, d.NKV * d.HS]
+        heights["fcw"] = [d.F] * len(names_of(d, "fcw"))
+    for ours, in_layers, shape_of, _, _ in PARAMS:
+        shape = shape_of(d)
+        if math.prod(shape) == 0:
+            continue
+        for l in range(d.L) if in_layers else [None]:
+            parts, at = [], 0
+            for name, rows in zip(names_of(d, ours), heights.get(ours, shape[:1])):
+                how, size = how_of(d, name, shape), (rows, *shape[1:])
+                parts.append(Part(name.format(l), size[::-1] if how == "transposed" else size,
+                                  slice(at, at + rows), how))
+                at += rows
+            yield ours, l, parts
+
+
+def turned(d, part, array):
+    """From ours to theirs, or back. With the second halves of NanoChat's q and k negated the products are the
+    same, and its norms, which have no weights, do not see the sign."""
+    if part.how == "turned":
+        halves = array.reshape(-1, 2, d.HS // 2, d.C)
+        return (halves * np.array([1, -1], "f4")[:, None, None]).reshape(array.shape)
+    return array.T if part.how == "transposed" else array
+
+
+def weights(d, params):
     """{transformers' name: array}: no padding, one for each layer."""
-    return llama_weights(dims, params) if dims.is_llama else gpt2_weights(dims, params)
-
-
-def gpt2_weights(dims, params):
-    """Linear layers are (in, out)."""
-    tensors = {"wte.weight": params["wte"][:dims.V], "wpe.weight": params["wpe"]}
-    for layer in range(dims.L):
-        for ours, theirs in LAYER.items():
-            tensors[f"h.{layer}.{theirs}.weight"] = params[ours + "w"][layer].T
-            tensors[f"h.{layer}.{theirs}.bias"] = params[ours + "b"][layer]
-    tensors.update({"ln_f.weight": params["lnfw"], "ln_f.bias": params["lnfb"]})
-    return {"transformer." + name: array for name, array in tensors.items()}
-
-
-def llama_weights(d, params):
-    """NanoChat turns heads the other way. With the second halves of q's and k's rows negated the products are
-    the same, and its norms, which have no weights, do not see the sign."""
-    def turned(rows):
-        halves = rows.reshape(-1, 2, d.HS // 2, d.C)
-        return (halves * np.array([1, -1], "f4")[:, None, None]).reshape(rows.shape) if nanochat else rows
-
-    nanochat = d.mlp == "relu2"
-    tensors = {"model.embed_tokens": params["wte"][:d.V]}
-    for l in range(d.L):
-        q, k, v = np.split(params["qkvw"][l], [d.NH * d.HS, (d.NH + d.NKV) * d.HS])
-        layer = {"self_attn.q_proj": turned(q), "self_attn.k_proj": turned(k), "self_attn.v_proj": v,
-                 "self_attn.o_proj": params["attprojw"][l]}
-        if nanochat:
-            layer.update({"mlp.fc1": params["fcw"][l], "mlp.fc2": params["fcprojw"][l]})
-        else:
-            gate, up = np.split(params["fcw"][l], 2)
-            layer.update({"mlp.gate_proj": gate, "mlp.up_proj": up})
-            layer["mlp.down_proj"] = params["fcprojw"][l]
-        for ours, theirs in LLAMA_NORMS.items():
-            if params[ours].size:
-                layer[theirs] = params[ours][l]
-        tensors.update({f"model.layers.{l}.{name}": array for name, array in layer.items()})
-    if params["lnfw"].size:
-        tensors["model.norm"] = params["lnfw"]
-    if not d.tied:
-        tensors["lm_head"] = params["headw"][:d.V]
-    return {name + ".weight": array for name, array in tensors.items()}
+    return {part.name: turned(d, part, (params[ours] if l is None else params[ours][l])[part.rows])
+            for ours, l, parts in parts_of(d) for part in parts}
 
 
 def write_safetensors(path, tensors, dtype):
@@ -248,33 +263,40 @@ class Words:
         return next((token for token, i in self.vocab.items() if i == self.end), "")
 
 
+def byte_vocabulary():
+    return {END_OF_TEXT if b == 0 else character: b for b, character in sorted(byte_characters().items())}
+
+
 def words_of(V, folder):
     """The tokenizer in the model's folder, else the vocabulary's: 256 are bytes, of which 0 ends a text;
     50257 are GPT-2's, and 50304 those and padding."""
-    try:
-        if head := read_head(os.path.join(folder, "tokenizer.bin")):
-            files, path = {}, os.path.join(folder, "tokenizer.json")
-            for name in OWN_NAMES:
-                with open(os.path.join(folder, name), "rb") as f:
-                    files[name] = f.read()
-            id_of(path, files["tokenizer.json"], head)
-            fast = settings_of(path, files["tokenizer.json"])
-            vocab = dict(sorted(token_ids(fast).items(), key=lambda item: item[1]))
-            if (most := max(vocab.values())) >= V:
-                raise Problem(f"'{path}' has ids up to {most}, and the model's vocabulary is {V}")
-            merges = None if head.merges == MERGES_NONE else merges_of(fast)
-            return Words(vocab, merges, head.eot, files, fast, head.id)
-    except Problem as problem:
-        die("\nhint: ".join(filter(None, (problem.what, problem.hint))))
+    if head := read_head(os.path.join(folder, "tokenizer.bin")):
+        files, path = {}, os.path.join(folder, "tokenizer.json")
+        for name in OWN_NAMES:
+            with open(os.path.join(folder, name), "rb") as f:
+                files[name] = f.read()
+        id_of(path, files["tokenizer.json"], head)
+        fast = settings_of(path, files["tokenizer.json"])
+        vocab = dict(sorted(token_ids(fast).items(), key=lambda item: item[1]))
+        if (most := max(vocab.values())) >= V:
+            raise Problem(f"'{path}' has ids up to {most}, and the model's vocabulary is {V}")
+        merges = None if head.merges == MERGES_NONE else merges_of(fast)
+        return Words(vocab, merges, head.eot, files, fast, head.id)
     if V == 256:
-        characters = byte_characters()
-        return Words({END_OF_TEXT if b == 0 else characters[b]: b for b in range(256)}, [], 0, {})
+        return Words(byte_vocabulary(), [], 0, {})
     if V not in (50257, 50304):
         return Words({}, None, None, {})
     vocab, merges = gpt2_vocabulary()
     if len(vocab) != 50257:
         die(f"'{GPT2_MERGES}' is damaged: {len(vocab)} tokens, expected 50257")
     return Words(vocab, merges, 50256, {})
+
+
+def marked_template(template, fast, end):
+    """The template for this tokenizer.json, which for_chats() changes."""
+    marked = json.dumps(list(for_chats(fast, end).items()), ensure_ascii=False)
+    return template.replace(MARKS, f"{{% for token, other in {marked} %}}"
+                            "{% set part.text = part.text.replace(token, other) %}{% endfor %}")
 
 
 def tokenizer_files(dims, words, chat_template=None):
@@ -284,10 +306,7 @@ def tokenizer_files(dims, words, chat_template=None):
     kind = "PreTrainedTokenizerFast" if words.files or chat_template else "GPT2Tokenizer"
     fast, end = words.fast or json.loads(tokenizer_json(words.vocab, words.merges)), words.end_text()
     if chat_template:
-        marked = json.dumps(list(for_chats(fast, end).items()), ensure_ascii=False)
-        chat_template = chat_template.replace(
-            MARKS, f"{{% for token, other in {marked} %}}"
-            "{% set part.text = part.text.replace(token, other) %}{% endfor %}")
+        chat_template = marked_template(chat_template, fast, end)
     has_blank = (fast.get("pre_tokenizer") or {}).get("add_prefix_space", False)
     config = tokenizer_config(kind, end, dims.maxT, chat_template, has_blank)
     files = {"tokenizer.json": json.dumps(fast, ensure_ascii=False).encode(),
@@ -345,46 +364,46 @@ def check_folder(folder):
         die(f"'{folder}' exists and is not empty\nhint: give another folder, or remove this one")
 
 
-def main():
-    guard_terminals()
-    for number in (signal.SIGINT, signal.SIGTERM):          # what was begun is removed
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.error = lambda message: die(f"{message}\nhint: {parser.prog} --help")
-    parser.add_argument("model", help="model_*.bin, or the folder of a run (its last model)")
-    parser.add_argument("folder", help="folder to write")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: the file's)")
-    args = parser.parse_args()
-    folder = os.path.realpath(args.folder)              # a link to a folder stays a link
-    try:
-        source = last_model(args.model) if stat.S_ISDIR(mode(args.model)) else args.model
-        dims, params, dtype = read_model(source)
-        dtype = DTYPES.get(args.dtype, dtype)
-        check_folder(args.folder)
-        words = words_of(dims.V, os.path.dirname(source))
-        config = model_config(dims, dtype, words.end)
-        generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-        generation["pad_token_id"] = config["eos_token_id"]
-        texts = {"config.json": json.dumps(config, indent=2) + "\n",
-                 "generation_config.json": json.dumps(generation, indent=2) + "\n",
-                 "README.md": model_card(os.path.basename(folder), dims, dtype, source, words)}
-        files = {**{name: text.encode() for name, text in texts.items()},
-                 **tokenizer_files(dims, words, CHAT_TEMPLATES.get(chat_template_of(source)))}
-        os.makedirs(os.path.dirname(folder), exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=os.path.dirname(folder), suffix=".tmp") as parent:
-            made = os.path.join(parent, "made")
-            os.mkdir(made)
-            for name, data in files.items():
-                with open(os.path.join(made, name), "wb") as f:
-                    f.write(data)
-            write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
-            os.rename(made, folder)             # fails if others have written into the folder since
-    except OSError as e:
-        die(f"'{e.filename2 or e.filename or folder}': {e.strerror}")
-    print(f"wrote {args.folder}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {dtype}"
+@contextlib.contextmanager
+def whole_folder(folder):
+    """A new folder, which gets the name when it is whole. A link to a folder stays a link."""
+    folder = os.path.realpath(folder)
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(folder), suffix=".tmp") as parent:
+        made = os.path.join(parent, "made")
+        os.mkdir(made)
+        yield made
+        os.rename(made, folder)             # fails if others have written into the folder since
+
+
+def write_files(folder, files):
+    """files: {name: bytes}"""
+    for name, data in files.items():
+        with open(os.path.join(folder, name), "wb") as f:
+            f.write(data)
+
+
+def run(args):
+    source = last_model(args.model) if stat.S_ISDIR(mode(args.model)) else args.model
+    dims, params, dtype = read_model(source)
+    dtype = DTYPES.get(args.dtype, dtype)
+    check_folder(args.out)
+    words = words_of(dims.V, os.path.dirname(source))
+    config = model_config(dims, dtype, words.end)
+    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    generation["pad_token_id"] = config["eos_token_id"]
+    name = os.path.basename(os.path.realpath(args.out))
+    texts = {"config.json": json.dumps(config, indent=2) + "\n",
+             "generation_config.json": json.dumps(generation, indent=2) + "\n",
+             "README.md": model_card(name, dims, dtype, source, words)}
+    with whole_folder(args.out) as made:
+        write_files(made, {**{name: text.encode() for name, text in texts.items()},
+                           **tokenizer_files(dims, words, CHAT_TEMPLATES.get(chat_template_of(source)))})
+        write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
+    print(f"wrote {args.out}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {dtype}"
           + ("" if words.vocab else
              f"; no tokenizer: there is none for V={dims.V} (50257, 50304: GPT-2, 256: bytes)"))
 
 
 if __name__ == "__main__":
-    main()
+    die("this program is `python3 dev/hf.py export` now, with the same words behind it")

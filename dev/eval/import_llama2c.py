@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
-"""A model file of ours from one of llama2.c, such as stories260K.bin or stories15M.bin.
+"""dev/hf.py llama2c: a model file of ours from one of llama2.c, such as stories260K.bin or stories15M.bin.
 
-    python3 dev/eval/import_llama2c.py stories15M.bin model.bin
+    python3 dev/hf.py llama2c stories15M.bin model.bin
     ./train_gpt2cu -e model.bin ...
 
 Reads llama2.c's first format (export version 0): seven int32, then fp32 tensors. llama2.c rotates neighbours
@@ -9,14 +8,12 @@ of a head, 2j with 2j + 1; here j goes with j + HS/2, so the rows of q and k cha
 heads of 16, 32, ... and an MLP of 8, 16, ...: smaller ones get zeros, which change no logit. The tokenizer
 (SentencePiece) does not come along. Needs numpy.
 """
-import argparse
 import math
 import os
 import stat
 
 from export_hf import die, mode, np         # np from there: it restarts the program where numpy is elsewhere
 from formats import NAMES, Llama, param_shape, write_checkpoint
-from outputs import guard_terminals
 
 
 def read_llama2c(path):
@@ -76,20 +73,11 @@ def converted(s, w):
     return dims, {**params, **absent}
 
 
-def main():
-    guard_terminals()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.error = lambda message: die(f"{message}\nhint: {parser.prog} --help")
-    parser.add_argument("model", help="llama2.c's file")
-    parser.add_argument("out", help="model file to write")
-    args = parser.parse_args()
-    try:
-        dims, params = converted(*read_llama2c(args.model))
-        write_checkpoint(args.out, dims, params)
-    except OSError as e:
-        die(f"'{e.filename or args.out}': {e.strerror}")
+def run(args):
+    dims, params = converted(*read_llama2c(args.model))
+    write_checkpoint(args.out, dims, params)
     print(f"wrote {args.out}: {dims.text()}")
 
 
 if __name__ == "__main__":
-    main()
+    die("this program is `python3 dev/hf.py llama2c` now, with the same words behind it")

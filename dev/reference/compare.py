@@ -248,7 +248,7 @@ def check_rounding(ours, truth):
 def check_export(ours, truth):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     folder = ours.path("hf")
-    ours.run(sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py"), ours.model, folder)
+    ours.run(sys.executable, os.path.join(ROOT, "dev/hf.py"), "export", ours.model, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(ours.device).eval()
     model.requires_grad_(False)
     # its norms and angles go through float32, whatever the model's type: here that word means float64

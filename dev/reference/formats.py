@@ -1,8 +1,8 @@
 """The reference without PyTorch: shapes, the parameter table, random numbers, data order, files.
 
 An independent second reading of what the C++ side does (llmc/rand.h, dataloader.h, the file formats), in
-numpy: where the two disagree, one of them is wrong. Nothing here is shared with the C++ code. The export to
-Hugging Face's files (dev/eval/export_hf.py) reads models with it.
+numpy: where the two disagree, one of them is wrong. Nothing here is shared with the C++ code. dev/hf.py reads
+and writes models with it.
 
     dims = parse_model("L2,NH2,C40,T33,V509")          # GPT-2; "llama:..." is the second family
     params = init_params(dims, seed=1337)              # {"wte": (Vp,C), "qkvw": (L,3C,C), ...} float32
@@ -451,12 +451,16 @@ def header_words(*values):
     return header
 
 
+def checkpoint_header(dims, version):
+    """What is not GPT-2 has versions of its own."""
+    own = 200 if dims.is_llama else 100 if dims.block or dims.norm else 0
+    return header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
+                        dims.block, dims.norm, *(llama_header(dims) if dims.is_llama else ()))
+
+
 def write_checkpoint(path, dims, params, version=3):
     with whole_file(path) as f:
-        # what is not GPT-2 has versions of its own
-        own = 200 if dims.is_llama else 100 if dims.block or dims.norm else 0
-        header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
-                     dims.block, dims.norm, *(llama_header(dims) if dims.is_llama else ())).tofile(f)
+        checkpoint_header(dims, version).tofile(f)
         for name in NAMES:
             data = params[name]
             assert data.shape == param_shape(dims, name), name

@@ -310,13 +310,13 @@ def test_the_model_knows():
     assert word("more/model_00000001.bin", MODEL_CHAT) == 1 and doubles("more/model_00000001.bin")
     assert word("plain/model_00000001.bin", MODEL_CHAT) == 0
     for folder, knows in (("more", True), ("plain", False)):
-        code, _, err = run_program([sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py"), folder,
+        code, _, err = run_program([sys.executable, os.path.join(ROOT, "dev/hf.py"), "export", folder,
                                     folder + "-hf"])
         assert code == 0, err
         settings = json.loads(read(folder + "-hf/tokenizer_config.json"))
         assert ("chat_template" in settings) == knows
     if importlib.util.find_spec("gguf"):
-        code, _, err = run_program([sys.executable, os.path.join(ROOT, "dev/eval/export_gguf.py"), "more",
+        code, _, err = run_program([sys.executable, os.path.join(ROOT, "dev/hf.py"), "gguf", "more",
                                     "more.gguf"])
         assert code == 0 and b"add_generation_prompt" in read("more.gguf"), err
     llama = {"-e": "llama:L1,NH2,NKV1,HS16,C32,F32,T64,V256"}
@@ -491,7 +491,7 @@ def test_exported_folder():
     makes("--row-tokens", 64, out="chats", kind=["--tokenizer", "own-tok"])
     flags = {**USUAL, "-e": "L1,NH2,C16,T64,V700", "-t": 64, "-b": 1, "-x": 1, "-n": 1, "-v": 0}
     run_ok({**flags, "-i": "chats/chats_train_*.bin", "-o": "chatty"})
-    run_export = [sys.executable, os.path.join(ROOT, "dev/eval/export_hf.py")]
+    run_export = [sys.executable, os.path.join(ROOT, "dev/hf.py"), "export"]
     assert run_program([*run_export, "chatty", "chatty-hf"])[0] == 0
     assert read("chatty-hf/tokenizer.json") != read("chatty/tokenizer.json")
     number, *exported = (tokenizer_files.read_head(f + "/tokenizer.bin") for f in ("chatty", "chatty-hf"))

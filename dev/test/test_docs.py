@@ -75,11 +75,11 @@ NOT_HERE = [
     (r"mpirun", lambda: shutil.which("mpirun"), "no mpirun"),
     (r"srun", lambda: shutil.which("srun"), "no SLURM"),
     (r"torchrun|dev/reference/train_gpt2.py", lambda: has_module("torch"), "no PyTorch"),
-    (r"export_gguf", lambda: has_module("gguf"), "no gguf"),
+    (r"hf.py gguf", lambda: has_module("gguf"), "no gguf"),
     (r"llama-completion|ollama", lambda: False, "needs llama.cpp, ollama"),
     (r"get.py tokenizer|my-tok|[a-z]+/own\b", lambda: has_module("tokenizers"), "no tokenizers"),
     (r"qwen3/", lambda: False, "needs a tokenizer of the hub's"),
-    (r"import_llama2c", lambda: False, "no model of llama2.c is here"),
+    (r"hf.py llama2c", lambda: False, "no model of llama2.c is here"),
     (r"lm_eval", lambda: shutil.which("lm_eval"), "no lm-eval"),
     (r"tensorboard_log.py", lambda: has_module("tensorboard"), "no tensorboard"),
 ]

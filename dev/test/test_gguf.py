@@ -1,4 +1,4 @@
-"""dev/eval/export_gguf.py: tensors and metadata, read by the package gguf and held against names and places
+"""dev/hf.py gguf: tensors and metadata, read by the package gguf and held against names and places
 spelled out here. With --slow llama.cpp itself (llama-cpp-python, which pip compiles into build/llama_cpp, ten
 minutes on two cores) computes the models: its logits, greedy text and tokens are held against twins.py.
 """
@@ -13,7 +13,8 @@ from checks import ROOT, LEASH, read, run_program, write
 from twins import FAMILY, family_model, formats, greedy, logits_of, np, wide_model
 
 gguf = pytest.importorskip("gguf")
-sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
+sys.path.insert(0, os.path.join(ROOT, "dev"))
+import hf                                           # noqa: E402
 import export_gguf                                  # noqa: E402
 import export_hf                                    # noqa: E402
 
@@ -46,7 +47,7 @@ def made(kind, path="model.bin", **shape):
 def export(kind, file_type, **shape):
     """(dims, params, {name: its array in the file}, {key: value}, {name: type})"""
     dims, params = made(kind, **shape)
-    code, out, err = run_program([sys.executable, export_gguf.__file__, "model.bin", "out.gguf", "--type",
+    code, out, err = run_program([sys.executable, hf.__file__, "gguf", "model.bin", "out.gguf", "--type",
                                   file_type])
     assert code == 0 and not err and not os.path.exists("out.gguf.part"), err
     assert f"out.gguf: model.bin, {sum(x.size for x in params.values()) - padding(dims):,} parameters" in out
@@ -170,7 +171,7 @@ def test_refused(shape, said):
         family_model("none.bin", **(FAMILY["NanoChat"] if shape == "NanoChat" else {"softcap": 30.0}))
     elif os.path.exists("none.bin"):
         os.unlink("none.bin")
-    code, _, err = run_program([sys.executable, export_gguf.__file__, "none.bin", "no.gguf"])
+    code, _, err = run_program([sys.executable, hf.__file__, "gguf", "none.bin", "no.gguf"])
     assert code == 1 and said in err.splitlines()[0] and len(err.splitlines()) == 2, err
     assert not os.path.exists("no.gguf") and not os.path.exists("no.gguf.part")
 

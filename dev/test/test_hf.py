@@ -20,7 +20,8 @@ from trainer import Result, check_ran, log_lines, model_path, run_ok, snapshot
 import trainer
 from twins import FAMILY, family_logits, family_model, formats, greedy, np, softmax, wide_model, windows
 
-sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
+sys.path.insert(0, os.path.join(ROOT, "dev"))
+import hf                                           # noqa: E402
 import export_hf                                    # noqa: E402
 
 pytestmark = pytest.mark.cpu_only
@@ -47,8 +48,9 @@ def tool(*words, limit=None, meanwhile=None):
     def main():
         if meanwhile:
             export_hf.write_safetensors = lambda *_: meanwhile()
-        return export_hf.main()
-    return Result(*Forked(main, ["export", *words], limit=limit).end(), ["export", *map(str, words)])
+        return hf.main()
+    command = ["hf.py", "export", *map(str, words)]
+    return Result(*Forked(main, command, limit=limit).end(), command)
 
 
 def tool_ok(*words):
@@ -500,15 +502,23 @@ def test_broken_off():
 
 
 @pytest.mark.parametrize("words, stubs, code, said", [
-    ("--help", "", 0, ""), ("", "", 1, "--help"), ("plain.bin x", "numpy", 1, "pip install numpy"),
-    ("plain.bin x", "xxhash", 1, "pip install xxhash")])
+    ("--help", "numpy", 0, ""), ("", "", 1, "--help"), ("export", "", 1, "hf.py export --help"),
+    ("export plain.bin x", "numpy", 1, "pip install numpy"),
+    ("export plain.bin x", "xxhash", 1, "pip install xxhash")])
 def test_command(words, stubs, code, said):
     """As a user starts it, in a process of its own; without a package as well."""
     if stubs:
         write(f"{stubs}/{stubs}.py", f"raise ImportError(name={stubs!r})\n".encode())
-    got, _, err = run_program([sys.executable, export_hf.__file__, *words.split()], PYTHONPATH=stubs,
+    got, _, err = run_program([sys.executable, hf.__file__, *words.split()], PYTHONPATH=stubs,
                               PYTHONDONTWRITEBYTECODE="1")
     assert (got, said in err, len(err.splitlines())) == (code, True, 2 * code), err
+
+
+@pytest.mark.parametrize("name, now", [("export_hf", "export"), ("export_gguf", "gguf"),
+                                       ("import_llama2c", "llama2c")])
+def test_former_programs(name, now):
+    code, _, err = run_program([sys.executable, os.path.join(ROOT, f"dev/eval/{name}.py"), "plain.bin", "x"])
+    assert code == 1 and (f"`python3 dev/hf.py {now}`" in err or "no gguf" in err) and not os.path.exists("x")
 
 
 def test_transformers():

@@ -1,4 +1,4 @@
-"""dev/eval/import_llama2c.py: what the program computes with a model of llama2.c, held against a forward in
+"""dev/hf.py llama2c: what the program computes with a model of llama2.c, held against a forward in
 NumPy that rotates neighbours as llama2.c does, with heads as narrow as they are there.
 
     pytest dev/test/test_llama2c.py

@@ -19,15 +19,12 @@ from forked import Forked
 from trainer import Program
 from twins import formats, wide_model
 
-sys.path[:0] = [os.path.join(ROOT, "dev", folder) for folder in ("data", "eval")]
-import export_hf                                    # noqa: E402
+sys.path[:0] = [os.path.join(ROOT, "dev", folder) for folder in ("", "data")]
 import get                                          # noqa: E402
-import import_llama2c                               # noqa: E402
+import hf                                           # noqa: E402
 import plot_log                                     # noqa: E402
 import tensorboard_log                              # noqa: E402
 from outputs import shown, whole_file               # noqa: E402
-if has_module("gguf"):
-    import export_gguf
 
 pytestmark = pytest.mark.cpu_only
 LLAMA2C = {"C": 16, "F": 8, "L": 1, "NH": 1, "NKV": 1, "V": 8, "T": 4}
@@ -44,7 +41,7 @@ class Recorder:
 def gguf_main():
     if not has_module("gguf"):
         pytest.skip("no gguf: scripts/setup.sh tests")
-    return export_gguf.main
+    return hf.main
 
 
 def plot_main():
@@ -70,8 +67,8 @@ def write_shard():
 
 # name: (a function that gives its main, or its path; words, in which IN is where the inputs are; the output)
 FILES = {
-    "export_gguf.py": (gguf_main, "IN/model.bin out", "out"),
-    "import_llama2c.py": (lambda: import_llama2c.main, "IN/llama2c.bin out", "out"),
+    "hf.py gguf": (gguf_main, "gguf IN/model.bin out", "out"),
+    "hf.py llama2c": (lambda: hf.main, "llama2c IN/llama2c.bin out", "out"),
     "plot_log.py": (plot_main, "IN/run -o out", "out"),
     "formats.py": (lambda: write_shard, "", "out"),
     "stories": (program("build/stories"), "-o out", "out"),
@@ -82,7 +79,7 @@ FILES = {
     "tokenize, vocabulary": (program("build/tokenize"), "--write-vocab out", "out"),
 }
 FOLDERS = {
-    "export_hf.py": (lambda: export_hf.main, "IN/model.bin out", "out"),
+    "hf.py export": (lambda: hf.main, "export IN/model.bin out", "out"),
     "get.py files": (lambda: get.main, "files --from IN/text.txt --bytes --out out", "out"),
     "get.py tokens": (lambda: get.main, "tokens --from IN/tokens.bin --out out", "out"),
     "tensorboard_log.py": (lambda: tensorboard_log.main, "run", "run/tensorboard"),

@@ -455,9 +455,10 @@ def test_setting(name, capfd):
 
 # ---- files that do not belong together ----
 
-def export_scripts():
-    names = ["export_hf.py"] + ["export_gguf.py"] * has_module("gguf")
-    return [os.path.join(ROOT, "dev/eval", name) for name in names]
+def exports():
+    """The commands, but for the model and what they write."""
+    names = ["export"] + ["gguf"] * has_module("gguf")
+    return [[sys.executable, os.path.join(ROOT, "dev/hf.py"), name] for name in names]
 
 
 def flipped(data, bit):
@@ -476,7 +477,7 @@ def test_flipped_bits():
     damaged = "error: 'flipped/tokenizer.bin' is damaged: it does not have the checksum in its header"
     get_it = [sys.executable, GET, "files", "--from", "rows.jsonl", "--tokenizer", "flipped", "--out", "x"]
     for command in (get_it, [TOOL, FIXTURE + ".txt", "-o", "x", "--vocab", "flipped/tokenizer.bin"],
-                    *([sys.executable, script, model, "x"] for script in export_scripts())):
+                    *([*export, model, "x"] for export in exports())):
         code, _, err = run_program(command)
         assert code == 1 and err.startswith(damaged) and not os.path.exists("x"), err
     refused({**ALONE, "sample": model, "-o": None}, damaged)
@@ -492,8 +493,8 @@ def test_another_json():
     number = tokenizer_files.tokenizer_id(gpt4_json())
     said = f"'another/tokenizer.json' is tokenizer {number}, the tokenizer.bin beside it is of"
     get_refused("files", "--from", "rows.jsonl", "--out", "x", "--tokenizer", "another", said=said)
-    for script in export_scripts():
-        code, _, err = run_program([sys.executable, script, model, "x"])
+    for export in exports():
+        code, _, err = run_program([*export, model, "x"])
         assert code == 1 and said in err and "Traceback" not in err and not os.path.exists("x"), err
 
 
@@ -512,22 +513,23 @@ def test_ids_beyond_a_vocabulary(number):
         tokenizer_files.tokenizer_bin(text, END)
     import export_hf                                # pylint: disable=C0415
     write("far/tokenizer.bin", read("own-tok/tokenizer.bin"))
-    with pytest.raises(SystemExit, match="'far/tokenizer.json' is no tokenizer.json.*has the id"):
+    said = "'far/tokenizer.json' is no tokenizer.json.*has the id"
+    with pytest.raises(tokenizer_files.Problem, match=said):
         export_hf.words_of(V, "far")
 
 
 def test_exports_need_its_rows():
     """A tokenizer of more tokens than the model has."""
     import export_hf                                # pylint: disable=C0415
-    with pytest.raises(SystemExit, match=f"ids up to {V - 1}, and the model's vocabulary is {V - 1}"):
+    said = f"ids up to {V - 1}, and the model's vocabulary is {V - 1}"
+    with pytest.raises(tokenizer_files.Problem, match=said):
         export_hf.words_of(V - 1, own())
 
 
 # ---- exports ----
 
 def exported(name, model, *words):
-    script = os.path.join(ROOT, "dev/eval", name)
-    code, out, err = run_program([sys.executable, script, model, *words])
+    code, out, err = run_program([sys.executable, os.path.join(ROOT, "dev/hf.py"), name, model, *words])
     assert code == 0, err
     return out
 
@@ -539,7 +541,7 @@ def test_export_hf():
     model = constant_model("exported/model_00000001.bin", {said: 0}, V=V + 4)
     for name in any_tokenizer.NAMES:
         write("exported/" + name, read("own-tok/" + name))
-    assert "no tokenizer" not in exported("export_hf.py", "exported", "hf")
+    assert "no tokenizer" not in exported("export", "exported", "hf")
     assert all(read("hf/" + name) == read("own-tok/" + name) for name in any_tokenizer.NAMES)
     config, settings = (json.loads(read("hf/" + name)) for name in ("config.json", "tokenizer_config.json"))
     assert config["eos_token_id"] == V - 1 and config["vocab_size"] == V + 4
@@ -580,7 +582,7 @@ def test_exported_settings(name):
 
 def test_export_hf_of_padded_gpt2():
     constant_model("padded.bin", {262: 0}, V=50304, length=16)
-    exported("export_hf.py", "padded.bin", "hf50304")
+    exported("export", "padded.bin", "hf50304")
     assert len(json.loads(read("hf50304/vocab.json"))) == 50257
     assert json.loads(read("hf50304/config.json"))["eos_token_id"] == 50256
 
@@ -615,9 +617,9 @@ def test_export_gguf():
     assert out.told["token_list"][300] == "[PAD300]" and out.told["token_types"][300] == 5
     assert all(out.told["token_list"][i] == token for token, i in words.vocab.items())
     constant_model("gpt4/model.bin", {1: 0}, V=V + 4)
-    assert "GPT-2's pattern" in exported("export_gguf.py", "gpt4/model.bin", "gpt4.gguf")
+    assert "GPT-2's pattern" in exported("gguf", "gpt4/model.bin", "gpt4.gguf")
     constant_model("own-tok/model.bin", {1: 0}, V=V + 4)
-    assert "no tokenizer" not in exported("export_gguf.py", "own-tok/model.bin", "own.gguf")
+    assert "no tokenizer" not in exported("gguf", "own-tok/model.bin", "own.gguf")
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ def fails(function, *args):
 # ---- on a terminal ----
 
 TOOLS = ["data/get.py files --out out --from", "data/get.py NAME --out", "data/get.py --NAME",
-         "data/plot_log.py", "data/tensorboard_log.py", "eval/export_hf.py NAME", "eval/export_gguf.py NAME",
-         "eval/import_llama2c.py NAME"]
+         "data/plot_log.py", "data/tensorboard_log.py", "hf.py export NAME", "hf.py gguf NAME",
+         "hf.py llama2c NAME"]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -277,7 +277,7 @@ def test_nine_minutes(recipes):
         assert f"{int(flags['--max-steps']) * int(flags['--total-batch']) / 1e6:.2f}e6" in text
     scores = b"hellaswag: acc_norm 0.2500 +- 0.0433, acc 0.3600 +- 0.0480, 100 questions\n"
     assert [read(f"runs/{model}_9min/scores.txt") for model in ("m12", "d12")] == [scores, scores]
-    assert err.count("python3 dev/data/get.py lambada makes it") == 1 and "export_hf.py runs/d12" in called()
+    assert err.count("python3 dev/data/get.py lambada makes it") == 1 and "hf.py export runs/d12" in called()
     code, _, err = recipe(name, model="d13")
     assert code == 1 and "error: model=d13: m12 or d12\nhint: " in err
 

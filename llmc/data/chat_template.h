@@ -1,6 +1,6 @@
 /*
 How conversations are written for a model: chat template 1. Host only. dev/data/answers.py writes the shards
-by it, and export_hf.py says it in Jinja; `chat RUN` continues
+by it, and dev/eval/export_hf.py says it in Jinja; `chat RUN` continues
 
     END System: Be brief.\n\nUser: Hello\n\nAssistant:
 

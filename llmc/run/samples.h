@@ -58,7 +58,7 @@ static inline void text_check_encodes(const Tokenizer* tokenizer, const char* wh
     }
     if (tokenizer->pairs.empty()) {
         die("%s needs a tokenizer that cuts text by GPT-2's pattern, and the model's does not\n"
-            "hint: without --prompt texts begin anew; dev/eval/export_hf.py makes a folder for transformers, "
+            "hint: without --prompt texts begin anew; dev/hf.py export makes a folder for transformers, "
             "which goes on from any text", what);
     }
 }
