@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Models for other programs and of others: Hugging Face's transformers, llama.cpp, llama2.c.
+"""Models of other programs: Hugging Face's to here and back, GGUF, llama2.c.
 
+    python3 dev/hf.py import gpt2                   # a name on the hub, or a folder: writes models/gpt2
     python3 dev/hf.py export runs/mine mine-hf      # a folder for transformers, of a run's last model
     python3 dev/hf.py gguf runs/mine mine.gguf      # a file for llama.cpp and ollama
     python3 dev/hf.py llama2c stories15M.bin mine.bin
 
-The work is done by dev/eval/export_hf.py, export_gguf.py and import_llama2c.py.
+The work is done by dev/eval/import_hf.py, export_hf.py, export_gguf.py and import_llama2c.py.
 """
 import argparse
 import importlib
@@ -18,7 +19,7 @@ sys.path[1:1] = [HERE, os.path.join(HERE, "data"), os.path.join(HERE, "eval")]
 from fetch import Problem                           # noqa: E402
 from outputs import guard_terminals                 # noqa: E402
 
-MODULES = {"export": "export_hf", "gguf": "export_gguf", "llama2c": "import_llama2c"}
+MODULES = {"import": "import_hf", "export": "export_hf", "gguf": "export_gguf", "llama2c": "import_llama2c"}
 RUN = "model_*.bin, or the folder of a run (its last model)"
 
 
@@ -38,6 +39,10 @@ def arguments():
     def command(name, text):
         return commands.add_parser(name, help=text, description=text)
 
+    words = command("import", "a model of transformers as a folder for --model")
+    words.add_argument("model", help="a name on Hugging Face's hub, such as gpt2, or a folder")
+    words.add_argument("--out", help="folder to write (default: models/NAME)")
+    words.add_argument("--revision", help="branch, tag or commit on the hub (default: main)")
     words = command("export", "a trained model as a folder for transformers")
     words.add_argument("model", help=RUN)
     words.add_argument("out", metavar="folder", help="folder to write")

@@ -1,4 +1,4 @@
-"""Files from the network: of data sets on Hugging Face's hub by its own library, others from their URLs.
+"""Files from the network: of Hugging Face's hub by its own library, others from their URLs.
 
 What is common to get.py and its parts is here, too: a sentence for the user, and a file of a data set.
 """
@@ -115,7 +115,7 @@ def need(module, what, packages):
 def asking(what):
     """The library has tried again when it fails; in one sentence."""
     try:
-        library = need("huggingface_hub", "data sets of the hub cannot be fetched", "huggingface_hub")
+        library = need("huggingface_hub", "nothing can be fetched from the hub", "huggingface_hub")
         with contextlib.redirect_stderr(sys.__stderr__):        # its progress moves a terminal's cursor
             yield library
     except Problem:
@@ -123,7 +123,7 @@ def asking(what):
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]
         raise Problem(f"{what}: {said}", "the same command goes on from here; HF_TOKEN=hf_... is for what is "
-                      "not public; --from FOLDER takes files that you fetched elsewhere") from error
+                      "not public; files from elsewhere are taken, too (get.py: --from FOLDER)") from error
 
 
 HUB = "https://huggingface.co"
@@ -142,12 +142,12 @@ def inside(name):
     return name
 
 
-def hub_files(site, repo, pattern):
-    """[File] of a data set whose path matches the pattern, by name."""
+def hub_files(site, repo, pattern, repo_type="dataset", **revision):
+    """[File] of a repository whose path matches the pattern, by name."""
     folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
     with asking(f"{repo} on the hub") as library:
         entries = library.HfApi(**place(site)).list_repo_tree(repo, folder or None, recursive=True,
-                                                              repo_type="dataset")
+                                                              repo_type=repo_type, **revision)
         found = [File(inside(entry.path), entry.size, "", entry.lfs.sha256 if entry.lfs else "")
                  for entry in entries if hasattr(entry, "size") and fnmatch.fnmatchcase(entry.path, pattern)]
     if not found:
@@ -155,7 +155,8 @@ def hub_files(site, repo, pattern):
     return sorted(found, key=lambda file: file.name)
 
 
-def hub_download(site, repo, name, folder):
+def hub_download(site, repo, name, folder, repo_type="dataset", **revision):
     """Where it lies below the folder then."""
     with asking(name) as library:
-        return library.hf_hub_download(repo, name, repo_type="dataset", local_dir=folder, **place(site))
+        return library.hf_hub_download(repo, name, repo_type=repo_type, local_dir=folder, **place(site),
+                                       **revision)

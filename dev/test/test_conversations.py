@@ -491,8 +491,10 @@ def test_exported_folder():
     makes("--row-tokens", 64, out="chats", kind=["--tokenizer", "own-tok"])
     flags = {**USUAL, "-e": "L1,NH2,C16,T64,V700", "-t": 64, "-b": 1, "-x": 1, "-n": 1, "-v": 0}
     run_ok({**flags, "-i": "chats/chats_train_*.bin", "-o": "chatty"})
-    run_export = [sys.executable, os.path.join(ROOT, "dev/hf.py"), "export"]
+    program = [sys.executable, os.path.join(ROOT, "dev/hf.py")]
+    run_export = [*program, "export"]
     assert run_program([*run_export, "chatty", "chatty-hf"])[0] == 0
+    assert run_program([*program, "import", "chatty-hf"])[0] == 0
     assert read("chatty-hf/tokenizer.json") != read("chatty/tokenizer.json")
     number, *exported = (tokenizer_files.read_head(f + "/tokenizer.bin") for f in ("chatty", "chatty-hf"))
     assert exported[0]._replace(exported=0) == number and not number.exported
@@ -501,7 +503,7 @@ def test_exported_folder():
         code, _, err = run_get("files", "--from", "plain.txt", "--out", name, "--tokenizer", tokenizer)
         assert code == 0 and not err, err
     assert read("by-run/by-run_train_000001.bin") == read("by-export/by-export_train_000001.bin")
-    run_ok({**flags, "-e": "chatty-hf", "-i": "by-export/by-export_train_*.bin", "-o": "again"})
+    run_ok({**flags, "-e": "models/chatty-hf", "-i": "by-export/by-export_train_*.bin", "-o": "again"})
     assert run_program([*run_export, "again", "again-hf"])[0] == 0
     assert read("again-hf/tokenizer.json") == read("chatty-hf/tokenizer.json")
     package = __import__("tokenizers").Tokenizer

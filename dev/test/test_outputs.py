@@ -79,6 +79,7 @@ FILES = {
     "tokenize, vocabulary": (program("build/tokenize"), "--write-vocab out", "out"),
 }
 FOLDERS = {
+    "hf.py import": (lambda: hf.main, "import IN/hf --out out", "out"),
     "hf.py export": (lambda: hf.main, "export IN/model.bin out", "out"),
     "get.py files": (lambda: get.main, "files --from IN/text.txt --bytes --out out", "out"),
     "get.py tokens": (lambda: get.main, "tokens --from IN/tokens.bin --out out", "out"),
@@ -135,6 +136,7 @@ def inputs_of_all(tmp_path, monkeypatch):
     here = os.getcwd()
     if not os.path.exists("model.bin"):
         wide_model("model.bin", "L1,NH1,C16,T8,V256")
+        assert Forked(hf.main, ["hf.py", "export", "model.bin", "hf"]).end()[0] == 0
         write("text.txt", "A text of some words. " * 99)
         write("tokens.bin", struct.pack("<99H", *range(99)))
         write("run/main.log", "s:0 tel:3.0\ns:0 trl:3.0\n")

@@ -546,13 +546,16 @@ def test_export_hf():
     config, settings = (json.loads(read("hf/" + name)) for name in ("config.json", "tokenizer_config.json"))
     assert config["eos_token_id"] == V - 1 and config["vocab_size"] == V + 4
     assert settings["eos_token"] == END and not os.path.exists("hf/vocab.json")
-    said = run_ok({**ALONE, "-e": "hf", "-x": 0, "--prompt": "日本", "-g": 3})
+    exported("import", "hf", "--out", "imported")
+    assert all(read("imported/" + name) == read("own-tok/" + name) for name in any_tokenizer.NAMES)
+    said = run_ok({**ALONE, "-e": "imported", "-x": 0, "--prompt": "日本", "-g": 3})
     assert said.samples() == [latin("日本ですですです")]
     if has_module("transformers"):
         from transformers import AutoTokenizer      # pylint: disable=C0415
         ids = AutoTokenizer.from_pretrained("hf")(read(FIXTURE + ".txt").decode())["input_ids"]
         assert ids == list(array("H", read(FIXTURE + ".ids")))
     shutil.rmtree("hf")
+    shutil.rmtree("imported")
     assert model == "exported/model_00000001.bin"
 
 

@@ -55,7 +55,7 @@ def fails(function, *args):
 
 TOOLS = ["data/get.py files --out out --from", "data/get.py NAME --out", "data/get.py --NAME",
          "data/plot_log.py", "data/tensorboard_log.py", "hf.py export NAME", "hf.py gguf NAME",
-         "hf.py llama2c NAME"]
+         "hf.py llama2c NAME", "hf.py import --out NAME"]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -588,5 +588,6 @@ def test_plot_takes_the_venv():
 def test_what_readme_writes_is_ignored():
     if not shutil.which("git") or call(["git", "-C", ROOT, "rev-parse"])[0] != 0:
         pytest.skip("git does not know this folder")
-    paths = ["data/mine/mine_train_000001.bin", "both.png", "runs/d12", "d12-hf/config.json", "gpt2_124M.bin"]
+    paths = ["data/mine/mine_train_000001.bin", "both.png", "runs/d12", "d12-hf/config.json", "gpt2_124M.bin",
+             "models/gpt2/source.json"]
     assert call(["git", "-C", ROOT, "check-ignore", *paths])[1].split() == paths

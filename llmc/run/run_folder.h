@@ -159,7 +159,8 @@ static inline void folder_resolve() {
     }
     path = newest_model(folder);
     settings.model = path.c_str();
-    const bool is_run = path.compare(path.size() - 4, 4, ".bin") == 0;
+    const bool is_run = path.compare(path.size() - 4, 4, ".bin") == 0 &&
+                        file_size((folder + "/source.json").c_str()) < 0;       // dev/hf.py import wrote it
     if (is_run && run_task() != Task::Train && !settings_take(folder, false)) {
         warn("%s/run.json is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
              shown(folder).c_str());
