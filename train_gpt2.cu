@@ -61,7 +61,6 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
 #include "llmc/files/checkpoints.h"  // gives: Retention
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read
-#include "llmc/files/hf_file.h"      // gives: hf_is, hf_read_config, hf_read
 #include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
 #include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, checkpoint_resume, resumed_check
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
@@ -125,29 +124,28 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 // (`added`); its norms may lack weights (`weighted`). QC, QKVC and FCC: the columns of q, of qkv and of fch;
 // F: those of act. parts: a layer's matrix may be several, one below the other, each with a name and a
 // height; --optimizer muon updates them one by one. id: the key of the random numbers that its first values
-// are drawn with; it never changes, whatever tensors are added. hf: its name in Hugging Face's files of
-// GPT-2.
-//    name      type    where   rows    cols    init        kind    live    parts  id  hf
+// are drawn with; it never changes, whatever tensors are added.
+//    name      type    where   rows    cols    init        kind    live    parts  id
 #define GPT2_PARAMS(X)                                                                                       \
-    X(wte,      floatX, Global, Vp,     C,      Normal,     Matrix, V,      NONE,  0,  "wte.weight")         \
-    X(wpe,      floatX, Global, learned * maxT, C, Normal,  Matrix, learned * maxT, NONE, 1, "wpe.weight")   \
-    X(ln1w,     float,  Block,  weighted, C,    One,        Norm,   weighted, NONE, 2, "ln_1.weight")        \
-    X(ln1b,     float,  Block,  biased, C,      Zero,       Norm,   biased, NONE,  3,  "ln_1.bias")          \
-    X(qkvw,     floatX, Block,  QKVC,   C,      Normal,     Matrix, QKVC,   QKV,   4,  "attn.c_attn.weight") \
-    X(qkvb,     floatX, Block,  added,  QKVC,   Zero,       Bias,   added,  NONE,  5,  "attn.c_attn.bias")   \
-    X(attprojw, floatX, Block,  C,      QC,     Projection, Matrix, C,      WHOLE, 6,  "attn.c_proj.weight") \
-    X(attprojb, floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  7,  "attn.c_proj.bias")   \
-    X(ln2w,     float,  Block,  second * weighted, C, One, Norm, second * weighted, NONE, 8, "ln_2.weight")  \
-    X(ln2b,     float,  Block,  second * biased, C, Zero,   Norm,   second * biased, NONE, 9, "ln_2.bias")   \
-    X(fcw,      floatX, Block,  FCC,    C,      Normal,     Matrix, FCC,    FC,    10, "mlp.c_fc.weight")    \
-    X(fcb,      floatX, Block,  added,  FCC,    Zero,       Bias,   added,  NONE,  11, "mlp.c_fc.bias")      \
-    X(fcprojw,  floatX, Block,  C,      F,      Projection, Matrix, C,      WHOLE, 12, "mlp.c_proj.weight")  \
-    X(fcprojb,  floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  13, "mlp.c_proj.bias")    \
-    X(lnfw,     float,  Global, weighted, C,    One,        Norm,   weighted, NONE, 14, "ln_f.weight")       \
-    X(lnfb,     float,  Global, biased, C,      Zero,       Norm,   biased, NONE,  15, "ln_f.bias")          \
-    X(qnw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 16, "")                   \
-    X(knw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 17, "")                   \
-    X(headw,    floatX, Head,   untied * Vp, C, Zero,       Matrix, untied * V, NONE, 18, "")
+    X(wte,      floatX, Global, Vp,     C,      Normal,     Matrix, V,      NONE,  0)                        \
+    X(wpe,      floatX, Global, learned * maxT, C, Normal,  Matrix, learned * maxT, NONE, 1)                 \
+    X(ln1w,     float,  Block,  weighted, C,    One,        Norm,   weighted, NONE, 2)                       \
+    X(ln1b,     float,  Block,  biased, C,      Zero,       Norm,   biased, NONE,  3)                        \
+    X(qkvw,     floatX, Block,  QKVC,   C,      Normal,     Matrix, QKVC,   QKV,   4)                        \
+    X(qkvb,     floatX, Block,  added,  QKVC,   Zero,       Bias,   added,  NONE,  5)                        \
+    X(attprojw, floatX, Block,  C,      QC,     Projection, Matrix, C,      WHOLE, 6)                        \
+    X(attprojb, floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  7)                        \
+    X(ln2w,     float,  Block,  second * weighted, C, One, Norm, second * weighted, NONE, 8)                 \
+    X(ln2b,     float,  Block,  second * biased, C, Zero,   Norm,   second * biased, NONE, 9)                \
+    X(fcw,      floatX, Block,  FCC,    C,      Normal,     Matrix, FCC,    FC,    10)                       \
+    X(fcb,      floatX, Block,  added,  FCC,    Zero,       Bias,   added,  NONE,  11)                       \
+    X(fcprojw,  floatX, Block,  C,      F,      Projection, Matrix, C,      WHOLE, 12)                       \
+    X(fcprojb,  floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  13)                       \
+    X(lnfw,     float,  Global, weighted, C,    One,        Norm,   weighted, NONE, 14)                      \
+    X(lnfb,     float,  Global, biased, C,      Zero,       Norm,   biased, NONE,  15)                       \
+    X(qnw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 16)                       \
+    X(knw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 17)                       \
+    X(headw,    floatX, Head,   untied * Vp, C, Zero,       Matrix, untied * V, NONE, 18)
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
@@ -262,10 +260,10 @@ static std::vector<ParamSpec> param_table(const Config& c) {
     const Init Zero = Init::Zero, One = Init::One, Normal = Init::Normal;
     const Init Projection = c.is_llama() ? Init::Zero : Init::Residual;
     std::vector<ParamSpec> specs;
-#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, parts_, id_, hf_)                         \
+#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, parts_, id_)                              \
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
     specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, init_, Kind::kind_,       \
-                               live_, parts_, id_, hf_, c.L));
+                               live_, parts_, id_, c.L));
     GPT2_PARAMS(X)
 #undef X
     param_offsets(&specs, c.L);
@@ -6695,17 +6693,14 @@ static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count,
 // marker that comes last.
 constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
 
-static Config checkpoint_config(const char* path) {
-    return hf_is(path) ? hf_read_config(path, param_table) : model_read_config(path, param_table);
-}
+static Config checkpoint_config(const char* path) { return model_read_config(path, param_table); }
 
 static void checkpoint_load(GPT2* model, const char* path) {
     auto on_tensor = [=](int i, int l, const float* values) {
         gpt2_set_param(model, i, l, values);
         comm_progress(-1);
     };
-    if (hf_is(path)) { hf_read(path, param_table, model->config, on_tensor); }
-    else { model_read(path, param_table, model->config, on_tensor); }
+    model_read(path, param_table, model->config, on_tensor);
 }
 
 // ---- saving ----

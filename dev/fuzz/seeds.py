@@ -103,10 +103,5 @@ SEEDS = {
         "not-utf8": b"a\xff\xc3 \xe2\x82 \xed\xa0\x80 \xf4\x90\x80\x80 \xc0\x80 \xf0\x80\x80\x80",
         "number": struct.pack("<f", 0.1),
         "infinite": struct.pack("<f", float("inf")),
-        "tensors": b'{"__metadata__": {"format": "pt"}, "a.b": {"dtype": "F32", "shape": [2, 2], '
-                   b'"data_offsets": [0, 16]}, "c": {"dtype": "BF16", "shape": [4], '
-                   b'"data_offsets": [16, 24]}}',
-        "found-overlap": b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "b": {"dtype": '
-                         b'"F32", "shape": [4], "data_offsets": [8, 24]}}',
         "object": b'{"a": {"b": -0.5e+3, "c": true, "d": {}}, "e": "\\u20ac \\ud83d\\ude42\\n"}'},
 }

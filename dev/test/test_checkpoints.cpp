@@ -320,7 +320,7 @@ static Config tiny_config() {
 constexpr size_t kTinyLive = 48, kTinyValues = 64;      // of its one tensor, with two rows of padding
 static std::vector<ParamSpec> tiny_table(const Config& c) {
     return {param_spec("wte", 4, Where::Global, (size_t)c.Vp, (size_t)c.C, Init::Normal, Kind::Matrix,
-                       (size_t)c.V, {}, 0, "", c.L)};
+                       (size_t)c.V, {}, 0, c.L)};
 }
 
 static void write_model(const std::string& path, const void* values, const char* type, bool bf16 = false,

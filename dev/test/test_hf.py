@@ -602,6 +602,15 @@ def test_imported_folder():
     assert read("taken/chat_template.jinja") == b"{{ another }}"
 
 
+def test_the_trainer_names_the_command():
+    split(changed_folder("sharded"))
+    for path, folder in (("plain", "plain"), ("./plain/", "./plain"), ("plain/model.safetensors", "plain"),
+                         ("sharded", "sharded"), ("none/x.safetensors", "none"), ("x.safetensors", "FOLDER"),
+                         ("sharded/model.safetensors.index.json", "sharded")):
+        command = f"python3 dev/hf.py import {folder}`, then -e models/{folder.removeprefix('./')}"
+        trainer.refused({"-e": path}, "of transformers", command)
+
+
 def test_imported_tokenizers():
     """GPT-2's, with its number; of another one the token in front of texts; what cannot be used is said."""
     tool_ok(wide_model("gpt2.bin", "L1,NH1,C8,T4,V50257"), "hf")

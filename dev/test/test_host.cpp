@@ -379,8 +379,7 @@ static void test_memory() {
 // GPT-2's matrices, but fewer keys and values than queries, and with `gate_rows` one more matrix.
 static std::vector<ParamSpec> muon_table(size_t C, size_t gate_rows, int L) {
     auto matrix = [&](const char* name, size_t rows, size_t cols, const Parts& parts) {
-        return param_spec(name, 2, Where::Block, rows, cols, Init::Normal, Kind::Matrix, rows, parts, 0, "",
-                          L);
+        return param_spec(name, 2, Where::Block, rows, cols, Init::Normal, Kind::Matrix, rows, parts, 0, L);
     };
     const Parts whole = {{"", 0}};
     std::vector<ParamSpec> specs = {

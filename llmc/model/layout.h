@@ -3,9 +3,9 @@ Where a model's tensors lie in memory. The rows of its two tables (train_gpt2.cu
 The buckets of parameters, gradients and optimizer state follow from the specs, and so do each rank's shards.
 
     std::vector<ParamSpec> specs = {
-        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, {}, 0, "", L),
+        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, {}, 0, L),
         param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C,
-                   {{"q", C}, {"k", C}, {"v", C}}, 4, "", L)};
+                   {{"q", C}, {"k", C}, {"v", C}}, 4, L)};
     param_offsets(&specs, L);
     const Layout layout = param_layout(specs, L, {.rank = 0, .world = 8, .zero = 1}, false, false);
     const ParamAddress at = param_address(specs, layout, 1, l);     // of layer l's qkvw: bucket and element
@@ -37,7 +37,6 @@ struct ParamSpec {
     size_t rows, cols, live_rows;       // live_rows: without padding
     Parts parts;            // of a layer's matrix; none: it is no such matrix, and Muon never updates it
     uint32_t id;            // key of the random numbers that its first values are drawn with
-    const char* hf;         // name in Hugging Face's files
     size_t elems;           // rows*cols: one copy, as in files
     size_t padded;          // elems, rounded up to the next tensor's alignment
     size_t elem_bytes;      // bytes of an element of the parameter
@@ -70,14 +69,14 @@ struct Places {
 // A row of GPT2_PARAMS; L: the model's layers.
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
                                    Init init, Kind kind, size_t live_rows, Parts parts,
-                                   uint32_t id, const char* hf, int L) {
+                                   uint32_t id, int L) {
     assert(parts.empty() == (where != Where::Block || kind != Kind::Matrix));
     if (parts.size() == 1) { parts[0].rows = rows; }
     const size_t elems = rows * cols;
     const size_t padded = round_up(elems, kAlign / 2);  // whole kAlign bytes for 2-byte elements, too
     const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
-    return {name, where, init, kind, copies, rows, cols, live_rows, parts, id, hf, elems, padded, elem_bytes,
-            0, 0};
+    return {name, where, init, kind, copies, rows, cols, live_rows, parts, id, elems, padded, elem_bytes, 0,
+            0};
 }
 
 // A row of GPT2_ACTS, placed at *offset, which moves on. kept: copies of a Block's tensor; or act_in(other),

@@ -148,11 +148,11 @@ static inline bool config_part(const char* text, const std::string& part, Config
     return false;
 }
 
-// A hint: how the weights of a model that Hugging Face's hub has by this name become an argument of -e.
+// A hint: how a model of Hugging Face's hub, or a folder of transformers, becomes an argument of -e.
 static inline std::string weights_hint(const std::string& name) {
-    const std::string folder = name.substr(name.rfind('/') + 1) + "-hf";
-    return "the weights come by `hf download " + name + " config.json model.safetensors --local-dir " +
-           folder + "`, then -e " + folder;
+    const std::string folder = name.substr(0, name.find_last_not_of('/') + 1);
+    return "`python3 dev/hf.py import " + folder + "`, then -e models/" +
+           folder.substr(folder.rfind('/') + 1);
 }
 
 // "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
@@ -177,7 +177,7 @@ static inline Config descriptor_config(const char* text) {
         {"qwen3:1.7B", "llama:L28,NH16,NKV8,HS128,C2048,F6144,T2048,V151936,qk_norm,tied,theta=1e6,eps=1e-6"},
         {"tinyllama:1.1B", "llama:L22,NH32,NKV4,HS64,C2048,F5632,T2048,V50257"}};
     const char* hint =
-        "\nhint: -e takes a model_*.bin, a folder of a run or of Hugging Face, d6 d12 d24 d36 d48, "
+        "\nhint: -e takes a model_*.bin, a folder of a run or by dev/hf.py import, d6 d12 d24 d36 d48, "
         "gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
         "m12 m24, smollm2:135M 360M, qwen3:0.6B 1.7B, tinyllama:1.1B, L4,NH4,C128,T128,V256, or "
         "llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256";

@@ -38,7 +38,7 @@ static const std::vector<FlagAnswer> kOtherNames = {
     {"n-layer n-layers num-layers n-head n-heads num-heads n-embd d-model hidden-size depth vocab-size "
      "aspect-ratio head-dim", MODEL_SHAPE},
     {"init-from pretrained model-name-or-path model-name checkpoint ckpt load",
-     "-e (--model): a model_*.bin, or the folder of a run or of Hugging Face; -y 1 -o RUN resumes"},
+     "-e (--model): a model_*.bin, or the folder of a run or by dev/hf.py import; -y 1 -o RUN resumes"},
     {"resume-from-checkpoint resume-from-step", "-y 1 -o RUN goes on with the run in that folder"},
     {"bias", "GPT-2 has biases; -e llama:... has none"},
 

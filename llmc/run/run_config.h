@@ -104,7 +104,7 @@ static const FlagTable kFlags = {
         DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr,
         "validation shards (glob), or a mixture, whose sources have a loss each"},
     {"e",   "model",           FLAG_STRING, &settings.model,          "d12",     1, 0, nullptr,
-        "model_*.bin; the folder of a run or of Hugging Face; or d12 d24 d36 d48, gpt3:c768, "
+        "model_*.bin; the folder of a run or by dev/hf.py import; or d12 d24 d36 d48, gpt3:c768, "
         "L4,NH4,C128,T128,V256",
         FLAG_FIXED},
     {"o",   "output-dir",      FLAG_STRING, &settings.output_dir,     "",        0, 0, nullptr,

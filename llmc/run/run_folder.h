@@ -36,8 +36,7 @@ static inline bool model_is_folder() {
     return !reads_as_descriptor(run.model) && path_stat(run.model, &st) && S_ISDIR(st.st_mode);
 }
 
-// A folder's newest undamaged model, with a marker if possible; else Hugging Face's files. Rank 0 checks the
-// checksums.
+// A folder's newest undamaged model, with a marker if possible. Rank 0 checks the checksums.
 static inline std::string newest_model(const std::string& folder) {
     std::vector<std::pair<bool, int64_t>> models;           // has a marker; step
     for (const std::string& name : folder_names(folder)) {
@@ -56,8 +55,9 @@ static inline std::string newest_model(const std::string& folder) {
         else { faults.push_back(shown(path) + " " + error); }
     }
     comm_broadcast(&newest, sizeof(newest));
-    for (const char* name : {"/model.safetensors", "/model.safetensors.index.json"}) {
-        if (newest < 0 && file_size((folder + name).c_str()) >= 0) { return folder + name; }
+    if (newest < 0 && models.empty() && file_size((folder + "/config.json").c_str()) >= 0) {
+        die("-e %s: this is a folder of transformers, which is imported once\nhint: %s", folder.c_str(),
+            weights_hint(shown(folder)).c_str());
     }
     if (newest < 0) {
         const bool is_run = file_size((folder + "/run.json").c_str()) >= 0;
@@ -65,7 +65,7 @@ static inline std::string newest_model(const std::string& folder) {
             models.empty() ? "" : "whole ", faults.empty() ? "" : (": " + faults[0]).c_str(),
             is_run && models.empty()
             ? "this run has saved no model yet: it saves every -n steps, at its end, and on Ctrl-C"
-            : "-e takes a folder of a run or of Hugging Face, a model_*.bin, or a descriptor such as d12");
+            : "-e takes a folder of a run or by dev/hf.py import, a model_*.bin, or a name such as d12");
     }
     for (const std::string& fault : faults) { warn("passed over: %s", fault.c_str()); }
     return checkpoint_model(folder, newest);
@@ -89,23 +89,32 @@ static inline std::string runs_beside(const std::string& folder) {
     return names;
 }
 
-static inline bool model_is_file(const std::string& text) {
-    return file_size(text.c_str()) >= 0 || text.find('/') != std::string::npos ||
-           text.find(".bin") != std::string::npos || text.find(".safetensors") != std::string::npos;
+static inline bool is_safetensors(const std::string& text) {
+    return text.find(".safetensors") != std::string::npos;
 }
 
-// Dies if -e names a file that is not there, and says where weights come from.
+static inline bool model_is_file(const std::string& text) {
+    return file_size(text.c_str()) >= 0 || text.find('/') != std::string::npos ||
+           text.find(".bin") != std::string::npos || is_safetensors(text);
+}
+
+// Dies if -e names a file that is not there, or one of transformers, and says where weights come from.
 static inline void model_file_check(const std::string& path) {
+    if (is_safetensors(path)) {
+        const size_t slash = path.rfind('/');
+        die("-e %s: this is a file of transformers, which is imported once\nhint: %s", shown(path).c_str(),
+            weights_hint(slash == std::string::npos ? "FOLDER" : shown(path.substr(0, slash))).c_str());
+    }
     if (access(path.c_str(), F_OK) == 0 || errno != ENOENT) { return; }     // opening it says what is wrong
     const std::string name = path.substr(path.rfind('/') + 1);
     const std::string owner = path.substr(0, path.find('/'));
-    const bool is_file = name.find(".bin") != std::string::npos || name.find(".safet") != std::string::npos;
+    const bool is_file = name.find(".bin") != std::string::npos;
     const bool is_repository = path == owner + "/" + name && !is_file && !strchr("./~-", path[0]) &&
                                access(owner.c_str(), F_OK) != 0;
     die("cannot open '%s': %s\nhint: %s", path.c_str(), strerror(ENOENT),
         is_repository ? weights_hint(path).c_str()
         : name.rfind("gpt2_", 0) == 0 ? (weights_hint("gpt2") + "; or llm.c's starter pack has it").c_str()
-        : ("-e takes a model_*.bin, a folder of a run or of Hugging Face, or a descriptor such as d12" +
+        : ("-e takes a model_*.bin, a folder of a run or by dev/hf.py import, or a descriptor such as d12" +
            runs_beside(path)).c_str());
 }
 
@@ -159,9 +168,8 @@ static inline void folder_resolve() {
     }
     path = newest_model(folder);
     settings.model = path.c_str();
-    const bool is_run = path.compare(path.size() - 4, 4, ".bin") == 0 &&
-                        file_size((folder + "/source.json").c_str()) < 0;       // dev/hf.py import wrote it
-    if (is_run && run_task() != Task::Train && !settings_take(folder, false)) {
+    const bool is_imported = file_size((folder + "/source.json").c_str()) >= 0;     // by dev/hf.py import
+    if (!is_imported && run_task() != Task::Train && !settings_take(folder, false)) {
         warn("%s/run.json is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
              shown(folder).c_str());
     }
