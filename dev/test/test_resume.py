@@ -220,7 +220,8 @@ VARIANTS = [{"-n": 1, "-r": 1, "-a": 1, "--state-dtype": "bf16"},
             {"--dropout": 0.1, "--block": "parallel", "-r": 2},
             {"--matmul-dtype": "fp8-head", "-n": 2, "-l": "1e-3"},
             {"-h": 1, "--eval-data": "questions.bin", "--eval-every": 1},
-            {"--matmul-dtype": "fp8", "-n": 1, "-r": 2, "-l": "1e-3"}, MIXTURE]
+            {"--matmul-dtype": "fp8", "-n": 1, "-r": 2, "-l": "1e-3"}, MIXTURE,
+            {"-e": f"llama:L2,NH2,NKV1,HS16,C32,F64,T{T_ROWS},V256,qk_norm", "-r": 3, "-n": 2}]
 
 
 @pytest.mark.programs("cpu", "lazy")

@@ -471,8 +471,11 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
             fact.second = data_from_start(fact.second, facts_find(from, "started in"));
         }
     }
-    static const Facts kinds = {{"block", flags_split(BLOCK_NAMES, '|')[(int)c.block]},
-                                {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]}};
+    static Facts kinds;
+    if (!c.is_llama()) {                        // Llama's family does not take these flags
+        kinds = {{"block", flags_split(BLOCK_NAMES, '|')[(int)c.block]},
+                 {"norm", flags_split(NORM_NAMES, '|')[(int)c.norm]}};
+    }
     auto saved = [&](const std::string& name) {
         if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
         const std::string* text = facts_find(facts, "flag." + name);
