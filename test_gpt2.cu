@@ -177,7 +177,7 @@ static Vector host_param(GPT2* model, int i, int l, bool from_master) {
 static Vector host_params(GPT2* model) {            // every parameter, as the optimizer holds it
     Vector all;
     for (int i = 0; i < NUM_PARAMS; i++) {
-        for (int l = 0; l < model->param_specs[i].copies; l++) {
+        for (int l : model->param_specs[i].layers) {
             const Vector values = host_param(model, i, l, true);
             all.insert(all.end(), values.begin(), values.end());
         }
@@ -190,7 +190,7 @@ static Vector host_grad(GPT2* model, int i) {
     const ParamSpec& s = model->param_specs[i];
     const float scale = gpt2_read_state(model).update.loss_scale;
     Vector all;
-    for (int l = 0; l < s.copies; l++) {
+    for (int l : s.layers) {
         MicroStep micro = last_micro_step;
         micro.lane = 0;                         // whose buffer has the sum of all lanes
         const Grad grad = gpt2_grad(model, (ParamId)i, l, micro);
@@ -264,7 +264,7 @@ static Reference reference_load(const std::string& path, const Config& c, bool t
         read(&r.logits, N * c.V);
         fread_check(&r.loss, sizeof(float), 1, f, path.c_str());
         const std::vector<ParamSpec> specs = param_table(c);
-        for (int i = 0; i < NUM_PARAMS; i++) { read(&r.grads[i], specs[i].elems * specs[i].copies); }
+        for (int i = 0; i < NUM_PARAMS; i++) { read(&r.grads[i], specs[i].elems * specs[i].layers.size()); }
     }
     fclose(f);
     return r;
@@ -321,7 +321,7 @@ static void test_model(const std::string& prefix, const Options& options, double
     accumulate(&model, r);
     for (int i = 0; i < NUM_PARAMS; i++) {
         const char* name = model.param_specs[i].name;
-        if (model.param_specs[i].copies == 0) { continue; }
+        if (model.param_specs[i].layers.empty()) { continue; }
         const double off = relative_error(host_grad(&model, i), r.grads[i]);
         const double most = bound(std::string("total_error.") + name, grad_bound);
         CHECK(off <= most, "gradient of %s: |d|/|g| = %g, allowed %g", name, off, most);
@@ -437,7 +437,7 @@ struct RandomModel : Model {
         gpt2_init_random(this, o.seed);
         for (int i = 0; i < NUM_PARAMS; i++) {
             const ParamSpec& s = param_specs[i];
-            for (int l = 0; l < s.copies; l++) {
+            for (int l : s.layers) {
                 Vector values = host_param(this, i, l, true);
                 for (size_t k = 0; k < s.live_rows * s.cols; k++) {
                     values[k] += 0.05f * rand_normal(7, (uint32_t)(100 + i), l * s.elems + k);
@@ -483,7 +483,7 @@ static void check_layout(const std::vector<ParamSpec>& specs, const Config& c, c
     bool good = layout.buckets.size() == alone.buckets.size();
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = specs[i];
-        for (int l = 0; l < s.copies; l++) {
+        for (int l : s.layers) {
             const ParamAddress at = param_address(specs, layout, i, l);
             const Bucket& b = layout.buckets[at.bucket];
             good = good && b.kind == s.kind && b.elem_bytes == s.elem_bytes && at.offset % 128 == 0 &&
@@ -496,7 +496,7 @@ static void check_layout(const std::vector<ParamSpec>& specs, const Config& c, c
         good = good && are_apart(tensors[k]) && b.padded == b.shard * split.world && b.shard % kChunk == 0 &&
                b.padded >= b.elems && b.padded - b.elems < kChunk * (size_t)split.world + split.world &&
                b.first == alone.buckets[k].first && b.params % kAlign == 0 && b.grads % kAlign == 0;
-        const size_t end = b.grads + b.padded * (bf16 && b.kind == Kind::Matrix ? 2 : 4);
+        const size_t end = b.grads + b.padded * (bf16 && is_2d(b.kind) ? 2 : 4);
         grads.push_back({b.grads, end});
         good = good && end <= layout.grads_bytes;
     }
@@ -654,17 +654,17 @@ static void test_slopes(const char* name, const Config& c) {
     double worst = 0.0;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model.param_specs[i];
-        if (s.copies == 0) { continue; }
+        if (s.layers.empty()) { continue; }
         Vector start;
         double squares = 0.0;
-        for (int l = 0; l < s.copies; l++) {
+        for (int l : s.layers) {
             for (float x : host_param(&model, i, l, true)) { start.push_back(x); }
         }
         for (float g : grads[i]) { squares += (double)g * g; }
         auto loss = [&](double step) {
             Vector values = start;
             for (size_t k = 0; k < values.size(); k++) { values[k] += (float)(step * grads[i][k]); }
-            for (int l = 0; l < s.copies; l++) { gpt2_set_param(&model, i, l, &values[l * s.elems]); }
+            for (int l : s.layers) { gpt2_set_param(&model, i, l, &values[l * s.elems]); }
             mean_loss(&model, batch);
             const auto losses = from_device(&model, gpt2_acts(&model, 0).losses, batch.x.size());
             return std::accumulate(losses.begin(), losses.end(), 0.0) / (double)losses.size();
@@ -739,7 +739,7 @@ static void test_fp8(const Config& c, bool head, double bound) {
     double errors = 0.0;
     int tensors = 0;
     for (int i = 0; i < NUM_PARAMS; i++) {
-        if (model.param_specs[i].copies == 0) { continue; }
+        if (model.param_specs[i].layers.empty()) { continue; }
         const double error = relative_error(host_grad(&model, i), want[i]);
         printf("FP8: gradient of %-8s differs by %.4f\n", model.param_specs[i].name, error);
         CHECK(error > 0.0 && error <= 1.5 * bound, "FP8: gradient of %s differs by %g",
@@ -884,7 +884,8 @@ static void test_muon_updates(const Config& c) {
         const std::vector<Vector> grads = host_grads(&model);
         std::map<std::pair<int, int>, Vector> before;
         for (int i = 0; i < NUM_PARAMS; i++) {
-            for (int l = 0; l < model.param_specs[i].copies && !model.param_specs[i].parts.empty(); l++) {
+            if (model.param_specs[i].kind != Kind::Matrix) { continue; }
+            for (int l : model.param_specs[i].layers) {
                 before[{i, l}] = host_param(&model, i, l, true);
             }
         }
@@ -1190,9 +1191,9 @@ static void test_bf16_gradients(const Config& c) {
         norms[bf16] = gpt2_read_state(model).update.norm;
     }
     for (int i = 0; i < NUM_PARAMS; i++) {
-        if (a.param_specs[i].copies == 0) { continue; }
+        if (a.param_specs[i].layers.empty()) { continue; }
         const double error = relative_error(grads[1][i], grads[0][i]);
-        const bool bf16 = a.param_specs[i].kind == Kind::Matrix;
+        const bool bf16 = is_2d(a.param_specs[i].kind);
         CHECK(bf16 ? error > 0.0 && error <= 5e-3 : same_bits(grads[1][i], grads[0][i]),
               "gradient of %s differs by %g", a.param_specs[i].name, error);
     }

@@ -121,14 +121,15 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 // autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
 // ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), a
 // tied block has no second norm (`second` is 0), and Llama's family neither wpe (`learned`) nor biases
-// (`added`); its norms may lack weights (`weighted`). QC, QKVC and FCC: the columns of q, of qkv and of fch;
-// F: those of act. parts: a layer's matrix may be several, one below the other, each with a name and a
-// height; --optimizer muon updates them one by one. id: the key of the random numbers that its first values
-// are drawn with; it never changes, whatever tensors are added.
+// (`added`); its norms may lack weights (`weighted`). Each layer asks for its rows, so a tensor may also be
+// one of some layers. QC, QKVC and FCC: the columns of q, of qkv and of fch; F: those of act. kind: names the
+// optimizer and its rate (layout.h). parts: a layer's matrix may be several, one below the other, each with a
+// name and a height; --optimizer muon updates them one by one. id: the key of the random numbers that its
+// first values are drawn with; it never changes, whatever tensors are added.
 //    name      type    where   rows    cols    init        kind    live    parts  id
 #define GPT2_PARAMS(X)                                                                                       \
-    X(wte,      floatX, Global, Vp,     C,      Normal,     Matrix, V,      NONE,  0)                        \
-    X(wpe,      floatX, Global, learned * maxT, C, Normal,  Matrix, learned * maxT, NONE, 1)                 \
+    X(wte,      floatX, Global, Vp,     C,      Normal,     Embedding, V,   NONE,  0)                        \
+    X(wpe,      floatX, Global, learned * maxT, C, Normal, Embedding, learned * maxT, NONE, 1)               \
     X(ln1w,     float,  Block,  weighted, C,    One,        Norm,   weighted, NONE, 2)                       \
     X(ln1b,     float,  Block,  biased, C,      Zero,       Norm,   biased, NONE,  3)                        \
     X(qkvw,     floatX, Block,  QKVC,   C,      Normal,     Matrix, QKVC,   QKV,   4)                        \
@@ -145,7 +146,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(lnfb,     float,  Global, biased, C,      Zero,       Norm,   biased, NONE,  15)                       \
     X(qnw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 16)                       \
     X(knw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 17)                       \
-    X(headw,    floatX, Head,   untied * Vp, C, Zero,       Matrix, untied * V, NONE, 18)
+    X(headw,    floatX, Global, untied * Vp, C, Zero,       Head,   untied * V, NONE, 18)
 
 // A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
 // recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
@@ -247,9 +248,9 @@ static Widths model_widths(const Config& c) {
     return {c.NH * HS, (c.NH + 2 * s.NKV) * HS, s.mlp == Mlp::SwiGlu ? 2 * F : F, F};
 }
 
-// The rows of the tables as numbers.
-static std::vector<ParamSpec> param_table(const Config& c) {
-    const Config::Shape s = c.shape();
+// The rows of the parameters as numbers, as layer l has them, and as the whole model has them.
+static std::vector<ParamSpec> param_rows(const Config& c, int l) {
+    const Config::Shape s = c.layer(l);
     const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, HS = s.HS;
     const auto [QC, QKVC, FCC, F] = model_widths(c);
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
@@ -263,9 +264,14 @@ static std::vector<ParamSpec> param_table(const Config& c) {
 #define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, parts_, id_)                              \
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
     specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, init_, Kind::kind_,       \
-                               live_, parts_, id_, c.L));
+                               live_, parts_, id_));
     GPT2_PARAMS(X)
 #undef X
+    return specs;
+}
+static std::vector<ParamSpec> param_table(const Config& c) {
+    std::vector<ParamSpec> specs;
+    for (int l = 0; l < c.L; l++) { param_layer(&specs, param_rows(c, l), l); }
     param_offsets(&specs, c.L);
     return specs;
 }
@@ -5298,7 +5304,7 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
         const ParamSpec& s = model->param_specs[i];
         const size_t live = s.live_rows * s.cols;
         const float std = s.init == Init::Residual ? (float)(0.02 / sqrt(2.0 * model->config.L)) : 0.02f;
-        for (int l = 0; l < s.copies; l++) {
+        for (int l : s.layers) {
             values.assign(s.elems, s.init == Init::One ? 1.0f : 0.0f);
             if (s.init == Init::Normal || s.init == Init::Residual) {
                 // [first, end): this layer's elements in the tensor of all layers
@@ -5559,13 +5565,17 @@ struct Pass {
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
     // In a backward: whether layer l's tensor is as the forward wrote it. No later layer shares its copy.
     bool kept(ActId id, int l) const { return l == config().L - 1 || l < act_specs[id].copies - 1; }
-    // null where the model lacks the tensor: RMSNorm has no biases
-    bool exists(ParamId id) const { return id < NUM_PARAMS && model->param_specs[id].copies > 0; }
+    // null where the model, or layer l, lacks the tensor: RMSNorm has no biases
+    bool exists(ParamId id, int l) const {
+        if (id == NUM_PARAMS) { return false; }
+        const std::vector<int>& layers = model->param_specs[id].layers;
+        return std::binary_search(layers.begin(), layers.end(), l);
+    }
     template <class T> T* param(ParamId id, int l) const {
-        return exists(id) ? (T*)gpt2_param_data(model, id, l) : nullptr;
+        return exists(id, l) ? (T*)gpt2_param_data(model, id, l) : nullptr;
     }
     Grad grad(ParamId id, int l) const {
-        return micro && exists(id) ? gpt2_grad(model, id, l, *micro) : Grad{};
+        return micro && exists(id, l) ? gpt2_grad(model, id, l, *micro) : Grad{};
     }
     // To be called before a tensor is written. A DEBUG build fills the memory with NaN, in the size of the
     // largest tensor that lies there.
@@ -5626,7 +5636,7 @@ struct Pass {
         const int head = 4 * config().L;
         return {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
                 norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
-                linear_of(exists(PARAM_headw) ? PARAM_headw : PARAM_wte, NUM_PARAMS, 0, head, a.headw_8,
+                linear_of(exists(PARAM_headw, 0) ? PARAM_headw : PARAM_wte, NUM_PARAMS, 0, head, a.headw_8,
                           a.headw_t8),
                 a.logits, a.losses, model->feed.inputs.targets,
                 operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
@@ -5923,7 +5933,7 @@ struct Backward : Pass {
     explicit Backward(const Pass& pass) : Pass(pass) {}
 
     void begin_layer(int l) {
-        bucket = model->layout.layer(l), weights_left = model->layout.layer_matrices, postpones = l == 0;
+        bucket = model->layout.layer(l), weights_left = model->layout.matrices[l], postpones = l == 0;
     }
     void weight_backward(const Operand& dout, const Operand& inp, const Linear& w) {
         if (dout.bytes) {
@@ -6496,10 +6506,10 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
                       .v = gpt2_state(model, model->opt.v, b.v),
                       .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
                       .state = &model->state->update, .n = b.held, .rows = rows,
-                      .weight_decay = b.kind == Kind::Matrix ? (float)o.weight_decay : 0.0f,
-                      .lr = lr * (bucket == model->layout.embedding() ? o.embedding_rate
-                                  : bucket == model->layout.head()    ? o.head_rate
-                                                                      : 1.0),
+                      .weight_decay = is_2d(b.kind) ? (float)o.weight_decay : 0.0f,
+                      .lr = lr * (b.kind == Kind::Embedding ? o.embedding_rate
+                                  : b.kind == Kind::Head    ? o.head_rate
+                                                            : 1.0),
                       .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
                      model->stream);
@@ -6726,9 +6736,9 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
         const ParamSpec& s = model->param_specs[i];
         const bool from_master = kFp16 && model->opt.master && s.elem_bytes == 2;
         const char* type = s.elem_bytes == sizeof(float) ? "f32" : kFp16 ? "f16" : "bf16";
-        for (int l = 0; l < s.copies; l++) {
+        for (int l : s.layers) {
             auto row = [&](const char* array, const char* type, size_t begin, size_t end) {
-                const std::string layer = s.copies > 1 ? format(".%d", l) : "";         // "m.qkvw.3"
+                const std::string layer = s.layers.size() > 1 ? format(".%d", l) : "";         // "m.qkvw.3"
                 return state_row(format("%s.%s", array, s.name) + layer, type, s.rows, s.cols, begin,
                                  end - begin);
             };

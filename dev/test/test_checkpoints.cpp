@@ -319,8 +319,10 @@ static Config tiny_config() {
 }
 constexpr size_t kTinyLive = 48, kTinyValues = 64;      // of its one tensor, with two rows of padding
 static std::vector<ParamSpec> tiny_table(const Config& c) {
-    return {param_spec("wte", 4, Where::Global, (size_t)c.Vp, (size_t)c.C, Init::Normal, Kind::Matrix,
-                       (size_t)c.V, {}, 0, c.L)};
+    std::vector<ParamSpec> specs;
+    param_layer(&specs, {param_spec("wte", 4, Where::Global, (size_t)c.Vp, (size_t)c.C, Init::Normal,
+                                    Kind::Embedding, (size_t)c.V, {}, 0)}, 0);
+    return specs;
 }
 
 static void write_model(const std::string& path, const void* values, const char* type, bool bf16 = false,

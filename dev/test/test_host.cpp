@@ -379,13 +379,15 @@ static void test_memory() {
 // GPT-2's matrices, but fewer keys and values than queries, and with `gate_rows` one more matrix.
 static std::vector<ParamSpec> muon_table(size_t C, size_t gate_rows, int L) {
     auto matrix = [&](const char* name, size_t rows, size_t cols, const Parts& parts) {
-        return param_spec(name, 2, Where::Block, rows, cols, Init::Normal, Kind::Matrix, rows, parts, 0, L);
+        return param_spec(name, 2, Where::Block, rows, cols, Init::Normal, Kind::Matrix, rows, parts, 0);
     };
     const Parts whole = {{"", 0}};
-    std::vector<ParamSpec> specs = {
+    const std::vector<ParamSpec> rows = {
         matrix("qkvw", 2 * C, C, {{"q", C}, {"k", C / 2}, {"v", C / 2}}), matrix("attprojw", C, C, whole),
         matrix("fcw", 4 * C, C, whole), matrix("fcprojw", C, 4 * C, whole),
         matrix("gatew", gate_rows, C, whole)};
+    std::vector<ParamSpec> specs;
+    for (int l = 0; l < L; l++) { param_layer(&specs, rows, l); }
     param_offsets(&specs, L);
     return specs;
 }
@@ -410,6 +412,49 @@ static void test_muon_plan() {
         CHECK(halves.rows == (int)C / 2 && halves.places.parts == 2 && halves.places.at[0] == C * C &&
                   halves.places.at[1] == C * C + C / 2 * C,
               "%d rows, %d parts", halves.rows, halves.places.parts);
+    }
+}
+
+static void test_tensors_of_some_layers() {
+    TEST("layout: tensors of some layers") {
+        // layers 1 and 3 look up rows of their own, and have one matrix more
+        const size_t V = 100, C = 64;
+        const int L = 4;
+        std::vector<ParamSpec> specs;
+        for (int l = 0; l < L; l++) {
+            const size_t odd = l % 2;
+            auto row = [](Where where, size_t rows, Kind kind) {
+                const Parts parts = kind == Kind::Matrix ? Parts{{"", 0}} : Parts{};
+                return param_spec("", 2, where, rows, C, Init::Normal, kind, rows, parts, 0);
+            };
+            const std::vector<ParamSpec> rows = {
+                row(Where::Global, V, Kind::Embedding), row(Where::Block, odd * V, Kind::Embedding),
+                row(Where::Block, C, Kind::Matrix), row(Where::Block, odd * C, Kind::Matrix),
+                row(Where::Block, odd, Kind::Norm), row(Where::Global, V, Kind::Head)};
+            param_layer(&specs, rows, l);
+        }
+        param_offsets(&specs, L);
+        const Layout layout = param_layout(specs, L, {}, true, true);
+        CHECK(layout.matrices == (std::vector<int>{1, 2, 1, 2}), "matrices");
+        const std::vector<int> all = {0, 1, 2, 3}, odd = {1, 3}, one = {0};
+        const std::vector<int>* layers[] = {&one, &odd, &all, &odd, &odd, &one};
+        for (int i = 0; i < 6; i++) { CHECK(specs[i].layers == *layers[i], "tensor %d", i); }
+        std::set<std::pair<int, size_t>> places;
+        size_t tensors = 0;
+        for (int i = 0; i < 6; i++) {
+            for (int l : specs[i].layers) {
+                const ParamAddress at = param_address(specs, layout, i, l);
+                const Bucket& b = layout.buckets[at.bucket];
+                const bool inside = at.offset + specs[i].elems <= b.elems;
+                CHECK(b.kind == specs[i].kind && inside, "tensor %d of layer %d", i, l);
+                places.insert({at.bucket, at.offset}), tensors++;
+            }
+        }
+        CHECK(places.size() == tensors, "%zu places of %zu tensors", places.size(), tensors);
+        const Bucket& embedding = layout.buckets[layout.embedding()];
+        CHECK(embedding.elems == 3 * specs[0].padded && embedding.grads_bf16, "embeddings");
+        CHECK(!embedding.muon && layout.buckets[layout.layer(1)].muon, "optimizers");
+        CHECK(!layout.buckets[layout.norms()].grads_bf16, "norms");
     }
 }
 
@@ -1447,6 +1492,7 @@ int main() {
     test_check();
     test_memory();
     test_muon_plan();
+    test_tensors_of_some_layers();
     test_json();
     test_numbers();
     test_flags();

@@ -136,7 +136,7 @@ static inline Config model_read_header(const char* path, FILE* f, ParamTable tab
     }
     if (!error.empty()) { die("'%s' has a bad header: %s", path, error.c_str()); }
     int64_t expected = bytes, elem_bytes = *version == kModelFp32 ? 4 : 2;
-    for (const ParamSpec& s : table(c)) { expected += (int64_t)(s.elems * s.copies) * elem_bytes; }
+    for (const ParamSpec& s : table(c)) { expected += (int64_t)(s.elems * s.layers.size()) * elem_bytes; }
     if (file_size(path) != expected) {
         die("'%s' has %lld bytes; its header (L=%d NH=%d C=%d T=%d V=%d, padded %d, version %d) means %lld",
             path, (long long)file_size(path), c.L, c.NH, c.C, c.maxT, c.V, c.Vp, *version,
@@ -177,7 +177,7 @@ static inline void model_read(const char* path, ParamTable table, const Config& 
     for (int i = 0; i < (int)specs.size(); i++) {
         const ParamSpec& s = specs[(size_t)i];
         values.resize(s.elems);
-        for (int l = 0; l < s.copies; l++) {
+        for (int l : s.layers) {
             if (version == kModelFp32) {
                 read(values.data(), s.elems * sizeof(float));
             } else {

@@ -2,10 +2,12 @@
 Where a model's tensors lie in memory. The rows of its two tables (train_gpt2.cu, section 3) become specs.
 The buckets of parameters, gradients and optimizer state follow from the specs, and so do each rank's shards.
 
-    std::vector<ParamSpec> specs = {
-        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Matrix, V, {}, 0, L),
+    const std::vector<ParamSpec> rows = {
+        param_spec("wte", 2, Where::Global, Vp, C, Init::Normal, Kind::Embedding, V, {}, 0),
         param_spec("qkvw", 2, Where::Block, 3 * C, C, Init::Normal, Kind::Matrix, 3 * C,
-                   {{"q", C}, {"k", C}, {"v", C}}, 4, L)};
+                   {{"q", C}, {"k", C}, {"v", C}}, 4)};
+    std::vector<ParamSpec> specs;
+    for (int l = 0; l < L; l++) { param_layer(&specs, rows, l); }          // all layers are alike
     param_offsets(&specs, L);
     const Layout layout = param_layout(specs, L, {.rank = 0, .world = 8, .zero = 1}, false, false);
     const ParamAddress at = param_address(specs, layout, 1, l);     // of layer l's qkvw: bucket and element
@@ -19,10 +21,14 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 // Every tensor, and every layer's part of one, begins at a multiple of these bytes, as from cudaMalloc. The
 // kernels' vectors need 16 bytes, but cuBLASLt's choice of algorithms depends on the alignment.
 constexpr size_t kAlign = 256;
-enum class Where { Global, Block, Head };       // one tensor, or one per layer; Head: of an untied LM head
+enum class Where { Global, Block };             // one tensor, or one per layer
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
-// Matrix: two dimensions, and weight decay. Norm: fp32 in every build.
-enum class Kind { Matrix, Bias, Norm };
+// A tensor's kind decides its optimizer, its rate and its bucket. AdamW updates all but Matrix, a layer's
+// matrix, which may be Muon's. Embedding, with rows that tokens look up, and Head, an LM head of its own,
+// have rates of their own. Norm: fp32 in every build.
+enum class Kind { Embedding, Matrix, Bias, Norm, Head };
+// Two dimensions: weight decay, and gradients that may be bf16.
+static inline bool is_2d(Kind kind) { return kind != Kind::Bias && kind != Kind::Norm; }
 
 // A layer's matrix is one matrix or several, one below the other, each with its own height.
 struct Part { const char* name; size_t rows; };
@@ -33,14 +39,14 @@ struct ParamSpec {
     Where where;
     Init init;
     Kind kind;
-    int copies;             // 1, or L; 0: this model does not have the tensor
     size_t rows, cols, live_rows;       // live_rows: without padding
     Parts parts;            // of a layer's matrix; none: it is no such matrix, and Muon never updates it
     uint32_t id;            // key of the random numbers that its first values are drawn with
     size_t elems;           // rows*cols: one copy, as in files
     size_t padded;          // elems, rounded up to the next tensor's alignment
     size_t elem_bytes;      // bytes of an element of the parameter
-    size_t offset, stride;  // elements: from the start of its bucket; from layer to layer
+    std::vector<int> layers;    // that have the tensor, in order, a copy each; Global: {0}, or none
+    size_t offset, stride;  // elements: from the start of its bucket; from copy to copy
 };
 
 // The tensors of a model, in the order in which files hold them.
@@ -66,17 +72,28 @@ struct Places {
     size_t bytes() const { return at - base; }
 };
 
-// A row of GPT2_PARAMS; L: the model's layers.
+// A row of GPT2_PARAMS, as a layer has it.
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
                                    Init init, Kind kind, size_t live_rows, Parts parts,
-                                   uint32_t id, int L) {
-    assert(parts.empty() == (where != Where::Block || kind != Kind::Matrix));
+                                   uint32_t id) {
+    assert(parts.empty() == (kind != Kind::Matrix) && (where == Where::Block || kind != Kind::Matrix));
     if (parts.size() == 1) { parts[0].rows = rows; }
     const size_t elems = rows * cols;
     const size_t padded = round_up(elems, kAlign / 2);  // whole kAlign bytes for 2-byte elements, too
-    const int copies = elems == 0 ? 0 : where == Where::Block ? L : 1;
-    return {name, where, init, kind, copies, rows, cols, live_rows, parts, id, elems, padded, elem_bytes, 0,
-            0};
+    return {name, where, init, kind, rows, cols, live_rows, parts, id, elems, padded, elem_bytes, {}, 0, 0};
+}
+
+// Adds layer l, for which the table has `rows`. A row without elements: the layer does not have the tensor.
+static inline void param_layer(std::vector<ParamSpec>* specs, const std::vector<ParamSpec>& rows, int l) {
+    specs->resize(rows.size());
+    for (size_t i = 0; i < rows.size(); i++) {
+        ParamSpec& s = (*specs)[i];
+        std::vector<int> layers = s.layers;
+        if (layers.empty()) { s = rows[i]; }
+        if (rows[i].elems > 0 && (rows[i].where == Where::Block || l == 0)) { layers.push_back(l); }
+        assert(rows[i].elems == 0 || rows[i].elems == s.elems);
+        s.layers = layers;
+    }
 }
 
 // A row of GPT2_ACTS, placed at *offset, which moves on. kept: copies of a Block's tensor; or act_in(other),
@@ -110,22 +127,23 @@ static inline size_t act_bytes_at(const ActSpec* specs, int count, size_t at) {
 
 // Fills in offset and stride of each tensor in its bucket (see Bucket).
 static inline void param_offsets(std::vector<ParamSpec>* specs, int L) {
-    for (Kind kind : {Kind::Matrix, Kind::Bias, Kind::Norm}) {
-        size_t layer = 0;                   // elements of one layer's tensors of this kind
+    for (Kind kind : {Kind::Embedding, Kind::Matrix, Kind::Bias, Kind::Norm, Kind::Head}) {
+        const bool together = kind == Kind::Embedding;              // a large tensor's copies
+        size_t layer = 0;                   // elements of one layer's other tensors of this kind
         for (ParamSpec& s : *specs) {
-            if (s.kind != kind || s.where != Where::Block) { continue; }
+            if (s.kind != kind || s.where != Where::Block || together) { continue; }
             s.offset = layer;
             layer += s.padded;
         }
-        size_t behind = kind == Kind::Matrix ? 0 : layer * L;       // global tensors follow the layers'
+        size_t behind = layer * L;
         for (ParamSpec& s : *specs) {
             if (s.kind != kind) { continue; }
-            if (s.where == Where::Block) {
-                s.stride = kind == Kind::Matrix ? 0 : layer;
-            } else if (s.where == Where::Global) {
-                s.offset = behind;
-                behind += s.padded;
+            if (s.where == Where::Block && !together) {
+                s.stride = kind == Kind::Matrix ? 0 : layer;        // each layer's matrices have a bucket
+                continue;
             }
+            s.offset = behind, s.stride = s.padded;
+            behind += s.padded * s.layers.size();
         }
     }
 }
@@ -133,7 +151,7 @@ static inline void param_offsets(std::vector<ParamSpec>* specs, int L) {
 // Files hold a tensor's layers together. Memory holds tensors in buckets; each is reduced, updated and
 // gathered at once. The tensors of a bucket are of one kind, so its parameters have one type, and so have its
 // gradients. The buckets are, in this order,
-//     wte and wpe | matrices of layer 0 | of layer 1 | ... | all biases, by layers | all norms | untied head
+//     embeddings | matrices of layer 0 | of layer 1 | ... | all biases, by layers | all norms | untied head
 // Each bucket is padded with zeros and cut into `world` equal shards of whole chunks.
 struct Bucket {
     Kind kind;
@@ -158,12 +176,12 @@ struct Split { int rank = 0, world = 1, zero = 0; };
 
 struct Layout {
     std::vector<Bucket> buckets;
+    std::vector<int> matrices;          // in each layer's bucket
     size_t elems, shard_elems;          // of all buckets, padded; of this rank's shards
     size_t state_elems, v_elems;        // of master weights and m, and of v, on this rank
     size_t params_bytes, grads_bytes;
     size_t largest_but_first;           // padded elements of a bucket other than the embedding's
     int L;
-    int layer_matrices;                 // of a layer's bucket
 
     // the buckets' numbers
     int embedding() const { return 0; }
@@ -171,10 +189,15 @@ struct Layout {
     int biases() const { return 1 + L; }
     int norms() const { return 2 + L; }
     int head() const { return 3 + L; }      // of an untied LM head
-    int bucket_of(Kind kind, Where where, int l) const {
-        if (where == Where::Head) { return head(); }
-        if (kind == Kind::Matrix) { return where == Where::Global ? embedding() : layer(l); }
-        return kind == Kind::Bias ? biases() : norms();
+    int bucket_of(Kind kind, int l) const {
+        switch (kind) {
+            case Kind::Embedding: return embedding();
+            case Kind::Matrix: return layer(l);
+            case Kind::Bias: return biases();
+            case Kind::Norm: return norms();
+            case Kind::Head: return head();
+        }
+        return -1;
     }
     // As a forward needs the parameters. The layers' buckets follow each other and are updated together.
     std::vector<int> update_order() const {
@@ -193,16 +216,18 @@ static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, co
     Layout layout = {};
     layout.L = L;
     bool has_head = false;
-    for (const ParamSpec& s : specs) { has_head = has_head || (s.where == Where::Head && s.copies > 0); }
+    for (const ParamSpec& s : specs) { has_head = has_head || (s.kind == Kind::Head && s.elems > 0); }
     layout.buckets.resize(L + 3 + has_head);
+    layout.matrices.resize(L);
     for (const ParamSpec& s : specs) {
-        layout.layer_matrices += s.where == Where::Block && s.kind == Kind::Matrix && s.copies > 0;
-        for (int l = 0; l < s.copies; l++) {
-            Bucket& b = layout.buckets[layout.bucket_of(s.kind, s.where, l)];
+        for (size_t copy = 0; copy < s.layers.size(); copy++) {
+            const int l = s.layers[copy];
+            Bucket& b = layout.buckets[layout.bucket_of(s.kind, l)];
             b.kind = s.kind;
             b.elem_bytes = s.elem_bytes;
-            b.muon = muon && !s.parts.empty();
-            b.elems = std::max(b.elems, s.offset + l * s.stride + s.padded);
+            b.muon = muon && s.kind == Kind::Matrix;
+            b.elems = std::max(b.elems, s.offset + copy * s.stride + s.padded);
+            layout.matrices[l] += s.kind == Kind::Matrix;
         }
     }
     size_t first = 0;
@@ -213,7 +238,7 @@ static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, co
         b.mine = b.shard * split.rank;
         b.held_at = split.zero >= 1 ? b.mine : 0;
         b.held = split.zero >= 1 ? b.shard : b.padded;
-        b.grads_bf16 = grads_bf16 && b.kind == Kind::Matrix;
+        b.grads_bf16 = grads_bf16 && is_2d(b.kind);
         b.grad_bytes = b.grads_bf16 ? 2 : sizeof(float);
         b.first = first;
         b.params = layout.params_bytes;
@@ -247,5 +272,6 @@ struct ParamAddress { int bucket; size_t offset; };
 static inline ParamAddress param_address(const std::vector<ParamSpec>& specs, const Layout& layout, int i,
                                          int l) {
     const ParamSpec& s = specs[i];
-    return {layout.bucket_of(s.kind, s.where, l), s.offset + l * s.stride};
+    const size_t copy = std::lower_bound(s.layers.begin(), s.layers.end(), l) - s.layers.begin();
+    return {layout.bucket_of(s.kind, l), s.offset + copy * s.stride};
 }

@@ -37,6 +37,7 @@ struct Config {
     bool is_llama() const { return family == Family::Llama; }
     bool is_gpt2() const { return !is_llama() && block == Block::Sequential && norm == NormKind::Layer; }
     Shape shape() const { return is_llama() ? llama : Shape{NH, C / NH, 4 * C}; }
+    Shape layer(int) const { return shape(); }      // of layer l: today all layers are alike
 };
 // Far below what sampling can add up: V weights of 2^40 in 64 bits.
 constexpr int kMaxV = 1 << 20;

@@ -58,7 +58,7 @@ static inline MuonShare muon_share(const Layout& layout, const std::vector<Param
         elems = std::max(elems, s.places.parts * size);
         chunks = std::max(chunks, s.places.parts * ceil_div(size, kChunk));
     }
-    const size_t padded = layout.buckets[1].padded;
+    const size_t padded = layout.buckets[layout.layer(0)].padded;
     const size_t least = (split.world * padded + 4 * elems) * elem_bytes;          // with a layer each
     const int at_once = ceil_div(layout.L, split.world);                // if there is memory
     const int most = (int)std::min((size_t)at_once, std::max((size_t)1, most_bytes / least));

@@ -57,7 +57,7 @@ static inline std::string duration_text(double seconds) {
 // The number of parameters, padding not counted.
 static inline size_t report_parameters(const std::vector<ParamSpec>& specs) {
     size_t count = 0;
-    for (const ParamSpec& s : specs) { count += s.copies * s.live_rows * s.cols; }
+    for (const ParamSpec& s : specs) { count += s.layers.size() * s.live_rows * s.cols; }
     return count;
 }
 
@@ -66,8 +66,8 @@ static inline void report_model(const Config& c, const std::vector<ParamSpec>& s
     size_t decayed = 0, muons = 0;
     const size_t all = report_parameters(specs);
     for (const ParamSpec& s : specs) {
-        decayed += s.kind == Kind::Matrix ? s.copies * s.live_rows * s.cols : 0;
-        muons += s.parts.empty() ? 0 : s.copies * s.elems;
+        decayed += is_2d(s.kind) ? s.layers.size() * s.live_rows * s.cols : 0;
+        muons += s.kind == Kind::Matrix ? s.layers.size() * s.elems : 0;
     }
     if (c.is_llama()) { printf("model: %s, %zu parameters\n", llama_text(c).c_str(), all); }
     else { printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V, all); }
