@@ -145,8 +145,9 @@ static float mean_loss(GPT2* model, const Batch& batch, ClassifierMode mode = Cl
     const int B = batch.B, T = batch.T;
     const MicroStep micro;
     gpt2_feed(model, batch.x.data(), batch.y.data(), B, T, mode);
-    gpt2_loss(model, B, T, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No,
-              mode == ClassifierMode::LossAndGrad ? &micro : nullptr);
+    const MicroStep* trains = mode == ClassifierMode::LossAndGrad ? &micro : nullptr;
+    gpt2_forward(model, B, T, trains);
+    gpt2_head(model, B, T, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No, trains);
     return gpt2_read_state(model).loss;
 }
 
@@ -1126,7 +1127,7 @@ static void test_writing(const char* name, const Config& c) {
         gpt2_forward(all);
         Head head = last.head_of();
         head.lnf.data += (n - 1) * c.C;
-        last.linear(head.logits, head.lnf, head.w);
+        last.product(head.logits, head.lnf, head.w);
         const Vector whole = host_logits(&model, 1);
         const double error = relative_error(logits[i], whole);
         if (!(error <= worst)) { worst = error; }

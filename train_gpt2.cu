@@ -4903,7 +4903,7 @@ struct Activations {
                                 // written there
     size_t bytes, muon_bytes, text_bytes;       // of data; of these, what only Muon needs, and only texts
     float* scratch;             // one op at a time uses it: the largest need of any op. With bf16 gradients
-                                // a sum is at its start, see grad_sum
+                                // a sum is at its start, see Backward::sum
     void* workspace;            // cuBLASLt's
 };
 
@@ -5370,8 +5370,9 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
 static MicroStep micro_step_of(const GPT2* model, int i, int count);
 static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                       const int* counted = nullptr);
-static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
-                      const MicroStep* micro = nullptr);        // forward, losses, the LM head's backward
+static void gpt2_forward(GPT2* model, int B, int T, const MicroStep* micro = nullptr);
+static void gpt2_head(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
+                      const MicroStep* micro = nullptr);        // losses, and the LM head's backward
 static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro);
 static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n);   // these three: the exchange
 static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro);
@@ -5408,7 +5409,8 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
     float* losses = (float*)(model->exchange.record + model->exchange.losses_at);     // (lanes)
     gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     auto work = [&] {
-        gpt2_loss(model, B, T, weight, losses + micro.lane, add, &micro);
+        gpt2_forward(model, B, T, &micro);
+        gpt2_head(model, B, T, weight, losses + micro.lane, add, &micro);
         gpt2_backward(model, B, T, micro);
     };
     // In a graph a kernel begins 1 us sooner after the one before: 0.35 ms for 124M's 350. Arguments change,
@@ -5494,7 +5496,7 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 // layer stay in 16 bits.
 constexpr uint32_t kFp8LlamaBegins = 8;         // updates
 struct Operand {
-    floatX* data = nullptr;
+    const floatX* data = nullptr;       // written through Forward::begins and Backward::fresh
     uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
     Fp8Tensor* tensor = nullptr;        // its scale; null: it is not FP8 in this pass
     Fp8Stats* stats = nullptr;          // what this step's casts of it record
@@ -5507,23 +5509,32 @@ struct Operand {
 struct Linear { Operand weight; const floatX* bias; int C, OC; Grad dweight, dbias; };
 struct Norm { const float *weight, *bias; float *mean, *rstd; Grad dweight, dbias; };
 struct Attention { float* lse; floatX *keys, *values; };       // keys, values: of the cache, or null
-struct Rotation { float* rstd; const float *q_weight, *k_weight; Grad dq_weight, dk_weight; };     // QK-norm
+// table: rotation_table's, null without rotary positions. The others are QK-norm's.
+struct Rotation {
+    const float* table;
+    float* rstd;
+    const float *q_weight, *k_weight;
+    Grad dq_weight, dk_weight;
+};
 
 // The residual stream at one point: a sum, and the branches that the last addition added to it. A branch ends
 // with a linear layer. norm_backward computes the gradient of the sum, and with it dout and dbias of these
 // linear layers.
 struct Branch { uint32_t mask; Grad dbias; Operand dout; };     // mask: the number of its dropout mask
 // (B,T,C). 0 branches: the embedding, whose added[0] is its dropout mask and the gradient behind that.
-struct Sum { floatX* data; int branches; Branch added[2]; };
+// kept: as an operand's.
+struct Sum { floatX* data; int branches; Branch added[2]; bool kept = true; };
 
 struct Layer {
     Sum x, x_mid, x_out;                // before the layer, after its first branch, after the layer
     Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,F) = gelu(fch), swiglu(fch) or relu2(fch)
-    floatX *qkv, *fch;                  // (B,T,NH+2*NKV,HS) (B,T,F), of SwiGLU (B,T,2F)
+    Operand qkv, fch;                   // (B,T,NH+2*NKV,HS) (B,T,F), of SwiGLU (B,T,2F)
     Attention att;
     Rotation rotation;
     Norm w_ln1, w_ln2;
     Linear w_qkv, w_attproj, w_fc, w_fcproj;
+    // Gradients. Of what fcproj and attproj give: x_out's and x_mid's, or of a parallel block both x_out's
+    Operand dx_out, dx_mid;             // (B,T,C)
     Operand dfch, dqkv;                 // as fch and qkv
     floatX *dln1, *dln2, *datty, *dact; // (B,T,C), datty (B,T,NH,HS), dact (B,T,F)
 };
@@ -5532,7 +5543,8 @@ struct Head {
     Sum x;                              // (B,T,C) after the last layer
     Operand lnf;                        // (B,T,C)
     Norm w_lnf;
-    Linear w;                           // wte, or headw
+    ParamId w_id;                       // PARAM_wte, or PARAM_headw
+    Linear w;
     floatX* logits;                     // (B,T,Vp), then their gradient; of a part of the rows at a time
     float* losses;                      // (B,T)
     const int* targets;                 // (B,T)
@@ -5577,6 +5589,8 @@ struct Pass {
     Grad grad(ParamId id, int l) const {
         return micro && exists(id, l) ? gpt2_grad(model, id, l, *micro) : Grad{};
     }
+    // To write an operand. A forward's verb asks `begins` for it.
+    static floatX* memory(const Operand& y) { return (floatX*)y.data; }
     // To be called before a tensor is written. A DEBUG build fills the memory with NaN, in the size of the
     // largest tensor that lies there.
     template <class T> T* fresh(T* tensor) const {
@@ -5590,7 +5604,7 @@ struct Pass {
     // FP8 numbers the linear layers: 4 l + kQkv, kFc or kFcProj, and behind all layers the LM head, 4 L.
     enum { kIn16Bits = -1, kQkv = 0, kFc = 2, kFcProj = 3 };
     enum Fp8Role { kInput, kDout, kWeight };
-    Operand operand(floatX* x, int linear, Fp8Role role, uint8_t* bytes, uint8_t* bytes_t) const {
+    Operand operand(const floatX* x, int linear, Fp8Role role, uint8_t* bytes, uint8_t* bytes_t) const {
         const Config& c = config();
         const Options& o = model->options;
         const bool is_head = linear == 4 * c.L;
@@ -5634,11 +5648,11 @@ struct Pass {
     Head head_of() const {
         const Acts a = acts(0);
         const int head = 4 * config().L;
+        const ParamId w = exists(PARAM_headw, 0) ? PARAM_headw : PARAM_wte;
         return {after_layer(config().L - 1), operand(a.lnf, head, kInput, a.lnf_8, a.lnf_t8),
                 norm_of(PARAM_lnfw, PARAM_lnfb, 0, a.lnf_mean, a.lnf_rstd),
-                linear_of(exists(PARAM_headw, 0) ? PARAM_headw : PARAM_wte, NUM_PARAMS, 0, head, a.headw_8,
-                          a.headw_t8),
-                a.logits, a.losses, model->feed.inputs.targets,
+                w, linear_of(w, NUM_PARAMS, 0, head, a.headw_8, a.headw_t8), a.logits, a.losses,
+                model->feed.inputs.targets,
                 operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
     }
     Layer layer_of(int l) const {
@@ -5648,14 +5662,16 @@ struct Pass {
         y.x = after_layer(l - 1);
         y.x_mid = {a.x_mid, 1, {branch(l, false, 0)}};
         y.x_out = after_layer(l);
+        const bool sequential = config().block == Block::Sequential;
+        y.x_mid.kept = !sequential || kept(ACT_x_mid, l);           // a parallel block's is of no use later
         y.ln1 = operand(a.ln1, first + kQkv, kInput, a.ln1_8, a.ln1_t8);
         y.ln2 = operand(a.ln2, first + kFc, kInput, a.ln2_8, a.ln2_t8);
-        y.atty = {.data = a.atty};
+        y.qkv = {.data = a.qkv}, y.fch = {.data = a.fch}, y.atty = {.data = a.atty};
         y.act = operand(a.act, first + kFcProj, kInput, a.act_8, a.act_t8);
         y.ln1.kept = kept(y.ln1.bytes ? ACT_ln1_t8 : ACT_ln1, l);
         y.ln2.kept = kept(y.ln2.bytes ? ACT_ln2_t8 : ACT_ln2, l);
         y.act.kept = kept(y.act.bytes ? ACT_act_t8 : ACT_act, l);
-        y.qkv = a.qkv, y.fch = a.fch;
+        y.qkv.kept = kept(ACT_qkv, l), y.fch.kept = kept(ACT_fch, l), y.atty.kept = kept(ACT_atty, l);
         y.att = {a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
                  cache ? cache->values + l * cache->layer_stride : nullptr};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
@@ -5667,12 +5683,15 @@ struct Pass {
         for (Linear* w : {&y.w_qkv, &y.w_fc, &y.w_fcproj}) {
             w->weight.kept = model->options.recompute == 0;
         }
+        y.dx_out = y.x_out.added[y.x_out.branches - 1].dout;
+        y.dx_mid = sequential ? y.x_mid.added[0].dout : y.x_out.added[0].dout;
         y.dfch = operand(config().is_llama() ? a.fch : a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
         y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
         y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty, y.dact = a.dact;
         if (config().is_llama()) {
-            y.rotation = {a.qk_rstd, param<float>(PARAM_qnw, l), param<float>(PARAM_knw, l),
-                          grad(PARAM_qnw, l), grad(PARAM_knw, l)};
+            y.rotation = {model->rotation, config().shape().qk_norm ? a.qk_rstd : nullptr,
+                          param<float>(PARAM_qnw, l), param<float>(PARAM_knw, l), grad(PARAM_qnw, l),
+                          grad(PARAM_knw, l)};
         }
         return y;
     }
@@ -5717,7 +5736,7 @@ struct Pass {
     }
     double norm_eps() const { return config().is_llama() ? config().llama.eps : kNormEps; }
     static NormOutput<floatX, float> norm_output(const Operand& y, const Norm& w) {
-        if (!y.bytes) { return {y.data, w.weight, w.bias}; }
+        if (!y.bytes) { return {memory(y), w.weight, w.bias}; }
         return {nullptr, w.weight, w.bias, y.bytes, y.tensor, y.stats};
     }
     // Arguments for: out, and out2 if it is not {}, = norms of x
@@ -5731,9 +5750,13 @@ struct Pass {
 
 // ---- the forward's verbs ----
 // An engine: the verbs that a page such as gpt2_layer calls. The page says what a layer computes. The verb
-// decides what is fused, what is multiplied in FP8, and where a sum is taken. Two other engines follow the
-// same pages with verbs of their own: Recompute, and Decoding in section 9, which writes text.
+// decides what is fused, what is multiplied in FP8, and where a sum is taken. A verb whose tensor the model
+// lacks does nothing. Decoding in section 9, which writes text, follows the same pages with some verbs of its
+// own.
 struct Forward : Pass {
+    // In a backward the same pages recompute what -r has not kept: norms and activations, or at -r 3 all of a
+    // layer but x_out, its end.
+    bool recomputes = false;
     // linear_add ends a branch. Its product also adds the branch to the residual stream. With dropout, and
     // in Decoding, the branch instead waits in memory of its own until the next norm adds it to
     // `before`, the sum so far (null: there is none).
@@ -5744,6 +5767,10 @@ struct Forward : Pass {
 
     explicit Forward(const Pass& pass)
         : Pass(pass), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
+
+    // Where a verb writes its output; null, and the verb does nothing: the output is as the forward wrote it.
+    floatX* begins(const Operand& out) const { return recomputes && out.kept ? nullptr : memory(out); }
+    floatX* begins(const Sum& out) const { return recomputes && out.kept ? nullptr : out.data; }
 
     // Parameters of a bucket may still be on their way from other ranks.
     virtual void await(int bucket) {
@@ -5763,8 +5790,9 @@ struct Forward : Pass {
     }
 
     // x = before + the branches that wait, if any do. Then out, and out2 if it is given, = norm(x)
-    virtual void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {},
-                      const Norm& w2 = {}) {
+    void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {},
+              const Norm& w2 = {}) {
+        if (!begins(out)) { return; }           // a second norm's rows are kept where the first's are
         NormForward n = norms(out, x, w, out2, w2);
         if (waiting.count > 0) {
             n.sum = x.data, n.inp = waiting.before;
@@ -5781,8 +5809,12 @@ struct Forward : Pass {
         }
     }
 
+    // out = inp weight^T + bias
+    void linear(const Operand& out, const Operand& inp, const Linear& w) {
+        if (floatX* to = begins(out)) { product(to, inp, w); }
+    }
     // out = inp weight^T + bias + residual
-    virtual void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* residual = nullptr) {
+    virtual void product(floatX* out, const Operand& inp, const Linear& w, const floatX* residual = nullptr) {
         if (!inp.bytes) {
             return matmul_forward({.out = out, .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
                                    .residual = residual, .N = N(), .C = w.C, .OC = w.OC}, stream());
@@ -5791,36 +5823,46 @@ struct Forward : Pass {
     }
 
     // out = act(fch), fch = inp weight^T + bias; act: the MLP's activation
-    virtual void linear_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) {
+    void linear_activate(const Operand& out, const Operand& fch, const Operand& inp, const Linear& w) {
+        if (floatX* to = begins(fch)) { product_activate(out, to, inp, w); }
+        else if (begins(out)) { activate(out, fch.data); }
+    }
+    virtual void product_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) {
         if (!inp.bytes) {
-            matmul_forward({.out = fresh(out.data), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
-                            .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC, .mlp = config().shape().mlp},
-                           stream());
+            matmul_forward({.out = fresh(memory(out)), .inp = inp.data, .weight = w.weight.data,
+                            .bias = w.bias, .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC,
+                            .mlp = config().shape().mlp}, stream());
             return cast(out, config().shape().F);
         }
         fp8_product(fch, inp, w, nullptr, activation_cast(out, fch));
     }
 
     // out = before + (inp weight^T + bias)
-    virtual void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) {
-        if (!waits) { return linear(out.data, inp, w, before.data); }
+    void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) {
+        floatX* to = begins(out);
+        if (!to) { return; }
+        if (!waits) { return product(to, inp, w, before.data); }
         if (waiting.count == 0) { waiting.before = before.data; }
         floatX* branch = fresh(waiting_memory[waiting.count]);
-        linear(branch, inp, w);
+        product(branch, inp, w);
         waiting.branch[waiting.count++] = branch;
     }
 
     // In place: q and k of qkv, each head normalised if the model has QK-norm, and rotated by its position
-    virtual void rotate(floatX* qkv, const Rotation& r) {
+    void rotate(const Operand& qkv, const Rotation& r) {
+        floatX* to = r.table ? begins(qkv) : nullptr;
+        if (!to) { return; }
         const Config::Shape s = config().shape();
-        rotate_forward_inplace({.qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr, .q_weight = r.q_weight,
-                                .k_weight = r.k_weight, .table = model->rotation, .positions = positions,
-                                .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS, .eps = s.eps},
-                               stream());
+        rotate_forward_inplace({.qkv = to, .rstd = r.rstd, .q_weight = r.q_weight, .k_weight = r.k_weight,
+                                .table = r.table, .positions = positions, .N = N(), .T = T,
+                                .NH = config().NH, .NKV = s.NKV, .HS = s.HS, .eps = s.eps}, stream());
     }
 
     // out = causal self-attention of qkv
-    virtual void attention(floatX* out, const floatX* qkv, const Attention& att) {
+    void attention(const Operand& out, const Operand& qkv, const Attention& att) {
+        if (floatX* to = begins(out)) { attend(to, qkv.data, att); }
+    }
+    virtual void attend(floatX* out, const floatX* qkv, const Attention& att) {
         const Config::Shape s = config().shape();
         if (cache) {
             cache_store({.keys = att.keys, .values = att.values, .qkv = qkv, .rows = cache->texts,
@@ -5835,11 +5877,11 @@ struct Forward : Pass {
     void activate(const Operand& out, const floatX* fch) {
         const Config::Shape s = config().shape();
         if (out.bytes) { return fp8_cast(activation_cast(out, fch), stream()); }
-        fresh(out.data);
+        floatX* to = fresh(memory(out));
         switch (s.mlp) {
-            case Mlp::Gelu: return gelu_forward({out.data, fch, (size_t)N() * s.F}, stream());
-            case Mlp::SwiGlu: return swiglu_forward({out.data, fch, N(), s.F}, stream());
-            case Mlp::Relu2: return relu2_forward({out.data, fch, (size_t)N() * s.F}, stream());
+            case Mlp::Gelu: return gelu_forward({to, fch, (size_t)N() * s.F}, stream());
+            case Mlp::SwiGlu: return swiglu_forward({to, fch, N(), s.F}, stream());
+            case Mlp::Relu2: return relu2_forward({to, fch, (size_t)N() * s.F}, stream());
         }
     }
 
@@ -5857,15 +5899,17 @@ struct Forward : Pass {
 };
 
 // ---- pages ----
-// GPT-2 (Radford et al. 2019): x + attention(norm(x)), then x + mlp(norm(x))
+// GPT-2 (Radford et al. 2019): x + attention(norm(x)), then x + mlp(norm(x)). The modern block (LLaMA,
+// Touvron et al. 2023; QK-norm: Qwen3, 2025) has rotary positions, grouped queries, other MLPs and no biases.
 static void gpt2_layer(Forward& e, int l) {
     const Layer a = e.layer_of(l);
     e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
-    e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,3,NH,HS)
-    e.attention(a.atty.data, a.qkv, a.att);                 // (B,T,C)
+    e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,NH+2*NKV,HS)
+    e.rotate(a.qkv, a.rotation);
+    e.attention(a.atty, a.qkv, a.att);                      // (B,T,NH,HS)
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
     e.norm(a.ln2, a.x_mid, a.w_ln2);                        // (B,T,C)
-    e.linear_activate(a.act, a.fch, a.ln2, a.w_fc);         // (B,T,4C)
+    e.linear_activate(a.act, a.fch, a.ln2, a.w_fc);         // (B,T,F)
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);      // (B,T,C)
 }
 
@@ -5876,29 +5920,14 @@ static void parallel_layer(Forward& e, int l) {
     if (tied) { e.norm(a.ln1, a.x, a.w_ln1); }
     else { e.norm(a.ln1, a.x, a.w_ln1, a.ln2, a.w_ln2); }
     e.linear(a.qkv, a.ln1, a.w_qkv);
-    e.attention(a.atty.data, a.qkv, a.att);
+    e.attention(a.atty, a.qkv, a.att);
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);
     e.linear_activate(a.act, a.fch, tied ? a.ln1 : a.ln2, a.w_fc);
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);
 }
 
-// The modern block (LLaMA, Touvron et al. 2023; QK-norm: Qwen3, 2025): GPT-2's with rotary positions, grouped
-// queries and another MLP, and without biases
-static void llama_layer(Forward& e, int l) {
-    const Layer a = e.layer_of(l);
-    e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
-    e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,NH+2*NKV,HS)
-    e.rotate(a.qkv, a.rotation);
-    e.attention(a.atty.data, a.qkv, a.att);                 // (B,T,NH,HS)
-    e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
-    e.norm(a.ln2, a.x_mid, a.w_ln2);                        // (B,T,C)
-    e.linear_activate(a.act, a.fch, a.ln2, a.w_fc);         // (B,T,F)
-    e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);      // (B,T,C)
-}
-
 static void model_layer(Forward& e, int l) {
-    if (e.config().is_llama()) { llama_layer(e, l); }
-    else if (e.config().block == Block::Sequential) { gpt2_layer(e, l); }
+    if (e.config().block == Block::Sequential) { gpt2_layer(e, l); }
     else { parallel_layer(e, l); }
 }
 
@@ -5917,6 +5946,10 @@ static void gpt2_forward(Forward& e) {
     const Head head = e.head_of();
     e.norm(head.lnf, head.x, head.w_lnf);
 }
+static void gpt2_forward(GPT2* model, int B, int T, const MicroStep* micro) {
+    Forward e({model, B, T, micro, model->acts.scratch});
+    gpt2_forward(e);
+}
 
 // ---- the backward's verbs ----
 // A bias's gradient is the column sums of its linear layer's dout. The verb that computes this dout sums it,
@@ -5930,7 +5963,18 @@ struct Backward : Pass {
     bool postpones = false;
     struct { Operand dout, inp; Linear w; } postponed;
 
-    explicit Backward(const Pass& pass) : Pass(pass) {}
+    // wte's gradient, and an LM head's of its own, have several parts: those of --head-chunks, and the
+    // embedding's, last, in wte. A bf16 gradient is rounded once a micro-step. So its parts are summed in
+    // fp32, at the start of scratch, and the ops use the rest. The head's sum is stored before wte's begins.
+    float* const sum = micro && model->options.grads_bf16 ? scratch : nullptr;
+
+    explicit Backward(const Pass& pass) : Pass(pass) {
+        if (sum) { scratch += model->param_specs[PARAM_wte].elems; }
+    }
+    Grad sum_of(ParamId id) const { return sum ? Grad{sum, Accumulate::No} : grad(id, 0); }
+    void store_sum(ParamId id) const {
+        if (sum) { grad_accumulate({grad(id, 0), sum, model->param_specs[id].elems}, stream()); }
+    }
 
     void begin_layer(int l) {
         bucket = model->layout.layer(l), weights_left = model->layout.matrices[l], postpones = l == 0;
@@ -5966,33 +6010,33 @@ struct Backward : Pass {
     // w is fcproj, whose weight's gradient comes first. dact = dout weight, and from it and fch comes dfch,
     // which may be fch. dbias: dfch's column sums, the gradient of the bias of fc
     void linear_activate_backward(const Operand& dfch, const Operand& dout, const Operand& act,
-                                  const Linear& w, const floatX* fch, const Grad& dbias, floatX* dact) {
+                                  const Linear& w, const Operand& fch, const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
-        floatX* product = fresh(dact ? dact : dfch.data);       // GELU's slope is applied in place
+        floatX* product = fresh(dact ? dact : memory(dfch));    // GELU's slope is applied in place
         if (dout.bytes) {
             return fp8_product(product, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = product,
-                               .before = fch, .source = activation_source(Slope::Yes), .N = N(), .C = w.C}));
+                               .before = fch.data, .source = activation_source(Slope::Yes), .N = N(),
+                               .C = w.C}));
         }
-        matmul_backward_input({.dinp = dfch.data, .dout = dout.data, .weight = w.weight.data,
-                               .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
+        matmul_backward_input({.dinp = memory(dfch), .dout = dout.data, .weight = w.weight.data,
+                               .pre_act = fch.data, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
                                .scratch = scratch, .dact = dact, .mlp = config().shape().mlp}, stream());
         cast(dfch, config().shape().mlp == Mlp::SwiGlu ? 2 * w.C : w.C);
     }
 
-    // dqkv from datty, and its column sums, the gradient of the bias of qkv. Rotated: q and k are not done
-    // before rotate_backward, so of them there are no bytes yet
-    enum class Rotated { No, Yes };
-    void attention_backward(const Operand& dqkv, const floatX* datty, const floatX* atty, const floatX* qkv,
-                            const Attention& att, const Grad& dbias, Rotated rotated = Rotated::No) {
+    // dqkv from datty, and its column sums, the gradient of the bias of qkv. With rotary positions q and k
+    // are not done before rotate_backward, so of them there are no bytes yet
+    void attention_backward(const Operand& dqkv, const floatX* datty, const Operand& atty, const Operand& qkv,
+                            const Attention& att, const Grad& dbias, const Rotation& rotation = {}) {
         const Config::Shape s = config().shape();
         const int OC = (config().NH + 2 * s.NKV) * s.HS;
-        AttentionBackward a = {.dqkv = dqkv.data, .scratch = scratch, .dout = datty, .out = atty, .qkv = qkv,
-                               .lse = att.lse, .B = B, .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS};
-        fresh(dqkv.data);
+        AttentionBackward a = {.dqkv = fresh(memory(dqkv)), .scratch = scratch, .dout = datty,
+                               .out = atty.data, .qkv = qkv.data, .lse = att.lse, .B = B, .T = T,
+                               .NH = config().NH, .NKV = s.NKV, .HS = s.HS};
         if (dqkv.bytes) { a.fp8 = fresh(dqkv.bytes), a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
-        a.only_v = rotated == Rotated::Yes;
+        a.only_v = rotation.table;
         ::attention_backward(a, stream());
-        if (rotated == Rotated::Yes) { return; }
+        if (a.only_v) { return; }
         if (dqkv.bytes) {
             return fp8_transpose({.out = dqkv.bytes_t, .inp = dqkv.bytes, .N = N(), .C = OC,
                                   .dbias = dbias, .scratch = scratch, .tensor = dqkv.tensor, .of_qkv = true},
@@ -6006,11 +6050,12 @@ struct Backward : Pass {
     }
 
     // In place: gradients of the rotated q and k become those of q and k as the linear layer gave them
-    void rotate_backward(const Operand& dqkv, const floatX* qkv, const Rotation& r) {
+    void rotate_backward(const Operand& dqkv, const Operand& qkv, const Rotation& r) {
+        if (!r.table) { return; }
         const Config::Shape s = config().shape();
-        rotate_backward_inplace({.dqkv = dqkv.data, .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
-                                 .scratch = scratch, .qkv = qkv, .rstd = s.qk_norm ? r.rstd : nullptr,
-                                 .q_weight = r.q_weight, .k_weight = r.k_weight, .table = model->rotation,
+        rotate_backward_inplace({.dqkv = memory(dqkv), .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
+                                 .scratch = scratch, .qkv = qkv.data, .rstd = r.rstd,
+                                 .q_weight = r.q_weight, .k_weight = r.k_weight, .table = r.table,
                                  .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS,
                                  .fp8 = dqkv.bytes, .tensor = dqkv.tensor, .stats = dqkv.stats},
                                 stream());
@@ -6030,7 +6075,7 @@ struct Backward : Pass {
         n.y[1] = {dout2, w2.weight, w2.dweight, w2.dbias};
         for (int k = 0; k < std::max(x.branches, 1); k++) {
             const Branch& added = x.added[k];
-            if (drops()) { n.branch[k].dout = added.dout.data, n.branch[k].dropout = dropout(added.mask); }
+            if (drops()) { n.branch[k].dout = memory(added.dout), n.branch[k].dropout = dropout(added.mask); }
             n.branch[k].dbias = added.dbias;
         }
         n.scratch = scratch;
@@ -6065,11 +6110,12 @@ struct Backward : Pass {
 // undoes linear_add and the activation; the line after it is the rest of linear_activate, fc's product.
 static void gpt2_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
-    e.linear_activate_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias, a.dact);
+    e.linear_activate_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.w_fc.dbias, a.dact);
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
-    e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, a.w_qkv.dbias);
+    e.linear_backward(a.datty, a.dx_mid, a.atty, a.w_attproj);
+    e.attention_backward(a.dqkv, a.datty, a.atty, a.qkv, a.att, a.w_qkv.dbias, a.rotation);
+    e.rotate_backward(a.dqkv, a.qkv, a.rotation);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
     e.norm_backward(a.dln1, a.x, a.w_ln1);
 }
@@ -6077,54 +6123,19 @@ static void gpt2_layer_backward(Backward& e, int l) {
 static void parallel_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
     const bool tied = e.config().block == Block::ParallelTied;
-    e.linear_activate_backward(a.dfch, a.x_out.added[1].dout, a.act, a.w_fcproj, a.fch, a.w_fc.dbias, a.dact);
+    e.linear_activate_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.w_fc.dbias, a.dact);
     e.linear_backward(a.dln2, a.dfch, tied ? a.ln1 : a.ln2, a.w_fc);
-    e.linear_backward(a.datty, a.x_out.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, a.w_qkv.dbias);
+    e.linear_backward(a.datty, a.dx_mid, a.atty, a.w_attproj);
+    e.attention_backward(a.dqkv, a.datty, a.atty, a.qkv, a.att, a.w_qkv.dbias);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv, tied ? a.dln2 : nullptr);
     if (tied) { e.norm_backward(a.dln1, a.x, a.w_ln1); }
     else { e.norm_backward(a.dln1, a.x, a.w_ln1, a.dln2, a.w_ln2); }
 }
 
-static void llama_layer_backward(Backward& e, int l) {
-    const Layer a = e.layer_of(l);
-    e.linear_activate_backward(a.dfch, a.x_out.added[0].dout, a.act, a.w_fcproj, a.fch, {}, a.dact);
-    e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
-    e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
-    e.linear_backward(a.datty, a.x_mid.added[0].dout, a.atty, a.w_attproj);
-    e.attention_backward(a.dqkv, a.datty, a.atty.data, a.qkv, a.att, {}, Backward::Rotated::Yes);
-    e.rotate_backward(a.dqkv, a.qkv, a.rotation);
-    e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
-    e.norm_backward(a.dln1, a.x, a.w_ln1);
+static void model_layer_backward(Backward& e, int l) {
+    if (e.config().block == Block::Sequential) { gpt2_layer_backward(e, l); }
+    else { parallel_layer_backward(e, l); }
 }
-
-// The engine that recomputes by the forward's pages what -r has not kept: norms and activations, or at -r 3
-// all of a layer but x_out, its end.
-struct Recompute : Forward {
-    bool whole = false;                 // this layer has lost all but x_out; set before its page
-    explicit Recompute(const Pass& pass) : Forward(pass) {}
-    // a second norm's rows are kept where the first's are
-    void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2, const Norm& w2) override {
-        if (whole || !out.kept) { Forward::norm(out, x, w, out2, w2); }
-    }
-    void linear_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
-        if (whole) { Forward::linear_activate(out, fch, inp, w); }
-        else if (!out.kept) { activate(out, fch); }
-    }
-    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* residual) override {
-        if (whole) { Forward::linear(out, inp, w, residual); }
-    }
-    void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) override {
-        const bool is_mid = config().block == Block::Sequential && out.data == acts(0).x_mid;   // one for all
-        if (whole && is_mid) { Forward::linear_add(out, before, inp, w); }
-    }
-    void rotate(floatX* qkv, const Rotation& r) override {
-        if (whole) { Forward::rotate(qkv, r); }
-    }
-    void attention(floatX* out, const floatX* qkv, const Attention& att) override {
-        if (whole) { Forward::attention(out, qkv, att); }
-    }
-};
 
 // ---- LM head and loss ----
 // The logits are a model's largest tensor: (B,T,151936) of Qwen3. So --head-chunks N takes the rows of lnf in
@@ -6135,7 +6146,7 @@ struct Recompute : Forward {
 static Head head_part(Head head, int first, int C) {
     const size_t at = (size_t)first * C;
     head.lnf.data += at, head.dlnf += at, head.losses += first, head.targets += first;
-    assert(!head.w.dweight.is_bf16);                // bf16 is rounded once, by grad_sum_store
+    assert(!head.w.dweight.is_bf16);                // bf16 is rounded once, by store_sum
     if (first > 0) { head.w.dweight.acc = Accumulate::Yes; }
     return head;
 }
@@ -6145,7 +6156,7 @@ static Head head_part(Head head, int first, int C) {
 static void head_losses(const Pass& pass, const Head& head, float weight, int count) {
     const Config& c = pass.config();
     const Operand& dlogits = head.dlogits;
-    Forward(pass).linear(head.logits, head.lnf, head.w);
+    Forward(pass).product(head.logits, head.lnf, head.w);
     classifier({.logits = head.logits, .losses = head.losses, .targets = head.targets, .dloss = weight,
                 .loss_scale = &pass.model->state->update.loss_scale, .N = count, .V = c.V, .Vp = c.Vp,
                 .mode = pass.micro ? ClassifierMode::LossAndGrad : ClassifierMode::LossOnly,
@@ -6171,45 +6182,32 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
     }
 }
 
-// Where a gradient is summed that has several parts: the LM head's has those of --head-chunks, and wte's the
-// embedding's, last, too if the head is tied. A bf16 gradient is rounded once a micro-step. So its parts are
-// summed in fp32, at the start of scratch; other ops use the rest.
-static Grad grad_sum(Backward* e, ParamId id) {
-    if (!e->model->options.grads_bf16) { return e->grad(id, 0); }
-    const Grad sum = {e->scratch, Accumulate::No};
-    e->scratch += e->model->param_specs[id].elems;
-    return sum;
-}
-
-static void grad_sum_store(const Backward& e, ParamId id, const Grad& sum) {
-    const Grad grad = e.grad(id, 0);
-    if (grad.data == sum.data) { return; }
-    grad_accumulate({grad, sum.data, e.model->param_specs[id].elems}, e.stream());
-}
-
-// Forward, losses of every position, and mean (+)= weight * sum of losses, on the device. With a micro-step
-// also the gradients of the LM head's weight and of lnf.
-static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
+// Losses of all positions, from the rows that the forward has left in lnf, and mean (+)= weight * their sum,
+// on the device. With a micro-step also the gradients of the head's weight and of lnf.
+static void gpt2_head(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
                       const MicroStep* micro) {
     const int N = B * T, part = head_rows(model->options, N), C = model->config.C;
-    const Pass pass = {model, B, T, micro, model->acts.scratch};
-    Forward forward(pass);
-    gpt2_forward(forward);
-    Backward backward(pass);            // grad_sum moves its scratch behind the sum
-    Head head = pass.head_of();
-    const bool tied = model->config.shape().tied;       // then gpt2_backward adds to the sum and stores it
-    if (micro) { head.w.dweight = grad_sum(&backward, tied ? PARAM_wte : PARAM_headw); }
+    Backward e({model, 1, N, micro, model->acts.scratch});
+    Head head = e.head_of();
+    if (micro) { head.w.dweight = e.sum_of(head.w_id); }
     for (int first = 0; first < N; first += part) {
-        const Pass rows = {model, 1, std::min(part, N - first), micro, backward.scratch};
         const Head h = head_part(head, first, C);
-        head_losses(rows, h, weight, rows.N());
+        e.T = std::min(part, N - first);
+        head_losses(e, h, weight, e.T);
         if (!micro) { continue; }
-        Backward e(rows);
         e.transpose(h.dlogits, h.w.OC);
         e.linear_backward(h.dlnf, h.dlogits, h.lnf, h.w);
     }
-    if (micro && !tied) { grad_sum_store(backward, PARAM_headw, head.w.dweight); }
+    if (micro && head.w_id == PARAM_headw) {        // wte's sum waits for the embedding's gradient
+        e.store_sum(PARAM_headw);
+        gpt2_bucket_complete(model, model->layout.head(), *micro);
+    }
     loss_sum({mean, head.losses, weight, acc, N}, model->stream);
+}
+
+static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc) {
+    gpt2_forward(model, B, T);
+    gpt2_head(model, B, T, weight, mean, acc);
 }
 
 // ---- backward ----
@@ -6219,21 +6217,17 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     const Layout& layout = model->layout;
     Backward e({model, B, T, &micro, model->acts.scratch});
     const Head head = e.head_of();
-    Grad dwte = grad_sum(&e, PARAM_wte);
-    if (!c.shape().tied) {
-        gpt2_bucket_complete(model, layout.head(), micro);
-        const size_t bytes = model->param_specs[PARAM_wte].elems * sizeof(float);
-        if (dwte.acc == Accumulate::No) { device_zero(dwte.data, bytes, e.stream()); }
+    Grad dwte = e.sum_of(PARAM_wte);
+    if (head.w_id != PARAM_wte && dwte.acc == Accumulate::No) {
+        device_zero(dwte.data, model->param_specs[PARAM_wte].elems * sizeof(float), e.stream());
     }
     e.norm_backward(head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
-    Recompute recompute(e);                     // the same pass
+    Forward recompute(e);                       // the same pass
+    recompute.recomputes = true;
     for (int l = c.L - 1; l >= 0; l--) {
-        recompute.whole = !e.kept(ACT_fch, l);
         model_layer(recompute, l);
         e.begin_layer(l);
-        if (c.is_llama()) { llama_layer_backward(e, l); }
-        else if (c.block == Block::Sequential) { gpt2_layer_backward(e, l); }
-        else { parallel_layer_backward(e, l); }
+        model_layer_backward(e, l);
     }
 
     for (int bucket : {layout.norms(), layout.biases()}) {
@@ -6243,7 +6237,7 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     encoder_backward({.dwte = dwte, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
                       .dout = e.embed_backward(e.after_layer(-1).added[0].dout.data),
                       .buckets = model->feed.buckets, .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
-    grad_sum_store(e, PARAM_wte, dwte);
+    e.store_sum(PARAM_wte);
     gpt2_bucket_complete(model, layout.embedding(), micro);
     e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);        // layer 0's qkv
     gpt2_bucket_complete(model, layout.layer(0), micro);
@@ -6623,19 +6617,19 @@ struct Decoding : Forward {
         : Forward({.model = d->model, .B = d->rows, .T = 1, .act_specs = d->step_specs, .cache = &d->cache}),
           d(d) { waits = true, tokens = d->tokens, positions = d->positions; }
     void await(int) override {}                 // decoder_begin has waited for all
-    void linear(floatX* out, const Operand& inp, const Linear& w, const floatX* = nullptr) override {
+    void product(floatX* out, const Operand& inp, const Linear& w, const floatX* = nullptr) override {
         decode_matmul({.out = out, .inp = inp.data, .weight = w.weight.data, .bias = w.bias, .gelu = false,
                        .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
-    void linear_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
+    void product_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
         if (config().shape().mlp != Mlp::Gelu) {
-            linear(fch, inp, w);
+            product(fch, inp, w);
             return activate(out, fch);
         }
-        decode_matmul({.out = out.data, .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
+        decode_matmul({.out = memory(out), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
                        .gelu = true, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
-    void attention(floatX* out, const floatX* qkv, const Attention& att) override {
+    void attend(floatX* out, const floatX* qkv, const Attention& att) override {
         const Config::Shape s = config().shape();
         decode_attention({.out = out, .keys = att.keys, .values = att.values, .qkv = qkv,
                           .positions = d->positions, .N = N(), .T = model->T, .NH = config().NH,
@@ -6656,7 +6650,7 @@ static void decoder_step(Decoder* d, int i) {
         gpt2_forward(e);
         Head head = e.head_of();
         head.w.OC = c.V;                        // padding has no logits here
-        e.linear(head.logits, head.lnf, head.w);
+        e.product(head.logits, head.lnf, head.w);
         sample_tokens({.tokens = d->tokens, .positions = d->positions, .draws = d->draws, .ids = d->ids,
                        .logits = head.logits, .sampling = sampling,
                        .seed = model->options.seed, .N = n, .V = c.V}, stream);
