@@ -54,12 +54,12 @@ WORK(NormBackward) {
     const int others = !!a.branch[0].dout + !!a.branch[1].dout + !!a.y[0].dout + !!a.y[1].dout;
     return {kX * (stream + others) * a.N * a.C, 0};
 }
-WORK(MatmulForward) {                   // SwiGLU: (N,OC/2) of out
-    const double act = (a.mlp == Mlp::SwiGlu ? 0.5 : 1) * !!a.pre_act;
+WORK(MatmulForward) {                   // of a gated activation (N,OC/2) of out
+    const double act = (is_gated(a.mlp) ? 0.5 : 1) * !!a.pre_act;
     return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + act));
 }
-WORK(MatmulBackwardInput) {             // SwiGLU: (N,2C) are read and written
-    const double act = (a.mlp == Mlp::SwiGlu ? 3 : 1) * !!a.pre_act;
+WORK(MatmulBackwardInput) {             // of a gated activation (N,2C) are read and written
+    const double act = (is_gated(a.mlp) ? 3 : 1) * !!a.pre_act;
     return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + act), kX, kX);
 }
 WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }
@@ -76,12 +76,8 @@ WORK(Fp8Cast) {                         // SwiGLU's gate and up, and what they g
 WORK(Fp8Transpose) { return {2.0 * a.N * a.C, 0}; }
 WORK(BiasBackward) { return {kX * a.N * a.OC * (a.of_qkv ? 2 / 3.0 : 1), 0}; }
 WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
-WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
-WORK(GeluBackward) { return {3 * kX * a.N * a.OC, 0}; }
-WORK(SwigluForward) { return {3 * kX * a.N * a.F, 0}; }
-WORK(SwigluBackward) { return {5 * kX * a.N * a.F, 0}; }
-WORK(Relu2Forward) { return {2 * kX * (double)a.n, 0}; }
-WORK(Relu2Backward) { return {3 * kX * (double)a.n, 0}; }
+WORK(Activate) { return {kX * a.N * (a.F + act_columns(a.mlp, a.F)), 0}; }
+WORK(ActivateBackward) { return {kX * a.N * (a.F + 2 * act_columns(a.mlp, a.F)), 0}; }
 WORK(RotateForward) { return {2 * kX * a.N * (a.NH + a.NKV) * a.HS, 0}; }
 WORK(RotateBackward) {
     return {((a.rstd ? 2 : 1) * kX + (a.fp8 ? 1 : kX)) * a.N * (a.NH + a.NKV) * a.HS, 0};

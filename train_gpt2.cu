@@ -20,7 +20,7 @@ Sections, in the order in which data flows (search for "// == "):
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 activations, bias, products with
      activations (sm90), FP8  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
-     6.10 decoding: writes text, token by token  6.11 rotation, swiglu, relu2
+     6.10 decoding: writes text, token by token  6.11 rotation
 Sections 4 and 5 are headers in llmc/. Read llmc/ops/ops.h first: it lists what each op takes and gives.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
@@ -246,7 +246,7 @@ struct Widths { size_t QC, QKVC, FCC, F; };
 static Widths model_widths(const Config& c) {
     const Config::Shape s = c.shape();
     const size_t HS = s.HS, F = s.F;
-    return {c.NH * HS, (c.NH + 2 * s.NKV) * HS, s.mlp == Mlp::SwiGlu ? 2 * F : F, F};
+    return {c.NH * HS, (c.NH + 2 * s.NKV) * HS, act_columns(s.mlp, F), F};
 }
 
 // The rows of the tables as numbers.
@@ -258,7 +258,7 @@ static std::vector<ParamSpec> param_table(const Config& c) {
     const size_t learned = !c.is_llama(), added = !c.is_llama(), untied = !s.tied;
     const size_t weighted = s.norm_weights, qk_norm = s.qk_norm && weighted;
     const Parts NONE = {}, WHOLE = {{"", 0}}, QKV = {{"q", QC}, {"k", s.NKV * HS}, {"v", s.NKV * HS}};
-    const Parts FC = s.mlp == Mlp::SwiGlu ? Parts{{"gate", F}, {"up", F}} : WHOLE;
+    const Parts FC = is_gated(s.mlp) ? Parts{{"gate", F}, {"up", F}} : WHOLE;
     const Init Zero = Init::Zero, One = Init::One, Normal = Init::Normal;
     const Init Projection = c.is_llama() ? Init::Zero : Init::Residual;
     std::vector<ParamSpec> specs;
@@ -992,8 +992,8 @@ static void norm_backward(const NormBackward& a, Stream stream) {
 //     weight grad  dweight (OC,C) (+)= dout^T inp, fp32              D = inp dout^T        = (C,OC,N)
 // bias and residual (as the C matrix, beta = 1) ride in the epilogue. The MLP's activation and its derivative
 // ride in that of a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not
-// pay (BGRADB +25 to 60 %): column sums come from LayerNorm's backward, GELU's and bias_backward. Descriptors
-// and the algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
+// pay (BGRADB +25 to 60 %): column sums come from norm_backward, activate_backward and bias_backward.
+// Descriptors and the algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
 //     grad_accumulate   grad (+)= values
 // A weight gradient that is kept in bf16 is first computed in fp32, in scratch; grad_accumulate then adds it
 // and rounds once.
@@ -1022,12 +1022,7 @@ static void matmul_forward(const MatmulForward& a, Stream stream) {
     gemm({.d = a.pre_act ? a.pre_act : a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias,
           .m = a.OC, .n = a.N, .k = a.C, .trans_a = true,
           .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT}, stream);
-    if (!a.pre_act) { return; }
-    switch (a.mlp) {
-        case Mlp::Gelu: return gelu_forward({a.out, a.pre_act, (size_t)a.N * a.OC}, stream);
-        case Mlp::SwiGlu: return swiglu_forward({a.out, a.pre_act, a.N, a.OC / 2}, stream);
-        case Mlp::Relu2: return relu2_forward({a.out, a.pre_act, (size_t)a.N * a.OC}, stream);
-    }
+    if (a.pre_act) { activate({a.out, a.pre_act, a.N, is_gated(a.mlp) ? a.OC / 2 : a.OC, a.mlp}, stream); }
 }
 
 static void matmul_backward_input(const MatmulBackwardInput& a, Stream stream) {
@@ -1037,12 +1032,7 @@ static void matmul_backward_input(const MatmulBackwardInput& a, Stream stream) {
     floatX* product = a.dact ? a.dact : a.dinp;
     gemm({.d = product, .a = a.weight, .b = a.dout, .c = a.residual, .m = a.C, .n = a.N, .k = a.OC}, stream);
     if (!a.pre_act) { return; }
-    switch (a.mlp) {
-        case Mlp::Gelu:
-            return gelu_backward_inplace({product, a.dbias, a.scratch, a.pre_act, a.N, a.C}, stream);
-        case Mlp::SwiGlu: return swiglu_backward({a.dinp, product, a.pre_act, a.N, a.C}, stream);
-        case Mlp::Relu2: return relu2_backward({a.dinp, product, a.pre_act, (size_t)a.N * a.C}, stream);
-    }
+    activate_backward({a.dinp, product, a.pre_act, a.N, a.C, a.mlp, a.dbias, a.scratch}, stream);
 }
 
 // grad (+)= the product. For a bf16 gradient the product goes to scratch first, so that it is rounded once.
@@ -1060,11 +1050,15 @@ static void matmul_backward_weight(const MatmulBackwardWeight& a, Stream stream)
 }
 
 // == 6.4 activations, bias ==
-// gelu_forward:           out = gelu(inp), gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
-// gelu_backward_inplace:  d = d*gelu'(inp), and in passing dbias (+)= column sums of the new d, as stored
-// bias_backward:          dbias (+)= column sums of dout (N,OC); of qkv's dout the keys' third is not read
-// The two backward ops share a kernel that passes over d once. Its column sums take two stages: each block
-// adds up one chunk of rows into a row of partials, then column_sums_kernel (6.2) adds the partials.
+// activate:           out = act(inp), or act(gate, up)
+//     gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))        relu2(x) = max(x,0)^2
+//     swiglu(gate, up) = gate*s*up, s = 1/(1 + e^-gate)
+// activate_backward:  dinp = dout*act'(inp), and in passing dbias (+)= column sums of dinp, as stored
+//     swiglu      dgate = dout*up*s*(1 + gate*(1 - s))     dup = dout*gate*s
+// bias_backward:      dbias (+)= column sums of dout (N,OC); of qkv's dout the keys' third is not read
+// bias_backward and activate_backward share a kernel, but for gated activations. Its column sums take two
+// stages: each block adds up one chunk of rows into a row of partials, then column_sums_kernel (6.2) adds the
+// partials.
 constexpr int kColumnBlocks = 1056;             // 8 an SM of an H200; fixed, so the bits depend on no GPU
 constexpr int kColumnRows = 8;                  // rows a block works on at a time, one a warp
 
@@ -1085,43 +1079,94 @@ __device__ __forceinline__ float sigmoid(float x, float unit = 1.0f) {
     return reciprocal_fast(exp2_fast(-kLog2e * x) * unit + unit);
 }
 
-// Activations of an MLP, for the kernels here and in 6.11.
+// A struct for each row of GPT2_MLPS. value: what it gives, divided by `unit`, a power of two. slope: its
+// derivative; slopes, of a gated one: the gradients of gate and of up, from that of the value.
 struct Gelu {
+    static constexpr bool kGated = false;
     static __device__ __forceinline__ float value(float x, float unit = 1.0f) { return gelu(x, unit); }
     static __device__ __forceinline__ float slope(float x) { return gelu_grad(x); }
 };
+struct SwiGlu {
+    static constexpr bool kGated = true;
+    static __device__ __forceinline__ float value(float gate, float up, float unit = 1.0f) {
+        return gate * sigmoid(gate, unit) * up;
+    }
+    static __device__ __forceinline__ float2 slopes(float dout, float gate, float up) {
+        const float s = sigmoid(gate);
+        return make_float2(dout * up * s * fmaf(gate, 1.0f - s, 1.0f), dout * gate * s);
+    }
+};
 struct Relu2 {                                  // x < 0 is false for NaN, which so comes through
+    static constexpr bool kGated = false;
     static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x * x; }
     static __device__ __forceinline__ float value(float x, float unit) {
         return value(x) * reciprocal_fast(unit);
     }
     static __device__ __forceinline__ float slope(float x) { return x < 0.0f ? 0.0f : 2.0f * x; }
 };
-struct Swiglu {
-    static __device__ __forceinline__ float value(float gate, float up, float unit = 1.0f) {
-        return gate * sigmoid(gate, unit) * up;
-    }
-    // of gate, of up
-    static __device__ __forceinline__ float2 slopes(float dout, float gate, float up) {
-        const float s = sigmoid(gate);
-        return make_float2(dout * up * s * fmaf(gate, 1.0f - s, 1.0f), dout * gate * s);
-    }
-};
+struct NoAct { static constexpr bool kGated = false; };         // where a kernel does without
+#define X(act, ...) static_assert(act::kGated == is_gated(Mlp::act), "as its row says");
+GPT2_MLPS(X)
+#undef X
 
-__global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
+// f(Gelu()) and so on
+template <class F> static auto with_act(Mlp mlp, F f) {
+    switch (mlp) {
+#define X(act, ...) case Mlp::act: return f(act());
+        GPT2_MLPS(X)
+#undef X
+    }
+    die("activation %d is not built", (int)mlp);
+}
+
+template <class Act> __global__ void activate_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     Floats x = load_floats(inp, i, n);
-    for (int k = 0; k < kWidth; k++) { x.at[k] = gelu(x.at[k]); }
+    for (int k = 0; k < kWidth; k++) { x.at[k] = Act::value(x.at[k]); }
     store(out, i, n, to_pack<floatX>(x));
 }
 
+// Gated. A block takes some vectors (blockIdx.y) of a row (blockIdx.x).
+constexpr int kGatedThreads = 256;              // at most
+
+template <class Act> __global__ void __launch_bounds__(kGatedThreads) gated_kernel(Activate a) {
+    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    const floatX* gate_up = a.inp + (size_t)blockIdx.x * 2 * F;         // (2,F)
+    const Floats gate = load_floats(gate_up, f, F), up = load_floats(gate_up + F, f, F);
+    Floats y;
+    for (int k = 0; k < kWidth; k++) { y.at[k] = Act::value(gate.at[k], up.at[k]); }
+    store(a.out + (size_t)blockIdx.x * F, f, F, to_pack<floatX>(y));
+}
+
+// dinp may be inp: a thread reads its elements before it writes them.
+template <class Act>
+__global__ void __launch_bounds__(kGatedThreads) gated_backward_kernel(ActivateBackward a) {
+    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    const size_t row = (size_t)blockIdx.x * 2 * F;
+    const Floats gate = load_floats(a.inp + row, f, F), up = load_floats(a.inp + row + F, f, F);
+    const Floats dout = load_floats(a.dout + (size_t)blockIdx.x * F, f, F);
+    Floats dgate, dup;
+    for (int k = 0; k < kWidth; k++) {
+        const float2 slopes = Act::slopes(dout.at[k], gate.at[k], up.at[k]);
+        dgate.at[k] = slopes.x, dup.at[k] = slopes.y;
+    }
+    store(a.dinp + row, f, F, to_pack<floatX>(dgate));
+    store(a.dinp + row + F, f, F, to_pack<floatX>(dup));
+}
+
+template <class Args> static void gated_launch(void (*kernel)(Args), const Args& a, Stream stream) {
+    const int vectors = a.F / kWidth, slabs = ceil_div(vectors, kGatedThreads);
+    kernel<<<dim3(a.N, slabs), round_up(ceil_div(vectors, slabs), kWarp), 0, stream>>>(a);
+}
+
 // The first stage. A block of (32,8) threads owns 32 vectors of columns (blockIdx.x) of one chunk of rows
-// (blockIdx.y) and takes 8 rows at a time, a warp a row. kGelu: d is multiplied by GELU's slope in place,
-// each element by the thread that read it. of_qkv: the keys' columns count as zeros.
-template <bool kGelu>
+// (blockIdx.y) and takes 8 rows at a time, a warp a row. With an activation dinp = dout times its slope, each
+// element by the thread that reads it: dinp may be dout or inp. of_qkv: the keys' columns count as zeros.
+template <class Act>
 __global__ void __launch_bounds__(kWarp * kColumnRows)
-    partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
+    partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* dinp, const floatX* dout,
                         const floatX* inp, int N, int OC, bool of_qkv, int chunk_rows) {
+    constexpr bool kActs = !std::is_same_v<Act, NoAct>;
     constexpr int kUnroll = 4;                          // of a warp's rows in flight
     __shared__ Floats shared[kColumnRows][kWarp];
     const int c = (blockIdx.x * kWarp + threadIdx.x) * kWidth;
@@ -1134,18 +1179,18 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
         for (int u = 0; u < kUnroll; u++) {
             const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
             const size_t at = row < end ? (size_t)row * OC : 0;
-            x[u] = load(d + at, c, columns);
-            if (kGelu) { y[u] = load(inp + at, c, columns); }
+            x[u] = load(dout + at, c, columns);
+            if (kActs) { y[u] = load(inp + at, c, columns); }
         }
-        // The new d, rounded and stored; what is summed is what was stored.
+        // dinp, rounded and stored; what is summed is what was stored.
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) {
-            if (kGelu) {
+            if constexpr (kActs) {
                 for (int k = 0; k < kWidth; k++) {
-                    x[u].data[k] = (floatX)((float)x[u].data[k] * gelu_grad((float)y[u].data[k]));
+                    x[u].data[k] = (floatX)((float)x[u].data[k] * Act::slope((float)y[u].data[k]));
                 }
                 const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
-                store(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
+                store(dinp + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
             }
             for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
         }
@@ -1174,34 +1219,43 @@ static size_t bias_backward_scratch_bytes(int N, int OC) {
     return (size_t)column_chunks(N, OC) * OC * sizeof(float);
 }
 
-template <bool kGelu>
-static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const floatX* d, const floatX* inp,
+template <class Act>
+static void column_pass(Grad dbias, float* scratch, floatX* dinp, const floatX* dout, const floatX* inp,
                         int N, int OC, bool of_qkv, Stream stream) {
     const int chunk_rows = ceil_div(N, column_chunks(N, OC)), chunks = ceil_div(N, chunk_rows);
     float* partial = dbias.data ? scratch : nullptr;
     const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
-    partial_sums_kernel<kGelu><<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, of_qkv,
-                                                           chunk_rows);
+    partial_sums_kernel<Act><<<grid, block, 0, stream>>>(partial, dinp, dout, inp, N, OC, of_qkv, chunk_rows);
     if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
 }
 
 static void bias_backward(const BiasBackward& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.OC);
-    column_pass<false>(a.dbias, a.scratch, nullptr, a.dout, nullptr, a.N, a.OC, a.of_qkv, stream);
+    column_pass<NoAct>(a.dbias, a.scratch, nullptr, a.dout, nullptr, a.N, a.OC, a.of_qkv, stream);
 }
 
-static void gelu_forward(const GeluForward& a, Stream stream) {
+static void activate(const Activate& a, Stream stream) {
     OpScope scope(a, stream);
-    check_width(a, a.n);
-    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
-    gelu_forward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
+    check_width(a, a.F);
+    with_act(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        if constexpr (Act::kGated) { gated_launch(gated_kernel<Act>, a, stream); }
+        else {
+            const size_t n = (size_t)a.N * a.F, threads = 256, blocks = ceil_div(n, threads * kWidth);
+            activate_kernel<Act><<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, n);
+        }
+    });
 }
 
-static void gelu_backward_inplace(const GeluBackward& a, Stream stream) {
+static void activate_backward(const ActivateBackward& a, Stream stream) {
     OpScope scope(a, stream);
-    check_width(a, a.OC);
-    column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, false, stream);
+    check_width(a, a.F);
+    with_act(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        if constexpr (Act::kGated) { gated_launch(gated_backward_kernel<Act>, a, stream); }
+        else { column_pass<Act>(a.dbias, a.scratch, a.dinp, a.dout, a.inp, a.N, a.F, false, stream); }
+    });
 }
 
 // ---- sm90: a product and its activation in one kernel (wgmma, TMA) ----
@@ -1572,7 +1626,7 @@ template <class Act> struct ActivationBackward : Epilogue {
 // The tile's first 128 columns are gate, the others are up, of the same 128 columns of out. So a thread has
 // both of an element. A slice has 16 columns of each. Three blocks are staged at a time, and three stages fit
 // beside.
-struct GatedForward : Epilogue {
+template <class Act> struct GatedForward : Epilogue {
     static constexpr int kColumns = kProductColumns / 2, kStages = 3, kBuffers = 3, kSlices = 8;
     using Epilogue::Epilogue;
     __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
@@ -1583,7 +1637,7 @@ struct GatedForward : Epilogue {
 #pragma unroll
         for (int m = 0; m < 4; m++) {
             const float2 gate = unpack_pair(packed[s][m]), up = unpack_pair(packed[s + 8][m]);
-            y[m] = pack_pair(Swiglu::value(gate.x, up.x), Swiglu::value(gate.y, up.y));
+            y[m] = pack_pair(Act::value(gate.x, up.x), Act::value(gate.y, up.y));
         }
 
         const uint32_t to = place(staging[0], s);
@@ -1604,7 +1658,7 @@ struct GatedForward : Epilogue {
 
 // The sums, rounded, are dact. Two blocks of gate and two of up are in staging, where dgate and dup replace
 // them; three stages fit beside. A slice has 32 columns.
-struct GatedBackward : Epilogue {
+template <class Act> struct GatedBackward : Epilogue {
     static constexpr bool kTransB = true;
     static constexpr int kStages = 3, kBuffers = 4, kSlices = 8;
     using Epilogue::Epilogue;
@@ -1629,8 +1683,8 @@ struct GatedBackward : Epilogue {
             uint32_t &g = gate[k / 4][k % 4], &u = up[k / 4][k % 4];
             const float2 d = unpack_pair(packed[2 * s + k / 4][k % 4]), of_g = unpack_pair(g);
             const float2 of_u = unpack_pair(u);
-            const float2 first = Swiglu::slopes(d.x, of_g.x, of_u.x);
-            const float2 second = Swiglu::slopes(d.y, of_g.y, of_u.y);
+            const float2 first = Act::slopes(d.x, of_g.x, of_u.x);
+            const float2 second = Act::slopes(d.y, of_g.y, of_u.y);
             g = pack_pair(first.x, second.x), u = pack_pair(first.y, second.y);
         }
 #pragma unroll
@@ -1801,7 +1855,7 @@ template <class Act> struct BackwardBytes : BytesEpilogue {
 };
 
 // GatedForward in bytes. A slice has 32 columns of gate and of up.
-struct GatedForwardBytes : BytesEpilogue {
+template <class Act> struct GatedForwardBytes : BytesEpilogue {
     static constexpr int kColumns = kProductColumns / 2, kSlices = 4;
     static constexpr int kStages = 3, kBuffers = 3;             // gate; up; bytes
     using BytesEpilogue::BytesEpilogue;
@@ -1814,8 +1868,8 @@ struct GatedForwardBytes : BytesEpilogue {
         for (int k = 0; k < 8; k++) {
             const int n = 2 * s + k / 4;
             const float2 gate = unpack_pair(packed[n][k % 4]), up = unpack_pair(packed[n + 8][k % 4]);
-            f[k / 4][k % 4] = make_float2(Swiglu::value(gate.x, up.x, unit8),
-                                          Swiglu::value(gate.y, up.y, unit8));
+            f[k / 4][k % 4] = make_float2(Act::value(gate.x, up.x, unit8),
+                                          Act::value(gate.y, up.y, unit8));
         }
         uint32_t words[2][2];
         round(words, f);
@@ -1836,7 +1890,7 @@ struct GatedForwardBytes : BytesEpilogue {
 };
 
 // GatedBackward in bytes, which replace a block of gate and one of up in staging, once all have read these.
-struct GatedBackwardBytes : BytesEpilogue {
+template <class Act> struct GatedBackwardBytes : BytesEpilogue {
     static constexpr int kStages = 3, kBuffers = 4;
     const float scale = unscale * p.bytes8->scale;
     uint32_t dgate[2][2][2], dup[2][2][2];              // words of a block's two slices
@@ -1864,7 +1918,7 @@ struct GatedBackwardBytes : BytesEpilogue {
                 const float2 d = unpack_pair(packed[n][m]);
                 const float2 g = unpack_pair(m / 2 == 0 ? gate[m % 2].x : gate[m % 2].y);
                 const float2 u = unpack_pair(m / 2 == 0 ? up[m % 2].x : up[m % 2].y);
-                const float2 first = Swiglu::slopes(d.x, g.x, u.x), second = Swiglu::slopes(d.y, g.y, u.y);
+                const float2 first = Act::slopes(d.x, g.x, u.x), second = Act::slopes(d.y, g.y, u.y);
                 f[0][m] = make_float2(first.x, second.x), f[1][m] = make_float2(first.y, second.y);
             }
             uint32_t words[2][2];
@@ -1922,8 +1976,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
 #endif
 }
 
-// Of matmul_backward_input with dbias, and of gelu_backward_inplace.
-static size_t gelu_backward_scratch_bytes(int N, int OC) {
+// Of matmul_backward_input with dbias, and of activate_backward.
+static size_t activate_backward_scratch_bytes(int N, int OC) {
     return std::max(bias_backward_scratch_bytes(N, OC), (size_t)ceil_div(N, 64) * OC * sizeof(float));
 }
 
@@ -1939,7 +1993,7 @@ constexpr int kMaxGatedTerms = 1024;
 // Where a model computes its MLP's activation, for the printed line. Both passes have sums of C terms.
 static const char* activation_form(Mlp mlp, int C, int F, bool fp8) {
     if (!products_activate(C, F)) { return "apart"; }
-    const bool backward_only = mlp == Mlp::SwiGlu && C > kMaxGatedTerms && !fp8;
+    const bool backward_only = is_gated(mlp) && C > kMaxGatedTerms && !fp8;
     return backward_only ? "in the backward's product (sm90)" : "in its products (sm90)";
 }
 
@@ -1995,25 +2049,31 @@ template <class E> static bool product_sm90([[maybe_unused]] const Product& p, S
 
 // Whether the product with its activation was one kernel.
 static bool matmul_forward_sm90(const MatmulForward& a, Stream stream) {
-    Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act, .out = a.out,
-                 .N = a.N, .K = a.C, .columns = a.OC, .pre_columns = a.OC, .out_columns = a.OC};
-    if (a.mlp == Mlp::Gelu) { return product_sm90<ActivationForward<Gelu>>(p, stream); }
-    if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationForward<Relu2>>(p, stream); }
-    p.columns = p.out_columns = a.OC / 2;
-    return !a.bias && p.K <= kMaxGatedTerms && product_sm90<GatedForward>(p, stream);
+    return with_act(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        const int columns = Act::kGated ? a.OC / 2 : a.OC;
+        const Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act,
+                           .out = a.out, .N = a.N, .K = a.C, .columns = columns, .pre_columns = a.OC,
+                           .out_columns = columns};
+        if constexpr (Act::kGated) {
+            return !a.bias && p.K <= kMaxGatedTerms && product_sm90<GatedForward<Act>>(p, stream);
+        } else {
+            return product_sm90<ActivationForward<Act>>(p, stream);
+        }
+    });
 }
 static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stream) {
-    Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
-                 .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC, .columns = a.C,
-                 .pre_columns = a.C, .out_columns = a.C};
-    if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationBackward<Relu2>>(p, stream); }
-    if (a.mlp == Mlp::SwiGlu) {
-        p.pre_columns = p.out_columns = 2 * a.C;
-        return product_sm90<GatedBackward>(p, stream);
-    }
-    if (!product_sm90<ActivationBackward<Gelu>>(p, stream)) { return false; }
-    if (p.partial) { column_sums({{a.dbias}}, 1, p.partial, ceil_div(a.N, 64), a.C, stream); }
-    return true;
+    return with_act(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        const int wide = act_columns(a.mlp, a.C);
+        const Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
+                           .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC,
+                           .columns = a.C, .pre_columns = wide, .out_columns = wide};
+        if constexpr (Act::kGated) { return product_sm90<GatedBackward<Act>>(p, stream); }
+        else if (!product_sm90<ActivationBackward<Act>>(p, stream)) { return false; }
+        if (p.partial) { column_sums({{a.dbias}}, 1, p.partial, ceil_div(a.N, 64), a.C, stream); }
+        return true;
+    });
 }
 
 // ---- FP8: casts, products, scales ----
@@ -2109,9 +2169,9 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
                 if (kSource == Fp8Source::GeluGrad) { value *= gelu_grad(y.at[k]); }
                 if (kSource == Fp8Source::Relu2) { value = Relu2::value(value); }
                 if (kSource == Fp8Source::Relu2Grad) { value *= Relu2::slope(y.at[k]); }
-                if (kSource == Fp8Source::Swiglu) { value = Swiglu::value(value, z.at[k]); }
+                if (kSource == Fp8Source::Swiglu) { value = SwiGlu::value(value, z.at[k]); }
                 if (kSwigluGrad) {
-                    const float2 d = Swiglu::slopes(value, y.at[k], z.at[k]);
+                    const float2 d = SwiGlu::slopes(value, y.at[k], z.at[k]);
                     value = d.x, f[kHalves - 1].at[k] = d.y;
                 }
                 sum.at[k] += value;
@@ -2242,8 +2302,8 @@ static bool fp8_matmul_sm90(const Fp8Matmul& a, Stream stream) {
         case Fp8Source::Plain: case Fp8Source::Weight: return false;
         case Fp8Source::Gelu: return product_sm90<ForwardBytes<Gelu>>(p, stream);
         case Fp8Source::Relu2: return product_sm90<ForwardBytes<Relu2>>(p, stream);
-        case Fp8Source::Swiglu: return !a.bias && product_sm90<GatedForwardBytes>(p, stream);
-        case Fp8Source::SwigluGrad: return product_sm90<GatedBackwardBytes>(p, stream);
+        case Fp8Source::Swiglu: return !a.bias && product_sm90<GatedForwardBytes<SwiGlu>>(p, stream);
+        case Fp8Source::SwigluGrad: return product_sm90<GatedBackwardBytes<SwiGlu>>(p, stream);
         case Fp8Source::Relu2Grad: return product_sm90<BackwardBytes<Relu2>>(p, stream);
         case Fp8Source::GeluGrad: break;
     }
@@ -4610,16 +4670,13 @@ static void sample_tokens(const SampleTokens& a, Stream stream) {
     decode_launch(sample_tokens_kernel, dim3(a.N), kSampleThreads, stream, a);
 }
 
-// == 6.11 rotation, swiglu, relu2 ==
+// == 6.11 rotation ==
 // rotate_forward_inplace:   for each head x of q and k in qkv (N,NH+2*NKV,HS), with j = i + HS/2:
 //                           y = x*rstd*weight, rstd = 1/sqrt(mean(x^2) + eps)         without QK-norm: y = x
 //                           x[i] = y[i]*cos[i] - y[j]*sin[i]     x[j] = y[j]*cos[i] + y[i]*sin[i]
 // rotate_backward_inplace:  y from x, and dy from d, are turned back; xhat = y/weight, or 0 where weight is 0
 //                           d = rstd*(dy*weight - xhat*mean(dy*y))                    without QK-norm: d = dy
 //                           dweight (+)= column sums of dy*xhat, over rows and heads
-// swiglu_forward:           out = gate*s*up, s = 1/(1 + e^-gate)
-// swiglu_backward:          dgate = dout*up*s*(1 + gate*(1 - s))     dup = dout*gate*s
-// relu2_forward, _backward: out = max(x,0)^2     dx = dout*2 max(x,0)
 
 // Rotation. A lane has kWidth elements of a head's lower half and their partners in the upper half, so only
 // the sum over a head crosses lanes. blockDim.x lanes, a power of two, share a head: in 16 bits 8 for HS=128,
@@ -4803,74 +4860,6 @@ static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
     }
 }
 
-// SwiGLU. A block takes some vectors (blockIdx.y) of a row (blockIdx.x).
-constexpr int kSwigluThreads = 256;             // at most
-
-__global__ void __launch_bounds__(kSwigluThreads) swiglu_forward_kernel(SwigluForward a) {
-    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
-    const floatX* gate_up = a.gate_up + (size_t)blockIdx.x * 2 * F;     // (2,F)
-    const Floats gate = load_floats(gate_up, f, F), up = load_floats(gate_up + F, f, F);
-    Floats y;
-    for (int k = 0; k < kWidth; k++) { y.at[k] = Swiglu::value(gate.at[k], up.at[k]); }
-    store(a.out + (size_t)blockIdx.x * F, f, F, to_pack<floatX>(y));
-}
-
-// dgate_up may be gate_up: a thread reads its elements before it writes them.
-__global__ void __launch_bounds__(kSwigluThreads) swiglu_backward_kernel(SwigluBackward a) {
-    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
-    const size_t row = (size_t)blockIdx.x * 2 * F;
-    const Floats gate = load_floats(a.gate_up + row, f, F), up = load_floats(a.gate_up + row + F, f, F);
-    const Floats dout = load_floats(a.dout + (size_t)blockIdx.x * F, f, F);
-    Floats dgate, dup;
-    for (int k = 0; k < kWidth; k++) {
-        const float2 slopes = Swiglu::slopes(dout.at[k], gate.at[k], up.at[k]);
-        dgate.at[k] = slopes.x, dup.at[k] = slopes.y;
-    }
-    store(a.dgate_up + row, f, F, to_pack<floatX>(dgate));
-    store(a.dgate_up + row + F, f, F, to_pack<floatX>(dup));
-}
-
-template <class Args> static void swiglu_launch(void (*kernel)(Args), const Args& a, Stream stream) {
-    check_width(a, a.F);
-    const int vectors = a.F / kWidth, slabs = ceil_div(vectors, kSwigluThreads);
-    kernel<<<dim3(a.N, slabs), round_up(ceil_div(vectors, slabs), kWarp), 0, stream>>>(a);
-}
-static void swiglu_forward(const SwigluForward& a, Stream stream) {
-    OpScope scope(a, stream);
-    swiglu_launch(swiglu_forward_kernel, a, stream);
-}
-static void swiglu_backward(const SwigluBackward& a, Stream stream) {
-    OpScope scope(a, stream);
-    swiglu_launch(swiglu_backward_kernel, a, stream);
-}
-
-// ReLU squared, a vector a thread.
-__global__ void relu2_forward_kernel(floatX* out, const floatX* inp, size_t n) {
-    const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    Floats x = load_floats(inp, i, n);
-    for (int k = 0; k < kWidth; k++) { x.at[k] = Relu2::value(x.at[k]); }
-    store(out, i, n, to_pack<floatX>(x));
-}
-__global__ void relu2_backward_kernel(floatX* dinp, const floatX* dout, const floatX* inp, size_t n) {
-    const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    const Floats x = load_floats(inp, i, n);
-    Floats d = load_floats(dout, i, n);
-    for (int k = 0; k < kWidth; k++) { d.at[k] *= Relu2::slope(x.at[k]); }
-    store(dinp, i, n, to_pack<floatX>(d));
-}
-
-static void relu2_forward(const Relu2Forward& a, Stream stream) {
-    OpScope scope(a, stream);
-    check_width(a, a.n);
-    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
-    relu2_forward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
-}
-static void relu2_backward(const Relu2Backward& a, Stream stream) {
-    OpScope scope(a, stream);
-    check_width(a, a.n);
-    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
-    relu2_backward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.dinp, a.dout, a.inp, a.n);
-}
 #endif  // GPT2_CPU
 
 // == 7 model ==
@@ -4979,7 +4968,8 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     // the narrower one may be summed in more chunks and then needs more
     size_t bytes = std::max({encoder_backward_scratch_bytes(B, T, c.C),
                              norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6),
-                             bias_backward_scratch_bytes(N, 3 * c.C), gelu_backward_scratch_bytes(N, 4 * c.C),
+                             bias_backward_scratch_bytes(N, 3 * c.C),
+                             activate_backward_scratch_bytes(N, 4 * c.C),
                              attention_backward_scratch_bytes(B, T, c.NH),
                              rotate_backward_scratch_bytes(c.shape().HS)});
     if (options.fp8) { bytes = std::max(bytes, fp8_cast_scratch_bytes(N, 4 * c.C)); }
@@ -5511,8 +5501,8 @@ struct Sum { floatX* data; int branches; Branch added[2]; };
 
 struct Layer {
     Sum x, x_mid, x_out;                // before the layer, after its first branch, after the layer
-    Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,F) = gelu(fch), swiglu(fch) or relu2(fch)
-    floatX *qkv, *fch;                  // (B,T,NH+2*NKV,HS) (B,T,F), of SwiGLU (B,T,2F)
+    Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,F) = the activation of fch
+    floatX *qkv, *fch;                  // (B,T,NH+2*NKV,HS) (B,T,F), where it is gated (B,T,2F)
     Attention att;
     Rotation rotation;
     Norm w_ln1, w_ln2;
@@ -5824,12 +5814,7 @@ struct Forward : Pass {
     void activate(const Operand& out, const floatX* fch) {
         const Config::Shape s = config().shape();
         if (out.bytes) { return fp8_cast(activation_cast(out, fch), stream()); }
-        fresh(out.data);
-        switch (s.mlp) {
-            case Mlp::Gelu: return gelu_forward({out.data, fch, (size_t)N() * s.F}, stream());
-            case Mlp::SwiGlu: return swiglu_forward({out.data, fch, N(), s.F}, stream());
-            case Mlp::Relu2: return relu2_forward({out.data, fch, (size_t)N() * s.F}, stream());
-        }
+        ::activate({fresh(out.data), fch, N(), s.F, s.mlp}, stream());
     }
 
     // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
@@ -5965,7 +5950,7 @@ struct Backward : Pass {
         matmul_backward_input({.dinp = dfch.data, .dout = dout.data, .weight = w.weight.data,
                                .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
                                .scratch = scratch, .dact = dact, .mlp = config().shape().mlp}, stream());
-        cast(dfch, config().shape().mlp == Mlp::SwiGlu ? 2 * w.C : w.C);
+        cast(dfch, act_columns(config().shape().mlp, w.C));
     }
 
     // dqkv from datty, and its column sums, the gradient of the bias of qkv. Rotated: q and k are not done
@@ -6905,7 +6890,7 @@ static void print_model(const GPT2& model) {
     }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
     const Config::Shape s = c.shape();
-    printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlpNames[(int)s.mlp],
+    printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlps[(int)s.mlp].name,
            activation_form(s.mlp, c.C, s.F, model.options.fp8));
 }
 

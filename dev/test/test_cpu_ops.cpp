@@ -192,70 +192,58 @@ static void test_encoder_positions() {
     CHECK_EACH(out, 0.0, wte[std::max(tokens[i / C], 0) * C + i % C] + wpe[places[i / C] * C + i % C]);
 }
 
-// ---- GELU ----
+// ---- activations ----
 
 static double gelu_direct(double x) {
     return 0.5 * x * (1.0 + tanh(sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
 }
-
-static void test_gelu(int N, int OC) {
-    const std::string shape = format("gelu N=%d OC=%d", N, OC);
-    const size_t n = (size_t)N * OC;
-    Doubles inp = random_tensor(n, 4.0), out(n), dout = random_tensor(n), dinp(n), without = dout;
-    gelu_forward_cpu<double>({out, inp, n}, 0);
-    CHECK_EACH(out, kExact, gelu_direct(inp[i]));
-
-    const Doubles dbias = gradient_of(shape, OC, [&](GradOf<double> grad) {
-        dinp = dout;
-        gelu_backward_inplace_cpu<double>({dinp, grad, nullptr, inp, N, OC}, 0);
-    });
-    const Doubles sums = column_sums_of(dinp, N, OC);
-    CHECK_SAME(dbias, sums, kExact);
-    gelu_backward_inplace_cpu<double>({without, {nullptr, Accumulate::No}, nullptr, inp, N, OC}, 0);
-    CHECK(without == dinp, "%s: dbias changes dinp", shape.c_str());
-    auto loss = [&] { gelu_forward_cpu<double>({out, inp, n}, 0); return dot(out, dout, n); };
-    CHECK_GRADIENT(inp, dinp, loss);
-}
-
-// ---- SwiGLU, ReLU squared ----
-
 static double silu_direct(double x) { return 0.5 * x * (1.0 + tanh(0.5 * x)); }
 
-static void test_swiglu(int N, int F) {
-    const std::string shape = format("swiglu N=%d F=%d", N, F);
-    const size_t n = (size_t)N * F;
-    Doubles gate_up = random_tensor(2 * n, 4.0), out(n), dout = random_tensor(n), dgate_up(2 * n);
-    auto forward = [&] { swiglu_forward_cpu<double>({out, gate_up, N, F}, 0); };
+static double act_direct(Mlp mlp, double x, double up) {
+    switch (mlp) {
+        case Mlp::Gelu: return gelu_direct(x);
+        case Mlp::SwiGlu: return silu_direct(x) * up;
+        case Mlp::Relu2: return pow(fmax(x, 0.0), 2.0);
+    }
+    return NAN;
+}
+
+// What it gives of (N,F) or gate, up (N,2F), and its gradient: into memory of its own, and in place.
+static void test_activation(Mlp mlp, int N, int F) {
+    const std::string shape = format("%s N=%d F=%d", kMlps[(int)mlp].name, N, F);
+    const int columns = act_columns(mlp, F);
+    Doubles inp = random_tensor((size_t)N * columns, 4.0), out((size_t)N * F), dout = random_tensor(out.n);
+    for (size_t i = 0; i < inp.n; i++) { inp[i] += inp[i] < 0 ? -0.1 : 0.1; }       // ReLU has a kink at 0
+    Doubles dinp(inp.n), inplace = inp;
+    auto forward = [&] { activate_cpu<double>({out, inp, N, F, mlp}, 0); };
+    auto loss = [&] { forward(); return dot(out, dout, out.n); };
     forward();
-    CHECK_EACH(out, kExact, silu_direct(gate_up[i / F * 2 * F + i % F]) *
-                            gate_up[i / F * 2 * F + F + i % F]);
-    swiglu_backward_cpu<double>({dgate_up, dout, gate_up, N, F}, 0);
-    Doubles inplace = gate_up;
-    swiglu_backward_cpu<double>({inplace, dout, inplace, N, F}, 0);
-    CHECK(inplace == dgate_up, "%s: in place, other bits", shape.c_str());
-    auto loss = [&] { forward(); return dot(out, dout, n); };
-    CHECK_GRADIENT(gate_up, dgate_up, loss);
+    CHECK_EACH(out, kExact, act_direct(mlp, inp[i / F * columns + i % F],
+                                       inp[i / F * columns + columns - F + i % F]));
+    activate_backward_cpu<double>({dinp, dout, inp, N, F, mlp}, 0);
+    CHECK_GRADIENT(inp, dinp, loss);
+    activate_backward_cpu<double>({inplace, dout, inplace, N, F, mlp}, 0);
+    CHECK(inplace == dinp, "%s: in place, other bits", shape.c_str());
+    if (!is_gated(mlp)) {
+        const Doubles dbias = gradient_of(shape, F, [&](GradOf<double> grad) {
+            inplace = dout;
+            activate_backward_cpu<double>({inplace, inplace, inp, N, F, mlp, grad}, 0);
+        });
+        CHECK(inplace == dinp, "%s: in dout's place, with dbias, other bits", shape.c_str());
+        const Doubles sums = column_sums_of(dinp, N, F);
+        CHECK_SAME(dbias, sums, kExact);
+    }
+    inp[0] = NAN;
+    forward();
+    activate_backward_cpu<double>({dinp, dout, inp, N, F, mlp}, 0);
+    CHECK(isnan(out[0]) && isnan(dinp[0]), "%s of NaN", shape.c_str());
+}
+
+static void test_silu_far_out() {
     const float far[] = {100.0f, -100.0f, 3e38f, -3e38f, NAN};
     CHECK(silu(far[0]) == 100.0f && silu(far[1]) == 0.0f && silu(far[2]) == far[2] && silu(far[3]) == 0.0f &&
           isnan(silu(far[4])) && silu_derivative(far[0]) == 1.0f && silu_derivative(far[1]) == 0.0f,
           "silu far out");
-}
-
-static void test_relu2(size_t n) {
-    const std::string shape = "relu2";
-    Doubles inp = random_tensor(n, 4.0), out(n), dout = random_tensor(n), dinp(n);
-    for (size_t i = 0; i < n; i++) { inp[i] += inp[i] < 0 ? -0.1 : 0.1; }     // the slope has a kink at 0
-    relu2_forward_cpu<double>({out, inp, n}, 0);
-    CHECK_EACH(out, kExact, pow(fmax(inp[i], 0.0), 2.0));
-    relu2_backward_cpu<double>({dinp, dout, inp, n}, 0);
-    auto loss = [&] { relu2_forward_cpu<double>({out, inp, n}, 0); return dot(out, dout, n); };
-    CHECK_GRADIENT(inp, dinp, loss);
-    relu2_backward_cpu<double>({dout, dout, inp, n}, 0);
-    CHECK(dout == dinp, "relu2: in place, other bits");
-    inp[0] = NAN;
-    relu2_backward_cpu<double>({dinp, dout, inp, n}, 0);
-    relu2_forward_cpu<double>({inp, inp, n}, 0);
-    CHECK(isnan(dinp[0]) && isnan(inp[0]), "relu2 of NaN");
 }
 
 // ---- QK-norm and rotary positions ----
@@ -428,7 +416,7 @@ static void test_matmul(int N, int C, int OC) {
     const Doubles hidden_sums = column_sums_of(dhidden, N, C);
     CHECK_SAME(dhidden_bias, hidden_sums, kExact);
     auto loss_through_gelu = [&] {
-        gelu_forward_cpu<double>({inp, hidden, hidden.n}, 0);
+        activate_cpu<double>({inp, hidden, N, C, Mlp::Gelu}, 0);
         return loss();
     };
     CHECK_GRADIENT(hidden, dhidden, loss_through_gelu);
@@ -436,15 +424,12 @@ static void test_matmul(int N, int C, int OC) {
 
 // Both linear layers of an MLP without biases: the first with its activation, the second back through it.
 static void test_mlp(Mlp mlp, int N, int C, int F) {
-    const int FCC = mlp == Mlp::SwiGlu ? 2 * F : F;
+    const int FCC = act_columns(mlp, F);
     const std::string shape = format("mlp %d N=%d C=%d F=%d", (int)mlp, N, C, F);
     Doubles inp = random_tensor((size_t)N * C), weight = random_tensor((size_t)FCC * C);
     Doubles weight2 = random_tensor((size_t)C * F), act((size_t)N * F), pre_act((size_t)N * FCC);
     Doubles out(inp.n), dout = random_tensor(inp.n), dact(act.n), product(pre_act.n);
-    auto activate = [&] {
-        if (mlp == Mlp::SwiGlu) { swiglu_forward_cpu<double>({act, pre_act, N, F}, 0); }
-        else { relu2_forward_cpu<double>({act, pre_act, act.n}, 0); }
-    };
+    auto activate = [&] { activate_cpu<double>({act, pre_act, N, F, mlp}, 0); };
     matmul_forward_cpu<double>({product, inp, weight, nullptr, nullptr, nullptr, N, C, FCC}, 0);
     matmul_forward_cpu<double>({act, inp, weight, nullptr, nullptr, pre_act, N, C, FCC, mlp}, 0);
     CHECK_SAME(pre_act, product, kExact);
@@ -607,10 +592,10 @@ static void test_fp8_cast(int N, int C) {
     // the second family's: what its own ops give, rounded
     const Doubles gate_up = random_tensor(2 * n, 2.0);
     Doubles swiglu(n), dgate_up(2 * n), relu2(n), drelu2(n);
-    swiglu_forward_cpu<double>({swiglu, gate_up, N, C}, 0);
-    swiglu_backward_cpu<double>({dgate_up, inp, gate_up, N, C}, 0);
-    relu2_forward_cpu<double>({relu2, inp, n}, 0);
-    relu2_backward_cpu<double>({drelu2, inp, pre_gelu, n}, 0);
+    activate_cpu<double>({swiglu, gate_up, N, C, Mlp::SwiGlu}, 0);
+    activate_backward_cpu<double>({dgate_up, inp, gate_up, N, C, Mlp::SwiGlu}, 0);
+    activate_cpu<double>({relu2, inp, N, C, Mlp::Relu2}, 0);
+    activate_backward_cpu<double>({drelu2, inp, pre_gelu, N, C, Mlp::Relu2}, 0);
     struct { Fp8Source source; const double *inp, *before, *want; int width; } cases[] = {
         {Fp8Source::Swiglu, gate_up, nullptr, swiglu, C}, {Fp8Source::Relu2, inp, nullptr, relu2, C},
         {Fp8Source::SwigluGrad, inp, gate_up, dgate_up, 2 * C},
@@ -1213,8 +1198,10 @@ int main() {
         check_dies("a negative token", [] { Buckets({-1}, 4); }, {"token -1", "position 0"});
         test_encoder_positions();
     }
-    TEST("gelu") { test_gelu(33, 70); test_gelu(1, 1); }
-    TEST("swiglu, relu2") { test_swiglu(33, 70); test_swiglu(1, 1); test_relu2(999); }
+    TEST("activations") {
+        for (const MlpRow& row : kMlps) { test_activation(row.mlp, 33, 70), test_activation(row.mlp, 1, 1); }
+        test_silu_far_out();
+    }
     TEST("rotation") {
         for (int k = 0; k < 3; k++) {
             test_rotate(2, 9, 3, 1, 20, k > 0, k > 1);
@@ -1235,8 +1222,7 @@ int main() {
         test_matmul(5, 300, 35);                    // sums longer than gemm_cpu takes in one piece: forward,
         test_matmul(6, 20, 509);                    // backward to the input,
         test_matmul(270, 9, 18);                    // backward to the weight
-        test_mlp(Mlp::SwiGlu, 5, 12, 23);
-        test_mlp(Mlp::Relu2, 5, 12, 23);
+        for (const MlpRow& row : kMlps) { test_mlp(row.mlp, 5, 12, 23); }
         test_grad_accumulate(333);
     }
     TEST("attention") {
