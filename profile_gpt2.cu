@@ -68,10 +68,10 @@ WORK(Fp8Matmul) {                       // a slope reads as many values of pre_a
     const double out = a.out ? kX * (a.cast.before ? of_n : 1 + !!a.residual) : width(a.grad);
     return product(a.M, a.K, a.N, 1, 1, out + 2 * of_n);
 }
-WORK(Fp8Cast) {                         // SwiGLU's gate and up, and what they get, count twice
-    const bool gradient = a.source == Fp8Source::SwigluGrad, wide = gradient || a.source == Fp8Source::Swiglu;
-    const double read = 1 + !!a.before + wide, written = (!!a.out + !!a.out_t) * (1 + gradient);
-    return {(kX * read + written) * a.N * a.C, 0};
+WORK(Fp8Cast) {
+    const double x = a.width(), pre_act = act_columns(a.mlp, a.C);      // columns
+    const double read = a.source == Fp8Source::Act ? pre_act : a.C + (a.before ? pre_act : 0);
+    return {(kX * read + (!!a.out + !!a.out_t) * x) * a.N, 0};
 }
 WORK(Fp8Transpose) { return {2.0 * a.N * a.C, 0}; }
 WORK(BiasBackward) { return {kX * a.N * a.OC * (a.of_qkv ? 2 / 3.0 : 1), 0}; }

@@ -1935,11 +1935,12 @@ static void test_fp8_cast(int N, int C, float scale) {
                          nullptr, Fp8Source::Weight, N, C});
     });
     // With an activation: a kernel's fast exp may round to the neighbour.
-    for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad, Fp8Source::Swiglu, Fp8Source::SwigluGrad,
-                             Fp8Source::Relu2, Fp8Source::Relu2Grad}) {
-        Case g(format("fp8_cast N=%d C=%d scale=%g source=%d", N, C, scale, (int)source));
-        const bool wide = source == Fp8Source::SwigluGrad;
-        const int width = wide ? 2 * C : C;
+    for (int i = 0; i < 2 * (int)std::size(kMlps); i++) {
+        const MlpRow& row = kMlps[i / 2];
+        const Fp8Source source = i % 2 == 0 ? Fp8Source::Act : Fp8Source::Slope;
+        Case g(format("fp8_cast N=%d C=%d scale=%g %s source=%d", N, C, scale, row.name, (int)source));
+        const bool wide = source == Fp8Source::Slope && row.gated;
+        const int pre_act = act_columns(row.mlp, C), width = wide ? pre_act : C;
         const std::vector<uint8_t> filler(N * width, 0xFF);
         auto cast = [&](auto at) {
             auto a = args<Fp8CastOf>(at);
@@ -1948,9 +1949,9 @@ static void test_fp8_cast(int N, int C, float scale) {
             a.tensor = at.exact("tensor", std::vector<Fp8Tensor>{tensor});
             if (!wide) { a.dbias = at.grad("dbias", In(C, sqrt(N)), Accumulate::No, false); }
             a.scratch = at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4));
-            a.inp = at.x("inp", In(N * C * (source == Fp8Source::Swiglu ? 2 : 1)));
-            a.before = at.x("before", In(N * width, 2.0));
-            a.source = source, a.N = N, a.C = C;
+            a.inp = at.x("inp", In(N * (source == Fp8Source::Act ? pre_act : C)));
+            a.before = at.x("before", In(N * pre_act, 2.0));
+            a.source = source, a.N = N, a.C = C, a.mlp = row.mlp;
             call(a);
         };
         compute(g, cast);
@@ -2032,16 +2033,12 @@ static void test_fp8_matmul_act(Mlp mlp, int N, int K, int F) {
         else if (nan) { pre_act.back() = NAN; }
         Doubles eighths(of);
         for (int c = 0; c < of; c++) { eighths[c] = c == 5 ? 12.0 : (c % 7 - 3) / 8.0; }
-        const Fp8Source sources[][2] = {{Fp8Source::GeluGrad, Fp8Source::Gelu},
-                                        {Fp8Source::SwigluGrad, Fp8Source::Swiglu},
-                                        {Fp8Source::Relu2Grad, Fp8Source::Relu2}};
-        const Fp8Source source = sources[(int)mlp][forward];
         compute(k, [&](auto at) {
             auto* t = at.exact("tensors", tensors);
             auto to = args<Fp8CastOf>(at);
             to.out = at.exact("bytes", filler), to.out_t = at.exact("turned", filler);
             to.stats = at.exact("stats", std::vector<Fp8Stats>{{7, 1, 0, 0}}), to.tensor = t + 2;
-            to.source = source, to.N = N, to.C = F;
+            to.source = forward ? Fp8Source::Act : Fp8Source::Slope, to.N = N, to.C = F, to.mlp = mlp;
             to.scratch = at.s("sums", Scratch(std::max(activate_backward_scratch_bytes(N, F),
                                                        fp8_cast_scratch_bytes(N, F)) / 4));
             auto a = args<Fp8MatmulOf>(at);
@@ -2050,7 +2047,7 @@ static void test_fp8_matmul_act(Mlp mlp, int N, int K, int F) {
             a.out = at.x("out", forward ? Out(n) : Scratch(n)), to.inp = a.out;
             if (biased) { a.bias = at.x("bias", Of(eighths)); }
             if (!forward) { to.before = at.x("pre_act", Of(pre_act)); }
-            if (mlp == Mlp::Gelu && !forward) {
+            if (!gated && !forward) {
                 to.dbias = at.grad("dbias", In(F, sqrt(N)), Accumulate::Yes, false);
             }
             a.cast = to;
@@ -2070,7 +2067,7 @@ static void test_fp8_matmul_act(Mlp mlp, int N, int K, int F) {
               one.elements == two.elements, "%s: counts of two ops", k.title.c_str());
         if (nan) { continue; }
         if (forward) { k["out"].expect(); }
-        else if (mlp == Mlp::Gelu) { k["dbias"].expect(); }
+        else if (!gated) { k["dbias"].expect(); }
         expect_bytes(k, "bytes", Fp8Format::E4m3);
         expect_stats(k, "stats");
         const std::vector<uint8_t> got = k["bytes"].read<uint8_t>(), turned = k["turned"].read<uint8_t>();

@@ -2084,7 +2084,7 @@ static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stre
 // A block of fp8_cast takes a tile of 128 rows and columns. A thread converts a vector of each of four rows,
 // transposes each 4 x 4 bytes in registers and puts them into shared memory, where a word holds a quad: four
 // rows of a column. A warp then stores a column, 128 bytes. The kernel also computes activations and their
-// gradients (that of SwiGLU has two tiles: gate's and up's), and a bias's gradient by column sums: a tile's
+// gradients (a gated one's has two tiles: gate's and up's), and a bias's gradient by column sums: a tile's
 // sums are a row of partials, as in partial_sums_kernel.
 constexpr int kCastTile = 128, kCastThreads = 256, kCastQuads = kCastTile / 4;
 typedef uint32_t CastTile[kCastTile][kCastQuads];           // (column, quad)
@@ -2126,13 +2126,11 @@ __device__ __forceinline__ void store_columns(uint8_t* out, const CastTile& tile
 }
 
 // kSource: Plain stands for Weight, too.
-template <Fp8Source kSource>
+template <Fp8Source kSource, class Act>
 __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
     constexpr int kGroups = kCastTile / kWidth, kWarps = kCastThreads / kWarp, kWords = kWidth / 4;
-    constexpr bool kSwigluGrad = kSource == Fp8Source::SwigluGrad;
-    constexpr bool kSwiglu = kSource == Fp8Source::Swiglu || kSwigluGrad;
-    constexpr bool kBefore = kSwigluGrad || kSource == Fp8Source::GeluGrad || kSource == Fp8Source::Relu2Grad;
-    constexpr int kHalves = kSwigluGrad ? 2 : 1;                        // of a row of out
+    constexpr bool kGated = Act::kGated, kBefore = kSource == Fp8Source::Slope;
+    constexpr int kHalves = kBefore && kGated ? 2 : 1;                  // of a row of out
     __shared__ CastTile tiles[kHalves];
     __shared__ float sums[8][kCastTile];                                // of 16 rows each
     __shared__ uint2 stats[kWarps];                                     // of each warp: amax, saturated
@@ -2149,31 +2147,29 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         const int row = row_0 + 4 * quad, c = column_0 + group * kWidth, end = row < a.N ? a.C : 0;
         const size_t at = row < a.N ? (size_t)row * a.C : 0;
         uint32_t words[kHalves][4][kWords];
-        x128 x[4], before[4], up[4];                                    // SwiGLU: gate is in before or x
+        x128 x[4], before[4], up[4];                                    // gated: gate is in before or x
         Floats sum = {};
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const size_t row_at = at + (end ? (size_t)r * a.C : 0), wide_at = (kSwiglu ? 2 : 1) * row_at;
+            const size_t row_at = at + (end ? (size_t)r * a.C : 0), wide_at = (kGated ? 2 : 1) * row_at;
             x[r] = load(a.inp + (kBefore ? row_at : wide_at), c, end);
             if (kBefore) { before[r] = load(a.before + wide_at, c, end); }
-            if (kSwiglu) { up[r] = load((kBefore ? a.before : a.inp) + wide_at + (end ? a.C : 0), c, end); }
+            if (kGated) { up[r] = load((kBefore ? a.before : a.inp) + wide_at + (end ? a.C : 0), c, end); }
         }
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             Floats f[kHalves] = {to_floats(x[r])};
-            const Floats y = to_floats(kBefore ? before[r] : x[r]), z = to_floats(kSwiglu ? up[r] : x[r]);
+            const Floats y = to_floats(kBefore ? before[r] : x[r]), z = to_floats(kGated ? up[r] : x[r]);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 float& value = f[0].at[k];
-                if (kSource == Fp8Source::Gelu) { value = gelu(value); }
-                if (kSource == Fp8Source::GeluGrad) { value *= gelu_grad(y.at[k]); }
-                if (kSource == Fp8Source::Relu2) { value = Relu2::value(value); }
-                if (kSource == Fp8Source::Relu2Grad) { value *= Relu2::slope(y.at[k]); }
-                if (kSource == Fp8Source::Swiglu) { value = SwiGlu::value(value, z.at[k]); }
-                if (kSwigluGrad) {
-                    const float2 d = SwiGlu::slopes(value, y.at[k], z.at[k]);
-                    value = d.x, f[kHalves - 1].at[k] = d.y;
+                if constexpr (kBefore && kGated) {
+                    const float2 d = Act::slopes(value, y.at[k], z.at[k]);
+                    value = d.x, f[1].at[k] = d.y;
                 }
+                else if constexpr (kBefore) { value *= Act::slope(y.at[k]); }
+                else if constexpr (kGated) { value = Act::value(value, z.at[k]); }
+                else if constexpr (kSource == Fp8Source::Act) { value = Act::value(value); }
                 sum.at[k] += value;
             }
             Pack<uint8_t> bytes[kHalves];
@@ -2226,7 +2222,7 @@ static size_t fp8_cast_scratch_bytes(int N, int C) {
 // Why the casts cannot run here, or "". Older GPUs have no FP8, and code compiled for them has none.
 static std::string fp8_error() {
     cudaFuncAttributes attributes;
-    cudaCheck(cudaFuncGetAttributes(&attributes, fp8_cast_kernel<Fp8Source::Plain>));
+    cudaCheck(cudaFuncGetAttributes(&attributes, fp8_cast_kernel<Fp8Source::Plain, NoAct>));
     if (attributes.ptxVersion >= 89) { return ""; }
     return format("--matmul-dtype fp8 needs a GPU of compute capability 8.9 or later (RTX 40, H100, ...) and "
                   "a program compiled for it; the code that runs here is sm_%d's", attributes.ptxVersion);
@@ -2236,12 +2232,17 @@ static void fp8_cast(const Fp8Cast& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
-    constexpr auto kPlain = fp8_cast_kernel<Fp8Source::Plain>;          // in the order of Fp8Source
-    void (*const kernels[])(Fp8Cast) = {
-        kPlain, kPlain, fp8_cast_kernel<Fp8Source::Gelu>, fp8_cast_kernel<Fp8Source::GeluGrad>,
-        fp8_cast_kernel<Fp8Source::Swiglu>, fp8_cast_kernel<Fp8Source::SwigluGrad>,
-        fp8_cast_kernel<Fp8Source::Relu2>, fp8_cast_kernel<Fp8Source::Relu2Grad>};
-    kernels[(int)a.source]<<<grid, kCastThreads, 0, stream>>>(a);
+    const auto launch = [&](auto kernel) { kernel<<<grid, kCastThreads, 0, stream>>>(a); };
+    switch (a.source) {
+        case Fp8Source::Plain:
+        case Fp8Source::Weight: launch(fp8_cast_kernel<Fp8Source::Plain, NoAct>); break;
+        case Fp8Source::Act:
+            with_act(a.mlp, [&](auto act) { launch(fp8_cast_kernel<Fp8Source::Act, decltype(act)>); });
+            break;
+        case Fp8Source::Slope:
+            with_act(a.mlp, [&](auto act) { launch(fp8_cast_kernel<Fp8Source::Slope, decltype(act)>); });
+            break;
+    }
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
@@ -2291,25 +2292,26 @@ static void fp8_transpose(const Fp8Transpose& a, Stream stream) {
 static bool fp8_matmul_sm90(const Fp8Matmul& a, Stream stream) {
     const Fp8Cast& to = a.cast;
     if (!to.stats || !to.out || !a.fast || a.a_format != Fp8Format::E4m3 || a.residual) { return false; }
-    const bool gated = to.source == Fp8Source::Swiglu || to.source == Fp8Source::SwigluGrad;
-    const Product p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
-                       .pre_act = to.before ? to.before : a.out,
-                       .partial = to.dbias.data ? to.scratch : nullptr, .N = a.M, .K = a.K / 2,
-                       .columns = to.C, .pre_columns = (gated ? 2 : 1) * to.C, .out_columns = to.width(),
-                       .bytes = to.out, .transposed = to.out_t, .rows8 = a.a_tensor, .weight8 = a.b_tensor,
-                       .bytes8 = to.tensor, .stats = to.stats};
-    switch (to.source) {
-        case Fp8Source::Plain: case Fp8Source::Weight: return false;
-        case Fp8Source::Gelu: return product_sm90<ForwardBytes<Gelu>>(p, stream);
-        case Fp8Source::Relu2: return product_sm90<ForwardBytes<Relu2>>(p, stream);
-        case Fp8Source::Swiglu: return !a.bias && product_sm90<GatedForwardBytes<SwiGlu>>(p, stream);
-        case Fp8Source::SwigluGrad: return product_sm90<GatedBackwardBytes<SwiGlu>>(p, stream);
-        case Fp8Source::Relu2Grad: return product_sm90<BackwardBytes<Relu2>>(p, stream);
-        case Fp8Source::GeluGrad: break;
-    }
-    if (!product_sm90<BackwardBytes<Gelu>>(p, stream)) { return false; }
-    if (p.partial) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
-    return true;
+    if (to.source != Fp8Source::Act && to.source != Fp8Source::Slope) { return false; }
+    return with_act(to.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        const Product p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
+                           .pre_act = to.before ? to.before : a.out,
+                           .partial = to.dbias.data ? to.scratch : nullptr, .N = a.M, .K = a.K / 2,
+                           .columns = to.C, .pre_columns = act_columns(to.mlp, to.C),
+                           .out_columns = to.width(), .bytes = to.out, .transposed = to.out_t,
+                           .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor,
+                           .stats = to.stats};
+        if constexpr (Act::kGated) {
+            return to.before ? product_sm90<GatedBackwardBytes<Act>>(p, stream)
+                             : !a.bias && product_sm90<GatedForwardBytes<Act>>(p, stream);
+        } else {
+            if (!to.before) { return product_sm90<ForwardBytes<Act>>(p, stream); }
+            if (!product_sm90<BackwardBytes<Act>>(p, stream)) { return false; }
+            if (p.partial) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
+            return true;
+        }
+    });
 }
 
 static void fp8_matmul(const Fp8Matmul& a, Stream stream) {
@@ -5666,18 +5668,10 @@ struct Pass {
     void cast(const Operand& y, int C) const {
         if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.data, .N = N(), .C = C}), stream()); }
     }
-    // What the MLP's activation, or the gradient of what it read, is cast from.
-    enum class Slope { No, Yes };
-    Fp8Source activation_source(Slope slope) const {
-        static const Fp8Source sources[][2] = {{Fp8Source::Gelu, Fp8Source::GeluGrad},
-                                               {Fp8Source::Swiglu, Fp8Source::SwigluGrad},
-                                               {Fp8Source::Relu2, Fp8Source::Relu2Grad}};
-        return sources[(int)config().shape().mlp][(int)slope];
-    }
-    // What an MLP's activation gives, as bytes, from what it reads
+    // What the MLP's activation gives, as bytes, from what it reads
     Fp8Cast activation_cast(const Operand& out, const floatX* fch) const {
-        return cast_to(out, {.inp = fch, .source = activation_source(Slope::No), .N = N(),
-                             .C = config().shape().F});
+        const Config::Shape s = config().shape();
+        return cast_to(out, {.inp = fch, .source = Fp8Source::Act, .N = N(), .C = s.F, .mlp = s.mlp});
     }
     // bytes or bytes_t, or both, of a weight whose largest element stats have; neither: finds that element
     void cast_weight(const Linear& w, uint8_t* bytes, uint8_t* bytes_t) const {
@@ -5942,15 +5936,16 @@ struct Backward : Pass {
     void linear_activate_backward(const Operand& dfch, const Operand& dout, const Operand& act,
                                   const Linear& w, const floatX* fch, const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
+        const Mlp mlp = config().shape().mlp;
         floatX* product = fresh(dact ? dact : dfch.data);       // GELU's slope is applied in place
         if (dout.bytes) {
             return fp8_product(product, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = product,
-                               .before = fch, .source = activation_source(Slope::Yes), .N = N(), .C = w.C}));
+                               .before = fch, .source = Fp8Source::Slope, .N = N(), .C = w.C, .mlp = mlp}));
         }
         matmul_backward_input({.dinp = dfch.data, .dout = dout.data, .weight = w.weight.data,
                                .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
-                               .scratch = scratch, .dact = dact, .mlp = config().shape().mlp}, stream());
-        cast(dfch, act_columns(config().shape().mlp, w.C));
+                               .scratch = scratch, .dact = dact, .mlp = mlp}, stream());
+        cast(dfch, act_columns(mlp, w.C));
     }
 
     // dqkv from datty, and its column sums, the gradient of the bias of qkv. Rotated: q and k are not done

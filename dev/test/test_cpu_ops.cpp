@@ -512,7 +512,7 @@ static void test_fp8_scale() {
 
 static void test_fp8_cast(int N, int C) {
     const size_t n = (size_t)N * C;
-    const Doubles inp = random_tensor(n, 3.0), pre_gelu = random_tensor(n, 2.0);
+    const Doubles inp = random_tensor(n, 3.0);
     std::vector<uint8_t> out(n), out_t(n);
     Fp8Tensor tensor = {};
     fp8_set_scale(&tensor, 256.0f);             // 448/256 = 1.75: of +-3 many saturate
@@ -569,49 +569,36 @@ static void test_fp8_cast(int N, int C) {
     }
     CHECK(rows == out && columns == out_t, "a weight's rows or columns alone");
 
-    // GELU and its slope, and the sums of columns
+    // activations and their gradients: what the ops give, rounded, and the sums of columns
     fp8_set_scale(&tensor, 64.0f);
-    for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad}) {
-        const Doubles x = doubles(n, [&](size_t i) {
-            return source == Fp8Source::Gelu ? gelu_direct(inp[i]) : inp[i] * gelu_derivative(pre_gelu[i]);
-        });
-        const Doubles expected_sums = column_sums_of(x, N, C);
-        stats = {};
-        const Doubles sums = gradient_of(shape, C, [&](GradOf<double> grad) {
-            fp8_cast_cpu<double>({out.data(), out_t.data(), &stats, &tensor, grad, nullptr, inp, pre_gelu,
-                                  source, N, C}, 0);
-        });
-        for (size_t i = 0; i < n; i++) {        // a rounding of x may make a tie of it
-            const double got = fp8_direct(out[i]) / 64.0, gap = std::max(fabs(got) / 8.0, 0x1p-15);
-            wrong += fabs(got - x[i]) > 0.501 * gap || out_t[i % C * N + i / C] != out[i];
+    for (const MlpRow& row : kMlps) {
+        const int wide = act_columns(row.mlp, C);
+        const Doubles pre_act = random_tensor((size_t)N * wide, 2.0);
+        Doubles act(n), slope(pre_act.n);
+        activate_cpu<double>({act, pre_act, N, C, row.mlp}, 0);
+        activate_backward_cpu<double>({slope, inp, pre_act, N, C, row.mlp}, 0);
+        for (Fp8Source source : {Fp8Source::Act, Fp8Source::Slope}) {
+            const bool is_act = source == Fp8Source::Act;
+            const Doubles& want = is_act ? act : slope;
+            const size_t width = is_act ? C : wide;
+            std::vector<uint8_t> rows(want.n), columns(want.n);
+            auto cast = [&](GradOf<double> dbias) {
+                stats = {};
+                fp8_cast_cpu<double>({rows.data(), columns.data(), &stats, &tensor, dbias, nullptr,
+                                      is_act ? pre_act : inp, is_act ? nullptr : (const double*)pre_act,
+                                      source, N, C, row.mlp}, 0);
+            };
+            cast({});
+            for (size_t i = 0; i < want.n; i++) {
+                wrong += rows[i] != fp8_encode((float)want[i] * 64.0f) ||
+                         columns[i % width * N + i / width] != rows[i];
+            }
+            CHECK(wrong == 0 && stats.elements == want.n, "%s %s %d: %zu elements are wrong", shape.c_str(),
+                  row.name, (int)source, wrong);
+            if (width > (size_t)C) { continue; }
+            const Doubles sums = gradient_of(shape, C, cast), expected = column_sums_of(want, N, C);
+            CHECK_SAME(sums, expected, 1e-12);
         }
-        CHECK(wrong == 0 && stats.saturated == 0, "%s: %zu elements are wrong", shape.c_str(), wrong);
-        CHECK_SAME(sums, expected_sums, 1e-12);
-    }
-
-    // the second family's: what its own ops give, rounded
-    const Doubles gate_up = random_tensor(2 * n, 2.0);
-    Doubles swiglu(n), dgate_up(2 * n), relu2(n), drelu2(n);
-    activate_cpu<double>({swiglu, gate_up, N, C, Mlp::SwiGlu}, 0);
-    activate_backward_cpu<double>({dgate_up, inp, gate_up, N, C, Mlp::SwiGlu}, 0);
-    activate_cpu<double>({relu2, inp, N, C, Mlp::Relu2}, 0);
-    activate_backward_cpu<double>({drelu2, inp, pre_gelu, N, C, Mlp::Relu2}, 0);
-    struct { Fp8Source source; const double *inp, *before, *want; int width; } cases[] = {
-        {Fp8Source::Swiglu, gate_up, nullptr, swiglu, C}, {Fp8Source::Relu2, inp, nullptr, relu2, C},
-        {Fp8Source::SwigluGrad, inp, gate_up, dgate_up, 2 * C},
-        {Fp8Source::Relu2Grad, inp, pre_gelu, drelu2, C}};
-    for (const auto& is : cases) {
-        const size_t all = (size_t)N * is.width;
-        std::vector<uint8_t> rows(all), columns(all);
-        stats = {};
-        fp8_cast_cpu<double>({rows.data(), columns.data(), &stats, &tensor, {}, nullptr, is.inp, is.before,
-                              is.source, N, C}, 0);
-        for (size_t i = 0; i < all; i++) {
-            wrong += rows[i] != fp8_encode((float)is.want[i] * 64.0f) ||
-                     columns[i % is.width * N + i / is.width] != rows[i];
-        }
-        CHECK(wrong == 0 && stats.elements == all, "%s: source %d: %zu elements are wrong", shape.c_str(),
-              (int)is.source, wrong);
     }
 }
 

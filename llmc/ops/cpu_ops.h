@@ -671,20 +671,13 @@ template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
     if (a.source == Fp8Source::Weight && casts) {
         fp8_set_scale(a.tensor, fp8_scale(float_of(a.stats->amax), 0));
     }
-    const size_t n = (size_t)N * C;
-    std::vector<Real> x(a.inp, a.inp + n);
+    std::vector<Real> x(a.inp, a.inp + (size_t)N * C);
     x.resize((size_t)N * wide);
     Real* y = x.data();
     switch (a.source) {
         case Fp8Source::Plain: case Fp8Source::Weight: break;
-        case Fp8Source::Gelu: activate_cpu<Real>({y, a.inp, N, C, Mlp::Gelu}); break;
-        case Fp8Source::GeluGrad: activate_backward_cpu<Real>({y, y, a.before, N, C, Mlp::Gelu}); break;
-        case Fp8Source::Swiglu: activate_cpu<Real>({y, a.inp, N, C, Mlp::SwiGlu}); break;
-        case Fp8Source::SwigluGrad:
-            activate_backward_cpu<Real>({y, a.inp, a.before, N, C, Mlp::SwiGlu});
-            break;
-        case Fp8Source::Relu2: activate_cpu<Real>({y, a.inp, N, C, Mlp::Relu2}); break;
-        case Fp8Source::Relu2Grad: activate_backward_cpu<Real>({y, a.inp, a.before, N, C, Mlp::Relu2}); break;
+        case Fp8Source::Act: activate_cpu<Real>({y, a.inp, N, C, a.mlp}); break;
+        case Fp8Source::Slope: activate_backward_cpu<Real>({y, a.inp, a.before, N, C, a.mlp}); break;
     }
     std::vector<uint8_t> rows(casts && !a.out ? x.size() : 0);
     uint8_t* out = rows.empty() ? a.out : rows.data();

@@ -154,23 +154,23 @@ template <class X, class S> struct GradAccumulateOf {     // grad (+)= values, r
 // product divides by its operands' powers again. The tensor of a weight gets its scale from its own largest
 // element, which a call without outputs has found; others keep theirs for a step. The logits' gradient has a
 // bound, and so a fixed scale: classifier writes it. What is cast, to e4m3:
-//     Plain     x = inp          Gelu    x = gelu(inp)        GeluGrad    x = inp * gelu'(before)
-//     Weight    x = inp          Relu2   x = max(inp, 0)^2    Relu2Grad   x = inp * 2 max(before, 0)
-//     Swiglu    x = silu(gate) * up: inp is gate, up (N,2C)
-//     SwigluGrad      x (N,2C) = gradients of gate, of up from that of Swiglu's x, inp: before is gate, up
-enum class Fp8Source { Plain, Weight, Gelu, GeluGrad, Swiglu, SwigluGrad, Relu2, Relu2Grad };
+//     Plain     x = inp          Act      x = act(inp), of a gated one act(gate, up): inp is (N,2C)
+//     Weight    x = inp          Slope    x = inp * act'(before). Of a gated one x (N,2C) is the gradients of
+//                                         gate and of up, which are `before`, from that of act, inp
+enum class Fp8Source { Plain, Weight, Act, Slope };
 template <class X, class S> struct Fp8CastOf {
-    // (N,C) (C,N), with SwigluGrad (N,2C) (2C,N): bytes of x * scale, or null. Both null: only amax is taken
+    // (N,C) (C,N), of x (N,2C) likewise: bytes of x * scale, or null. Both null: only amax is taken
     uint8_t *out = nullptr, *out_t = nullptr;
     Fp8Stats* stats = nullptr;          // added to
     Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where bytes are wanted
-    GradOf<S> dbias = {};               // (C) or null: column sums of x; null with SwigluGrad
+    GradOf<S> dbias = {};               // (C) or null: column sums of x; null where x is (N,2C)
     S* scratch = nullptr;               // where dbias is wanted
-    const X* inp;                       // (N,C), with Swiglu (N,2C)
-    const X* before = nullptr;          // of the gradients: (N,C), with SwigluGrad (N,2C); else null
+    const X* inp;                       // (N,C), or gate, up (N,2C)
+    const X* before = nullptr;          // Slope: (N,C), or gate, up (N,2C); else null
     Fp8Source source = Fp8Source::Plain;
     int N, C;                           // multiples of 16
-    int width() const { return source == Fp8Source::SwigluGrad ? 2 * C : C; }       // of out
+    Mlp mlp = Mlp::Gelu;                // Act, Slope: the activation
+    int width() const { return source == Fp8Source::Slope ? act_columns(mlp, C) : C; }      // of x
     template <class F> void outputs(F gives) const {
         gives("out", out, N, width()); gives("out_t", out_t, width(), N);
         gives("amax", stats ? &stats->amax : nullptr, 1); gives("dbias", dbias, C);
