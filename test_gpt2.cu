@@ -2208,9 +2208,9 @@ __global__ void __launch_bounds__(256, 1) epilogue_kernel(const __grid_constant_
 }
 
 // Of an MLP F wide, backward or forward. A cluster's two blocks have two tiles each or more.
-template <class E> static void test_epilogue(const char* name, bool gated, bool forward) {
+template <class E> static void test_epilogue(const std::string& name, bool gated, bool forward) {
     const int N = 192, F = 512, K = 512, wide = gated ? 2 * F : F, out = forward ? F : wide;
-    Case k(format("epilogue %s", name));
+    Case k("epilogue " + name);
     repeat(k, [&](auto at) {
         std::vector<Fp8Tensor> tensors(3);
         fp8_set_scale(&tensors[0], 4.0f), fp8_set_scale(&tensors[1], 2.0f), fp8_set_scale(&tensors[2], 64.0f);
@@ -2232,20 +2232,23 @@ template <class E> static void test_epilogue(const char* name, bool gated, bool 
     const auto bytes = k["bytes"].read<uint8_t>(), turned = k["turned"].read<uint8_t>();
     size_t wrong = 0;
     for (int i = 0; i < N * out; i++) { wrong += bytes[i] != turned[i % out * N + i / out]; }
-    CHECK(wrong == 0, "%s: %zu of the transposed bytes differ", name, wrong);
+    CHECK(wrong == 0, "%s: %zu of the transposed bytes differ", name.c_str(), wrong);
 }
 
 template <class X> static void test_epilogues() {
     if constexpr (sizeof(X) == 2) {
         if (!products_activate(512, 512)) { return; }
-        test_epilogue<ActivationForward<Gelu>>("forward", false, true);
-        test_epilogue<ActivationBackward<Gelu>>("backward", false, false);
-        test_epilogue<GatedForward<SwiGlu>>("gated forward", true, true);
-        test_epilogue<GatedBackward<SwiGlu>>("gated backward", true, false);
-        test_epilogue<ForwardBytes<Gelu>>("forward, bytes", false, true);
-        test_epilogue<BackwardBytes<Gelu>>("backward, bytes", false, false);
-        test_epilogue<GatedForwardBytes<SwiGlu>>("gated forward, bytes", true, true);
-        test_epilogue<GatedBackwardBytes<SwiGlu>>("gated backward, bytes", true, false);
+        for (const MlpRow& row : kMlps) {
+            with_act(row.mlp, [&](auto act) {
+                typedef decltype(act) Act;
+                const std::string name = row.name;
+                test_epilogue<ActivationForward<Act, Store16>>(name + " forward", row.gated, true);
+                test_epilogue<ActivationBackward<Act, Store16>>(name + " backward", row.gated, false);
+                test_epilogue<ActivationForward<Act, StoreBytes>>(name + " forward, bytes", row.gated, true);
+                test_epilogue<ActivationBackward<Act, StoreBytes>>(name + " backward, bytes", row.gated,
+                                                                   false);
+            });
+        }
     }
 }
 

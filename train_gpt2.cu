@@ -1262,10 +1262,10 @@ static void activate_backward(const ActivateBackward& a, Stream stream) {
 // ProductLoop computes tiles of 128 x 256 sums, and does not know what follows. An epilogue rounds a tile's
 // sums, and computes and stores the rest:
 //     ActivationForward    pre_act (N,OC) = inp weight^T + bias, and out = act(pre_act)
+//         gated            gate, up (N,2F) = inp weight^T, and out (N,F) = act(gate, up)
 //     ActivationBackward   dinp (N,C) = (dout weight) * act'(pre_act), and dbias (+)= sums of its columns
-//     GatedForward         gate, up (N,2F) = inp weight^T, and out (N,F) = silu(gate) * up
-//     GatedBackward        dgate, dup (N,2F) from dact (N,F) = dout weight
-//     ForwardBytes, BackwardBytes, GatedForwardBytes, GatedBackwardBytes      the same in FP8
+//         gated            dgate, dup (N,2F) from dact (N,F) = dout weight
+// Each is made of an activation and of how it stores: Store16 in 16 bits, StoreBytes in FP8.
 // Two warpgroups each own 64 rows of a tile, whose sums fill 128 registers of a thread. Of the third, one
 // thread starts all copies, some stages of 64 k ahead. A cluster of two blocks takes two tiles of the same
 // columns; each block fetches half of the weights' part of a stage, for both. A tile's sums are rounded into
@@ -1292,7 +1292,7 @@ struct Product {
     const floatX *pre_act, *out;        // (N,pre_columns) (N,out_columns) the forward writes both, the
                                         // backward out
     float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
-    int N, K, columns, pre_columns, out_columns;        // SwiGLU's gate, up and their gradients: 2 columns
+    int N, K, columns, pre_columns, out_columns;        // of gate, up and their gradients: 2 columns
     // FP8: rows (N,2K) and weight (..,2K) are bytes. Written are out's bytes and their transpose
     uint8_t *bytes, *transposed;        // (N,out_columns) (out_columns,N)
     const Fp8Tensor *rows8, *weight8, *bytes8;
@@ -1328,8 +1328,8 @@ template <class E> __device__ __forceinline__ ProductTile product_tile(const Pro
 }
 
 // The main loop. The epilogue E says how the operands lie. kTransB: weight is (K,columns). kFp8: both are
-// bytes. kColumns = 128: a tile has 128 columns of the weight's first half, SwiGLU's gate, and the same ones
-// of its second half, up.
+// bytes. kColumns = 128: a tile has 128 columns of the weight's first half, gate, and the same ones of its
+// second half, up.
 template <class E> struct ProductLoop {
     static constexpr int kStages = E::kStages, kPart = kProductColumns / kProductCluster;
     ProductShared<E>& shared;
@@ -1481,10 +1481,10 @@ struct Epilogue {
         barrier();
     }
     // packed = d scale + bias, rounded; the n-th of d has two columns of a lane, in two rows.
-    template <bool kBiased> __device__ __forceinline__ void pack(const float (&d)[32][4], float scale) {
+    __device__ __forceinline__ void pack(const float (&d)[32][4], float scale, bool biased) {
 #pragma unroll
         for (int n = 0; n < 32; n++) {
-            const float2 b = kBiased ? unpack_pair(own.bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
+            const float2 b = biased ? unpack_pair(own.bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
             packed[n / 2][n % 2 * 2] = pack_pair(fmaf(d[n][0], scale, b.x), fmaf(d[n][1], scale, b.y));
             packed[n / 2][n % 2 * 2 + 1] = pack_pair(fmaf(d[n][2], scale, b.x), fmaf(d[n][3], scale, b.y));
         }
@@ -1498,18 +1498,19 @@ struct Epilogue {
         return smem_address(block) + (warp * 16 + half * 8 + row8) * 128 + ((n % 4 * 2 + beside) ^ row8) * 16;
     }
 
-    // The leader starts the copy of block i of a tile's pre_act; blocks of gate and of up: kParts 2. It comes
-    // into staging[i % 2 * kParts]. Later all wait for it, while the next one is on its way.
-    template <int kParts> __device__ __forceinline__ void load_pre_act(const ProductTile& tile, int i) {
+    // The leader starts the copy of block i of a tile's pre_act; blocks of gate and of up: 2 parts. It comes
+    // into staging[i % 2 * parts]. Later all wait for it, while the next one is on its way.
+    __device__ __forceinline__ void load_pre_act(const ProductTile& tile, int i, int parts) {
         if (!leads) { return; }
-        mbarrier_expect(&loaded[i % 2], kParts * kBlock);
-        for (int part = 0; part < kParts; part++) {
-            tma_load_4d(staging[i % 2 * kParts + part], &maps.pre_act, &loaded[i % 2], 0, row_of(tile),
+        mbarrier_expect(&loaded[i % 2], parts * kBlock);
+#pragma unroll
+        for (int part = 0; part < parts; part++) {
+            tma_load_4d(staging[i % 2 * parts + part], &maps.pre_act, &loaded[i % 2], 0, row_of(tile),
                         (tile.column + part * p.columns) / 64 + i, 0);
         }
     }
-    template <int kParts> __device__ __forceinline__ void await_pre_act(const ProductTile& tile, int i) {
-        if (i < 3) { load_pre_act<kParts>(tile, i + 1); }
+    __device__ __forceinline__ void await_pre_act(const ProductTile& tile, int i, int parts) {
+        if (i < 3) { load_pre_act(tile, i + 1, parts); }
         mbarrier_wait(&loaded[i % 2], i / 2);
     }
     // The lane has four of 16 columns, in two rows, which are added up.
@@ -1542,163 +1543,50 @@ struct Epilogue {
     }
 };
 
-// pre_act = the sums + bias; out = act(pre_act). A slice has 16 columns.
-template <class Act> struct ActivationForward : Epilogue {
-    static constexpr int kStages = 4, kBuffers = 2, kSlices = 16;
+// How an epilogue stores, in groups of 16 columns, of which a lane has four in each of two rows: f[4], pairs
+// of columns. Both ways have
+//     kGroups            groups in a slice of a forward
+//     bias_place         where share_bias puts a thread's two columns
+//     scale, dact_scale  what a forward's and a backward's sums are multiplied by; unit: what sums of out are
+//     value(Act(), ...)  an activation
+//     put_sums, get      group n of `packed` into a block of staging, and of pre_act from a block
+//     round              f becomes words; f is then what dbias sums
+//     put, store_out     the words of the groups from n on into a block of staging, and the block into out
+//     sum_place          the column, of 32, whose sum warp_sums leaves in a lane
+struct Store16 : Epilogue {
+    static constexpr int kGroups = 1;
+    static constexpr float scale = 1.0f, dact_scale = 1.0f, unit = 1.0f;
+    struct Words { uint32_t at[4]; };
     using Epilogue::Epilogue;
-    __device__ __forceinline__ void begin(const ProductTile& tile) { ask_bias(tile); }
-    __device__ __forceinline__ void meet() { share_bias(threadIdx.x % 128); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<true>(d, 1.0f); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int row = row_of(tile), column = tile.column + s / 4 * 64;
-        uint32_t y[4];
+    __device__ __forceinline__ int bias_place() { return threadIdx.x % 128; }
+    __device__ __forceinline__ int sum_place() { return lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2; }
+    template <class Act, class... X> __device__ __forceinline__ float value(Act, X... x) {
+        return Act::value(x...);
+    }
+    __device__ __forceinline__ void put_sums(int buffer, int n) {
+        stmatrix_x4(place(staging[buffer], n), packed[n]);
+    }
+    __device__ __forceinline__ void get(float2 (&x)[4], int buffer, int n) {
+        uint32_t words[4];
+        ldmatrix_x4(words, place(staging[buffer], n));
+        for (int m = 0; m < 4; m++) { x[m] = unpack_pair(words[m]); }
+    }
+    template <int kCount>
+    __device__ __forceinline__ void round(Words (&words)[kCount], float2 (&f)[kCount][4]) {
 #pragma unroll
-        for (int m = 0; m < 4; m++) {
-            const float2 x = unpack_pair(packed[s][m]);
-            y[m] = pack_pair(Act::value(x.x), Act::value(x.y));
-        }
-
-        const uint32_t to = place(staging[0], s);
-        if (s % 4 == 0) { begin_block(); }
-        stmatrix_x4(to, packed[s]);
-        stmatrix_x4(to + kBlock, y);
-        if (s % 4 < 3) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.pre_act, 0, row, column);
-            store_block(maps.out, 1, row, column);
-            tma_store_commit();
+        for (int k = 0; k < 4 * kCount; k++) {
+            uint32_t& word = words[k / 4].at[k % 4];
+            word = pack_pair(f[k / 4][k % 4].x, f[k / 4][k % 4].y);
+            f[k / 4][k % 4] = unpack_pair(word);
         }
     }
-};
-
-// out = the sums, rounded, times act'(pre_act), and the sums of out's columns. Two blocks of pre_act are in
-// staging, where out replaces them. A slice has 32 columns: the backward waits longer than the forward
-// (ldmatrix, shuffles), and more columns hide more of it.
-template <class Act> struct ActivationBackward : Epilogue {
-    static constexpr bool kTransB = true;
-    static constexpr int kStages = 4, kBuffers = 2, kSlices = 8;
-    using Epilogue::Epilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<1>(tile, 0); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64;
-        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
-            if (leads) { tma_store_wait<0>(); }
-            await_pre_act<1>(tile, i);
-        }
-        uint32_t at[2], y[2][4];
+    template <int kCount>
+    __device__ __forceinline__ void put(const Words (&words)[kCount], int buffer, int n) {
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            at[pair] = place(staging[i % 2], 2 * s + pair);
-            ldmatrix_x4(y[pair], at[pair]);
-        }
-        float sum[8];
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            float2 f[4];
-#pragma unroll
-            for (int m = 0; m < 4; m++) {
-                const float2 d = unpack_pair(packed[2 * s + pair][m]), x = unpack_pair(y[pair][m]);
-                y[pair][m] = pack_pair(d.x * Act::slope(x.x), d.y * Act::slope(x.y));
-                f[m] = unpack_pair(y[pair][m]);         // what is summed is what is stored
-            }
-            add_rows(sum + 4 * pair, f);
-        }
-
-        if (s % 2 == 0) { barrier(); }                  // all have read the last block's sums
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) { stmatrix_x4(at[pair], y[pair]); }
-        // every fourth lane has the same 8 columns
-        own.sums[warp][s % 2 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = warp_sums<4>(sum);
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.out, i % 2, row, column);
-            tma_store_commit();
-        }
-        store_sums(row, column, 1.0f);
+        for (int k = 0; k < kCount; k++) { stmatrix_x4(place(staging[buffer], n + k), words[k].at); }
     }
-};
-
-// The tile's first 128 columns are gate, the others are up, of the same 128 columns of out. So a thread has
-// both of an element. A slice has 16 columns of each. Three blocks are staged at a time, and three stages fit
-// beside.
-template <class Act> struct GatedForward : Epilogue {
-    static constexpr int kColumns = kProductColumns / 2, kStages = 3, kBuffers = 3, kSlices = 8;
-    using Epilogue::Epilogue;
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int row = row_of(tile), column = tile.column + s / 4 * 64;
-        uint32_t y[4];
-#pragma unroll
-        for (int m = 0; m < 4; m++) {
-            const float2 gate = unpack_pair(packed[s][m]), up = unpack_pair(packed[s + 8][m]);
-            y[m] = pack_pair(Act::value(gate.x, up.x), Act::value(gate.y, up.y));
-        }
-
-        const uint32_t to = place(staging[0], s);
-        if (s % 4 == 0) { begin_block(); }
-        stmatrix_x4(to, packed[s]);
-        stmatrix_x4(to + kBlock, packed[s + 8]);
-        stmatrix_x4(to + 2 * kBlock, y);
-        if (s % 4 < 3) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.pre_act, 0, row, column);
-            store_block(maps.pre_act, 1, row, column + p.columns);
-            store_block(maps.out, 2, row, column);
-            tma_store_commit();
-        }
-    }
-};
-
-// The sums, rounded, are dact. Two blocks of gate and two of up are in staging, where dgate and dup replace
-// them; three stages fit beside. A slice has 32 columns.
-template <class Act> struct GatedBackward : Epilogue {
-    static constexpr bool kTransB = true;
-    static constexpr int kStages = 3, kBuffers = 4, kSlices = 8;
-    using Epilogue::Epilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<2>(tile, 0); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64, buffer = i % 2 * 2;
-        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
-            if (leads) { tma_store_wait<0>(); }
-            await_pre_act<2>(tile, i);
-        }
-        uint32_t at[2], gate[2][4], up[2][4];
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            at[pair] = place(staging[buffer], 2 * s + pair);
-            ldmatrix_x4(gate[pair], at[pair]);
-            ldmatrix_x4(up[pair], at[pair] + kBlock);
-        }
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            uint32_t &g = gate[k / 4][k % 4], &u = up[k / 4][k % 4];
-            const float2 d = unpack_pair(packed[2 * s + k / 4][k % 4]), of_g = unpack_pair(g);
-            const float2 of_u = unpack_pair(u);
-            const float2 first = Act::slopes(d.x, of_g.x, of_u.x);
-            const float2 second = Act::slopes(d.y, of_g.y, of_u.y);
-            g = pack_pair(first.x, second.x), u = pack_pair(first.y, second.y);
-        }
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            stmatrix_x4(at[pair], gate[pair]);
-            stmatrix_x4(at[pair] + kBlock, up[pair]);
-        }
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.out, buffer, row, column);
-            store_block(maps.out, buffer + 1, row, column + p.columns);
-            tma_store_commit();
-        }
+    __device__ __forceinline__ void store_out(int buffer, int row, int column) {
+        store_block(maps.out, buffer, row, column);
     }
 };
 
@@ -1708,14 +1596,24 @@ template <class Act> struct GatedBackward : Epilogue {
 // __byte_perm transpose. But wgmma gives it rows r and r + 8 and columns c, c + 1, c + 8 and c + 9. So the
 // copies permute the operands' rows (product_bytes_map). A slice has 32 columns; their bytes fill an
 // stmatrix.
-struct BytesEpilogue : Epilogue {
+struct StoreBytes : Epilogue {
     static constexpr bool kFp8 = true;
-    static constexpr int kSlices = 8;
+    static constexpr int kGroups = 2;
+    struct Words { uint32_t at[2]; };
     // Values are scaled to the bytes' unit from the start, in the backward as soon as they are packed.
     Fp8Counts counts;
-    const float unit8 = p.bytes8->inverse, unscale = p.rows8->inverse * p.weight8->inverse;
+    const float unit = p.bytes8->inverse, scale = p.rows8->inverse * p.weight8->inverse;
+    const float dact_scale = scale * p.bytes8->scale;
     const uint32_t so_far = fp8_amax_so_far(p.stats);
     using Epilogue::Epilogue;
+    __device__ __forceinline__ int bias_place() {       // a lane's columns are 4q to 4q + 3 of 16
+        const int pair = threadIdx.x % 128;
+        return pair / 8 * 8 + pair % 2 * 4 + pair % 8 / 2;
+    }
+    __device__ __forceinline__ int sum_place() { return lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4; }
+    template <class Act, class... X> __device__ __forceinline__ float value(Act, X... x) {
+        return Act::value(x..., unit);
+    }
 
     // Where a block has the lane's four of the n-th 16 columns, in its upper or lower row.
     __device__ __forceinline__ uint2& quad_of(floatX* block, int n, int lower) {
@@ -1723,16 +1621,21 @@ struct BytesEpilogue : Epilogue {
         return *(uint2*)(block + row * 64 + chunk * 8 + lane % 2 * 4);
     }
 
-    // The n-th 16 columns into a block.
-    __device__ __forceinline__ void stage_sums(floatX* block, int n) {
+    __device__ __forceinline__ void put_sums(int buffer, int n) {
         for (int lower = 0; lower < 2; lower++) {
-            quad_of(block, n, lower) = make_uint2(packed[n][lower], packed[n][lower + 2]);
+            quad_of(staging[buffer], n, lower) = make_uint2(packed[n][lower], packed[n][lower + 2]);
+        }
+    }
+    __device__ __forceinline__ void get(float2 (&x)[4], int buffer, int n) {
+        for (int lower = 0; lower < 2; lower++) {
+            const uint2 quad = quad_of(staging[buffer], n, lower);
+            x[lower] = unpack_pair(quad.x), x[lower + 2] = unpack_pair(quad.y);
         }
     }
 
-    // words[pair]: f[pair] as four bytes of the upper row, and four of the lower one
-    __device__ __forceinline__ void round(uint32_t (&words)[2][2], const float2 (&f)[2][4]) {
-        Floats all[2];                  // the upper row's four columns, the lower one's
+    // words[k]: f[k] as four bytes of the upper row, and four of the lower one
+    __device__ __forceinline__ void round(Words (&words)[2], const float2 (&f)[2][4]) {
+        Floats all[2];                  // each: the upper row's four columns, the lower one's
         Pack<uint8_t> bytes[2];
 #pragma unroll
         for (int k = 0; k < 16; k++) {
@@ -1745,12 +1648,13 @@ struct BytesEpilogue : Epilogue {
 
     // The warp's bytes of 16 rows and 32 columns into staging, two matrices of (64,64) in the 64-byte
     // swizzle: rows, then columns.
-    __device__ __forceinline__ void stage_bytes(const uint32_t (&words)[2][2], int slice, int buffer) {
-        const uint32_t rows[4] = {words[0][0], words[0][1], words[1][0], words[1][1]};
+    __device__ __forceinline__ void put(const Words (&words)[2], int buffer, int n) {
+        const int slice = n / 2 % 2;
+        const uint32_t rows[4] = {words[0].at[0], words[0].at[1], words[1].at[0], words[1].at[1]};
         uint32_t columns[4];            // of each pair the first two and the others, two rows of a column
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            columns[i] = __byte_perm(words[i / 2][0], words[i / 2][1], i % 2 == 0 ? 0x5140 : 0x7362);
+            columns[i] = __byte_perm(rows[i / 2 * 2], rows[i / 2 * 2 + 1], i % 2 == 0 ? 0x5140 : 0x7362);
         }
         const uint32_t to = smem_address(staging[buffer]);
         const int pair = lane / 16, second = lane / 8 % 2, i = lane % 8;        // stmatrix: row i of a matrix
@@ -1759,188 +1663,145 @@ struct BytesEpilogue : Epilogue {
         stmatrix_x4(to + row * 64 + ((slice * 2 + pair) ^ row / 2 % 4) * 16, rows);
         stmatrix_x4_trans(to + 64 * 64 + column * 64 + (warp ^ column / 2 % 4) * 16, columns);
     }
-    __device__ __forceinline__ void store_bytes(int buffer, int row, int column) {
+    __device__ __forceinline__ void store_out(int buffer, int row, int column) {
         tma_store_4d(&maps.out, staging[buffer], 0, row, column / 64, 0);
         tma_store_4d(&maps.out_t, staging[buffer] + 64 * 32, 0, column, row / 64, 0);
     }
 
     __device__ __forceinline__ void end() {
         Epilogue::end();
-        counts.amax *= unit8;
+        counts.amax *= unit;
         const uint2 of_warp = counts.of_warp();
         if (lane == 0) { fp8_count(p.stats, so_far, of_warp.x, of_warp.y); }
         if (blockIdx.x + threadIdx.x == 0) { p.stats->elements += (size_t)p.N * p.out_columns; }
     }
 };
 
-template <class Act> struct ForwardBytes : BytesEpilogue {
-    static constexpr int kStages = 4, kBuffers = 2;             // pre_act; bytes
-    using BytesEpilogue::BytesEpilogue;
-    __device__ __forceinline__ void begin(const ProductTile& tile) { ask_bias(tile); }
-    __device__ __forceinline__ void meet() {            // a lane's columns are 4q to 4q + 3 of 16
-        const int pair = threadIdx.x % 128;
-        share_bias(pair / 8 * 8 + pair % 2 * 4 + pair % 8 / 2);
+// pre_act = the sums + bias, or gate, up = the sums; out = their activation. Gated: the tile's first 128
+// columns are gate, the others are up, of the same 128 columns of out. So a thread has both of an element.
+template <class Act, class Store> struct ActivationForward : Store {
+    static constexpr bool kGated = Act::kGated;
+    static constexpr int kParts = kGated ? 2 : 1, kColumns = kProductColumns / kParts;
+    static constexpr int kBuffers = kParts + 1, kStages = kBuffers > 2 ? 3 : 4;     // pre_act's parts; out
+    static constexpr int kGroups = Store::kGroups, kSlices = kColumns / 16 / kGroups, kInBlock = 4 / kGroups;
+    using Store::Store, Store::maps, Store::p, Store::leads, Store::packed;
+    __device__ __forceinline__ void begin(const ProductTile& tile) {
+        if (!kGated) { this->ask_bias(tile); }
     }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<true>(d, unscale); }
+    __device__ __forceinline__ void meet() {
+        if (!kGated) { this->share_bias(this->bias_place()); }
+    }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { this->pack(d, this->scale, !kGated); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int row = row_of(tile), column = tile.column + s / 2 * 64;
-        if (row >= p.N) { return; }                     // the activation of a bias is no element
-        float2 f[2][4];
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            const float2 x = unpack_pair(packed[2 * s + k / 4][k % 4]);
-            f[k / 4][k % 4] = make_float2(Act::value(x.x, unit8), Act::value(x.y, unit8));
+        const int row = this->row_of(tile), column = tile.column + s / kInBlock * 64, first = s * kGroups;
+        if (Store::kFp8 && !kGated && row >= p.N) {
+            // nothing is stored: the activation of a bias is no element
+            this->barrier();            // all have read the tile's bias before the next one replaces it
+            return;
         }
-        uint32_t words[2][2];
-        round(words, f);
+        float2 f[kGroups][4];
+#pragma unroll
+        for (int k = 0; k < 4 * kGroups; k++) {
+            const int n = first + k / 4, m = k % 4;
+            const float2 x = unpack_pair(packed[n][m]);
+            if constexpr (kGated) {
+                const float2 up = unpack_pair(packed[n + 8][m]);
+                f[k / 4][m] = make_float2(this->value(Act(), x.x, up.x), this->value(Act(), x.y, up.y));
+            } else {
+                f[k / 4][m] = make_float2(this->value(Act(), x.x), this->value(Act(), x.y));
+            }
+        }
+        typename Store::Words words[kGroups];
+        this->round(words, f);
 
-        if (s % 2 == 0) { begin_block(); }
+        if (s % kInBlock == 0) { this->begin_block(); }
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) { stage_sums(staging[0], 2 * s + pair); }
-        stage_bytes(words, s % 2, 1);
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.pre_act, 0, row, column);
-            store_bytes(1, row, column);
-            tma_store_commit();
+        for (int k = 0; k < kGroups * kParts; k++) {
+            this->put_sums(k % kParts, first + k / kParts + k % kParts * 8);
         }
+        this->put(words, kParts, first);
+        if (s % kInBlock < kInBlock - 1) { return; }
+        this->end_block();
+        if (!leads) { return; }
+        for (int part = 0; part < kParts; part++) {
+            this->store_block(maps.pre_act, part, row, column + part * p.columns);
+        }
+        this->store_out(kParts, row, column);
+        tma_store_commit();
     }
 };
 
-template <class Act> struct BackwardBytes : BytesEpilogue {
-    static constexpr int kStages = 3, kBuffers = 3;             // pre_act, two blocks by turns; bytes
-    const float scale = unscale * p.bytes8->scale;
-    using BytesEpilogue::BytesEpilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<1>(tile, 0); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, scale); }
+// dact = the sums, rounded; out = dact times act'(pre_act), and the sums of out's columns. Or out is the
+// gradients of gate and of up. Two blocks of pre_act are in staging, or two of gate and two of up, and out
+// replaces them. But a warp's bytes lie where others read pre_act. So they have a block of their own; or, of
+// gate and up, where that does not fit, the first slice of a block waits until all have read the second. A
+// slice has 32 columns: the backward waits longer than the forward (ldmatrix, shuffles); more columns hide
+// more of it.
+template <class Act, class Store> struct ActivationBackward : Store {
+    static constexpr bool kGated = Act::kGated, kTransB = !Store::kFp8;
+    static constexpr bool kApart = Store::kFp8 && !kGated, kWait = Store::kFp8 && kGated;
+    static constexpr int kParts = kGated ? 2 : 1, kSlices = 8;
+    static constexpr int kBuffers = 2 * kParts + kApart, kStages = kBuffers > 2 ? 3 : 4;
+    using Store::Store, Store::maps, Store::p, Store::leads, Store::packed, Store::own, Store::warp;
+    typename Store::Words words[2][kParts][2];          // of a block's slices, their groups
+    __device__ __forceinline__ void load(const ProductTile& tile) { this->load_pre_act(tile, 0, kParts); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { this->pack(d, this->dact_scale, false); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64;
-        if (s % 2 == 0) { await_pre_act<1>(tile, i); }
-        uint2 quads[2][2];
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            for (int lower = 0; lower < 2; lower++) {
-                quads[pair][lower] = quad_of(staging[i % 2], 2 * s + pair, lower);
-            }
+        const int i = s / 2, half = s % 2, row = this->row_of(tile), column = tile.column + i * 64;
+        const int from = i % 2 * kParts, to = kApart ? 2 : from;
+        if (half == 0) {                // the next block overwrites what the last store has to have read
+            if (!kApart && leads) { tma_store_wait<0>(); }
+            this->await_pre_act(tile, i, kParts);
         }
-        float2 f[2][4];
+        float2 x[kParts][2][4];
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            for (int part = 0; part < kParts; part++) { this->get(x[part][n], from + part, 2 * s + n); }
+        }
         float sum[8];
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-#pragma unroll
-            for (int m = 0; m < 4; m++) {
-                const float2 d = unpack_pair(packed[2 * s + pair][m]);
-                const float2 x = unpack_pair(m / 2 == 0 ? quads[pair][m % 2].x : quads[pair][m % 2].y);
-                f[pair][m] = make_float2(d.x * Act::slope(x.x), d.y * Act::slope(x.y));
-            }
-            add_rows(sum + 4 * pair, f[pair]);
-        }
-        uint32_t words[2][2];
-        round(words, f);
-
-        if (s % 2 == 0) { begin_block(); }              // also: all have read the last block's sums
-        stage_bytes(words, s % 2, 2);
-        own.sums[warp][s % 2 * 32 + lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4] = warp_sums<4>(sum);
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_bytes(2, row, column);
-            tma_store_commit();
-        }
-        store_sums(row, column, unit8);
-    }
-};
-
-// GatedForward in bytes. A slice has 32 columns of gate and of up.
-template <class Act> struct GatedForwardBytes : BytesEpilogue {
-    static constexpr int kColumns = kProductColumns / 2, kSlices = 4;
-    static constexpr int kStages = 3, kBuffers = 3;             // gate; up; bytes
-    using BytesEpilogue::BytesEpilogue;
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, unscale); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int row = row_of(tile), column = tile.column + s / 2 * 64;
-        float2 f[2][4];
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            const int n = 2 * s + k / 4;
-            const float2 gate = unpack_pair(packed[n][k % 4]), up = unpack_pair(packed[n + 8][k % 4]);
-            f[k / 4][k % 4] = make_float2(Act::value(gate.x, up.x, unit8),
-                                          Act::value(gate.y, up.y, unit8));
-        }
-        uint32_t words[2][2];
-        round(words, f);
-
-        if (s % 2 == 0) { begin_block(); }
-#pragma unroll
-        for (int n = 2 * s; n < 2 * s + 2; n++) { stage_sums(staging[0], n), stage_sums(staging[1], n + 8); }
-        stage_bytes(words, s % 2, 2);
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.pre_act, 0, row, column);
-            store_block(maps.pre_act, 1, row, column + p.columns);
-            store_bytes(2, row, column);
-            tma_store_commit();
-        }
-    }
-};
-
-// GatedBackward in bytes, which replace a block of gate and one of up in staging, once all have read these.
-template <class Act> struct GatedBackwardBytes : BytesEpilogue {
-    static constexpr int kStages = 3, kBuffers = 4;
-    const float scale = unscale * p.bytes8->scale;
-    uint32_t dgate[2][2][2], dup[2][2][2];              // words of a block's two slices
-    using BytesEpilogue::BytesEpilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<2>(tile, 0); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, scale); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64, buffer = i % 2 * 2;
-        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
-            if (leads) { tma_store_wait<0>(); }
-            await_pre_act<2>(tile, i);
-        }
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            const int n = 2 * s + pair;
-            uint2 gate[2], up[2];
-            for (int lower = 0; lower < 2; lower++) {
-                gate[lower] = quad_of(staging[buffer], n, lower);
-                up[lower] = quad_of(staging[buffer + 1], n, lower);
-            }
+        for (int r = 0; r < kParts; r++) {              // two groups: gate's r-th and up's, or both
             float2 f[2][4];
 #pragma unroll
-            for (int m = 0; m < 4; m++) {
-                const float2 d = unpack_pair(packed[n][m]);
-                const float2 g = unpack_pair(m / 2 == 0 ? gate[m % 2].x : gate[m % 2].y);
-                const float2 u = unpack_pair(m / 2 == 0 ? up[m % 2].x : up[m % 2].y);
-                const float2 first = Act::slopes(d.x, g.x, u.x), second = Act::slopes(d.y, g.y, u.y);
-                f[0][m] = make_float2(first.x, second.x), f[1][m] = make_float2(first.y, second.y);
+            for (int k = 0; k < 8 / kParts; k++) {
+                const int n = kGated ? r : k / 4, m = k % 4;
+                const float2 d = unpack_pair(packed[2 * s + n][m]), y = x[0][n][m];
+                if constexpr (kGated) {
+                    const float2 up = x[1][n][m];
+                    const float2 one = Act::slopes(d.x, y.x, up.x), two = Act::slopes(d.y, y.y, up.y);
+                    f[0][m] = make_float2(one.x, two.x), f[1][m] = make_float2(one.y, two.y);
+                } else {
+                    f[n][m] = make_float2(d.x * Act::slope(y.x), d.y * Act::slope(y.y));
+                }
             }
-            uint32_t words[2][2];
-            round(words, f);
-            for (int lower = 0; lower < 2; lower++) {
-                dgate[s % 2][pair][lower] = words[0][lower], dup[s % 2][pair][lower] = words[1][lower];
+            typename Store::Words rounded[2];
+            this->round(rounded, f);
+            for (int k = 0; k < 2; k++) {
+                words[half][kGated ? k : 0][kGated ? r : k] = rounded[k];
+                this->add_rows(sum + 4 * k, f[k]);
             }
         }
 
-        if (s % 2 == 0) { return; }
-        barrier();                      // all have read the block
+        if (kWait && half == 0) { return; }
+        if (kWait) { this->barrier(); }                             // all have read gate and up
+        else if (kApart && half == 0) { this->begin_block(); }      // all have read the last sums, too
+        else if (!kGated && half == 0) { this->barrier(); }         // all have read the last block's sums
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            stage_bytes(dgate[half], half, buffer);
-            stage_bytes(dup[half], half, buffer + 1);
+        for (int h = kWait ? 0 : half; h <= half; h++) {
+            for (int part = 0; part < kParts; part++) { this->put(words[h][part], to + part, h * 2); }
         }
-        end_block();
+        if (!kGated) { own.sums[warp][half * 32 + this->sum_place()] = warp_sums<4>(sum); }
+        if (half == 0) { return; }
+        this->end_block();
         if (leads) {
-            store_bytes(buffer, row, column);
-            store_bytes(buffer + 1, row, column + p.columns);
+            for (int part = 0; part < kParts; part++) {
+                this->store_out(to + part, row, column + part * p.columns);
+            }
             tma_store_commit();
         }
+        if (!kGated) { this->store_sums(row, column, this->unit); }
     }
 };
 
@@ -2055,11 +1916,8 @@ static bool matmul_forward_sm90(const MatmulForward& a, Stream stream) {
         const Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act,
                            .out = a.out, .N = a.N, .K = a.C, .columns = columns, .pre_columns = a.OC,
                            .out_columns = columns};
-        if constexpr (Act::kGated) {
-            return !a.bias && p.K <= kMaxGatedTerms && product_sm90<GatedForward<Act>>(p, stream);
-        } else {
-            return product_sm90<ActivationForward<Act>>(p, stream);
-        }
+        if (Act::kGated && (a.bias || p.K > kMaxGatedTerms)) { return false; }
+        return product_sm90<ActivationForward<Act, Store16>>(p, stream);
     });
 }
 static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stream) {
@@ -2069,8 +1927,7 @@ static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stre
         const Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
                            .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC,
                            .columns = a.C, .pre_columns = wide, .out_columns = wide};
-        if constexpr (Act::kGated) { return product_sm90<GatedBackward<Act>>(p, stream); }
-        else if (!product_sm90<ActivationBackward<Act>>(p, stream)) { return false; }
+        if (!product_sm90<ActivationBackward<Act, Store16>>(p, stream)) { return false; }
         if (p.partial) { column_sums({{a.dbias}}, 1, p.partial, ceil_div(a.N, 64), a.C, stream); }
         return true;
     });
@@ -2302,15 +2159,12 @@ static bool fp8_matmul_sm90(const Fp8Matmul& a, Stream stream) {
                            .out_columns = to.width(), .bytes = to.out, .transposed = to.out_t,
                            .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor,
                            .stats = to.stats};
-        if constexpr (Act::kGated) {
-            return to.before ? product_sm90<GatedBackwardBytes<Act>>(p, stream)
-                             : !a.bias && product_sm90<GatedForwardBytes<Act>>(p, stream);
-        } else {
-            if (!to.before) { return product_sm90<ForwardBytes<Act>>(p, stream); }
-            if (!product_sm90<BackwardBytes<Act>>(p, stream)) { return false; }
-            if (p.partial) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
-            return true;
+        if (!to.before) {
+            return !(Act::kGated && a.bias) && product_sm90<ActivationForward<Act, StoreBytes>>(p, stream);
         }
+        if (!product_sm90<ActivationBackward<Act, StoreBytes>>(p, stream)) { return false; }
+        if (p.partial) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
+        return true;
     });
 }
 
