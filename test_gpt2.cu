@@ -419,6 +419,17 @@ static const Config kLlama8 = descriptor_config("llama:L3,NH4,NKV2,HS16,C64,F176
 static const Config kNano8 = descriptor_config("llama:L3,NH3,NKV1,HS32,C64,F144,T18,V300,relu2,qk_norm,"
                                                "no_norm_weights,embed_norm,tied,softcap=15");
 
+// Both, and the first one with each activation that they lack
+static std::vector<Config> family(const Config& llama, const Config& nano) {
+    std::vector<Config> all = {llama, nano};
+    for (const MlpRow& row : kMlps) {
+        if (row.mlp == llama.llama.mlp || row.mlp == nano.llama.mlp) { continue; }
+        all.push_back(llama);
+        all.back().llama.mlp = row.mlp;
+    }
+    return all;
+}
+
 static Batch random_batch(const Config& c, int B, uint32_t id) {
     Batch batch = {B, c.maxT, {}, {}};
     for (int i = 0; i < B * c.maxT; i++) {
@@ -3418,10 +3429,11 @@ int main(int argc, char** argv) {
                 else { test_tied(kSmall); }
             }
             TEST("Llama's family") {
-                for (const Config& c : {kLlama, kNano}) {
-                    if (!kLowPrecision) { test_slopes(c.llama.embed_norm ? "nano" : "llama", c); }
+                for (const Config& c : family(kLlama, kNano)) {
+                    const char* name = kMlps[(int)c.llama.mlp].name;
+                    if (!kLowPrecision) { test_slopes(name, c); }
                     if (variants) { for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); } }
-                    if (variants) { test_writing(c.llama.embed_norm ? "nano" : "llama", c); }
+                    if (variants) { test_writing(name, c); }
                 }
             }
             TEST("LM head in parts") {
@@ -3445,7 +3457,8 @@ int main(int argc, char** argv) {
                 test_fp8(kLlama8, true, 0.075);     // 0.063 to 0.073 with eight seeds on the CPU
                 test_fp8(kNano8, true, 0.045);
                 for (double dropout : {0.0, 0.1}) {
-                    for (const Config& of : {deep, kLlama8, kNano8}) { test_fp8_recompute(of, dropout); }
+                    test_fp8_recompute(deep, dropout);
+                    for (const Config& of : family(kLlama8, kNano8)) { test_fp8_recompute(of, dropout); }
                     Config parallel = kTensorCore;
                     parallel.block = Block::Parallel;
                     test_fp8_recompute(parallel, dropout);

@@ -175,7 +175,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(ln2,        floatX, Block,  ENDS(2),  second * N * C)                                                 \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
-    X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,4C) before GELU; SwiGLU (B,T,2F) */     \
+    X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,F) before act; gated (B,T,2F) */        \
     X(act,        floatX, Block,  ENDS(1),  N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
     X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
@@ -198,7 +198,6 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                               \
     X(wide,       floatX, Global, ALWAYS, trains * N * std::max(F, QKVC))                                   \
     X(dact,       floatX, Global, IN(wide), trains * N * F)             /* (B,T,F) */                       \
-    X(dfch,       floatX, Global, IN(dact), trains * N * F * gelu)      /* (B,T,4C); else it is fch */      \
     X(dqkv,       floatX, Global, IN(wide), trains * N * QKVC)          /* (B,T,NH+2*NKV,HS) */             \
     X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                   \
     X(ln1_t8,     uint8_t, Block, SAVED(2), fp8 * N * C)    /* (C,B,T) */                                   \
@@ -300,7 +299,7 @@ static int head_rows(const Options& o, int N) {
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Options& o, size_t offset = 0) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const auto [QC, QKVC, FCC, F] = model_widths(c);
-    const size_t NKV = c.shape().NKV, qk_norm = c.shape().qk_norm, gelu = !c.is_llama();
+    const size_t NKV = c.shape().NKV, qk_norm = c.shape().qk_norm;
     const size_t embed_norm = c.shape().embed_norm;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
     const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
@@ -5363,7 +5362,7 @@ struct Layer {
     Rotation rotation;
     Norm w_ln1, w_ln2;
     Linear w_qkv, w_attproj, w_fc, w_fcproj;
-    Operand dfch, dqkv;                 // as fch and qkv
+    Operand dfch, dqkv;                 // in place of fch; as qkv
     floatX *dln1, *dln2, *datty, *dact; // (B,T,C), datty (B,T,NH,HS), dact (B,T,F)
 };
 
@@ -5502,7 +5501,7 @@ struct Pass {
         for (Linear* w : {&y.w_qkv, &y.w_fc, &y.w_fcproj}) {
             w->weight.kept = model->options.recompute == 0;
         }
-        y.dfch = operand(config().is_llama() ? a.fch : a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
+        y.dfch = operand(a.fch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
         y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
         y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty, y.dact = a.dact;
         if (config().is_llama()) {
@@ -5791,9 +5790,9 @@ struct Backward : Pass {
                                   const Linear& w, const floatX* fch, const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
         const Mlp mlp = config().shape().mlp;
-        floatX* product = fresh(dact ? dact : dfch.data);       // GELU's slope is applied in place
+        fresh(dact);
         if (dout.bytes) {
-            return fp8_product(product, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = product,
+            return fp8_product(dact, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = dact,
                                .before = fch, .source = Fp8Source::Slope, .N = N(), .C = w.C, .mlp = mlp}));
         }
         matmul_backward_input({.dinp = dfch.data, .dout = dout.data, .weight = w.weight.data,

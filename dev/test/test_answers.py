@@ -47,7 +47,11 @@ def masked_mean(losses, mask):
     return float((losses * mask).sum() / mask.sum())
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "Qwen3", "NanoChat"])
+# and a Llama with each activation that these lack
+KINDS = ["GPT-2", "Qwen3", "NanoChat", *(word for word in formats.MLPS if word not in ("swiglu", "relu2"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients(kind):
     """The first batch's: a gradient is the slope of the mean over the targets that count."""
     if kind == "GPT-2":
@@ -58,7 +62,7 @@ def test_loss_and_gradients(kind):
             return masked_mean(token_losses(dims, p, rows_of()[:B]), mask_of(slice(B)))
     else:
         start = "family.bin"
-        dims, p = family_model(start, **FAMILY[kind])
+        dims, p = family_model(start, **FAMILY.get(kind, {"mlp": kind}))
         p = {name: x.astype(np.float64) for name, x in p.items()}
 
         def loss_of(p):
