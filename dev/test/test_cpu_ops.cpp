@@ -208,12 +208,17 @@ static double act_direct(Mlp mlp, double x, double up) {
     return NAN;
 }
 
+// Away from 0, where ReLU has a kink: there finite differences are no gradient.
+static void leave_zero(Doubles& x) {
+    for (size_t i = 0; i < x.n; i++) { x[i] += x[i] < 0 ? -0.1 : 0.1; }
+}
+
 // What it gives of (N,F) or gate, up (N,2F), and its gradient: into memory of its own, and in place.
 static void test_activation(Mlp mlp, int N, int F) {
     const std::string shape = format("%s N=%d F=%d", kMlps[(int)mlp].name, N, F);
     const int columns = act_columns(mlp, F);
     Doubles inp = random_tensor((size_t)N * columns, 4.0), out((size_t)N * F), dout = random_tensor(out.n);
-    for (size_t i = 0; i < inp.n; i++) { inp[i] += inp[i] < 0 ? -0.1 : 0.1; }       // ReLU has a kink at 0
+    leave_zero(inp);
     Doubles dinp(inp.n), inplace = inp;
     auto forward = [&] { activate_cpu<double>({out, inp, N, F, mlp}, 0); };
     auto loss = [&] { forward(); return dot(out, dout, out.n); };
@@ -425,7 +430,7 @@ static void test_matmul(int N, int C, int OC) {
 // Both linear layers of an MLP without biases: the first with its activation, the second back through it.
 static void test_mlp(Mlp mlp, int N, int C, int F) {
     const int FCC = act_columns(mlp, F);
-    const std::string shape = format("mlp %d N=%d C=%d F=%d", (int)mlp, N, C, F);
+    const std::string shape = format("mlp %s N=%d C=%d F=%d", kMlps[(int)mlp].name, N, C, F);
     Doubles inp = random_tensor((size_t)N * C), weight = random_tensor((size_t)FCC * C);
     Doubles weight2 = random_tensor((size_t)C * F), act((size_t)N * F), pre_act((size_t)N * FCC);
     Doubles out(inp.n), dout = random_tensor(inp.n), dact(act.n), product(pre_act.n);
@@ -437,6 +442,7 @@ static void test_mlp(Mlp mlp, int N, int C, int F) {
     activate();
     CHECK(fused == act, "%s: not the activation of the product", shape.c_str());
 
+    leave_zero(pre_act);
     Doubles inplace = pre_act;
     matmul_backward_input_cpu<double>({inplace, dout, weight2, nullptr, inplace, N, F, C, {}, nullptr, dact,
                                        mlp}, 0);
