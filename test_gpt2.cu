@@ -3431,6 +3431,8 @@ int main(int argc, char** argv) {
             TEST("Llama's family") {
                 for (const Config& c : family(kLlama, kNano)) {
                     const char* name = kMlps[(int)c.llama.mlp].name;
+                    const std::string text = llama_text(c);
+                    CHECK(llama_text(descriptor_config(text.c_str())) == text, "%s", text.c_str());
                     if (!kLowPrecision) { test_slopes(name, c); }
                     if (variants) { for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); } }
                     if (variants) { test_writing(name, c); }
