@@ -70,7 +70,8 @@ GENCODE = $(check_arch)$(call codes,$(ARCHS)) $(PTX)
 
 # ---- flags ----
 comma := ,
-WARNINGS = -Wall -Wextra
+# A kind without its case does not compile.
+WARNINGS = -Wall -Wextra -Werror=switch
 # test_gpt2's main() calls less than the trainer's. private: build/cpu.flags must not see it.
 test_gpt2cpu build/asan/test_gpt2cpu: private WARNINGS += -Wno-unused-function
 CPU_OPT := $(if $(filter 1,$(DEBUG)),-O0 -g -DDEBUG,-O3 -march=native -fno-math-errno)
@@ -93,7 +94,8 @@ CHECKED := $(if $(filter 1,$(LOOK)),build/look,build)
 # ptxas writes the same code with several threads (nvcc's own option for all phases would not)
 SPLIT = $(need_nvcc)$(if $(shell $(NVCC) --help | grep -e --split-compile),-Xptxas --split-compile=4)
 # --threads: two kinds of code are compiled side by side
-CUDA_FLAGS = -std=c++17 -lineinfo --threads 2 -Xcompiler -Wall,-Wno-unknown-pragmas,-Wno-unused-function \
+CUDA_FLAGS = -std=c++17 -lineinfo --threads 2 \
+              -Xcompiler -Wall,-Werror=switch,-Wno-unknown-pragmas,-Wno-unused-function \
               -Xcompiler -pthread$(if $(OPENMP),$(comma)$(OPENMP)) \
               $(CUDA_OPT) $(SPLIT) $(filter -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS))
 CUDA_LIBS = -lcublasLt $(patsubst -Wl$(comma)%,-Xlinker %,$(filter-out -D% -I%,$(NCCL_FLAGS) $(MPI_FLAGS)))

@@ -54,12 +54,12 @@ WORK(NormBackward) {
     const int others = !!a.branch[0].dout + !!a.branch[1].dout + !!a.y[0].dout + !!a.y[1].dout;
     return {kX * (stream + others) * a.N * a.C, 0};
 }
-WORK(MatmulForward) {                   // SwiGLU: (N,OC/2) of out
-    const double act = (a.mlp == Mlp::SwiGlu ? 0.5 : 1) * !!a.pre_act;
+WORK(MatmulForward) {                   // of a gated activation (N,OC/2) of out
+    const double act = (is_gated(a.mlp) ? 0.5 : 1) * !!a.pre_act;
     return product(a.N, a.C, a.OC, kX, kX, kX * (1 + !!a.residual + act));
 }
-WORK(MatmulBackwardInput) {             // SwiGLU: (N,2C) are read and written
-    const double act = (a.mlp == Mlp::SwiGlu ? 3 : 1) * !!a.pre_act;
+WORK(MatmulBackwardInput) {             // of a gated activation (N,2C) are read and written
+    const double act = (is_gated(a.mlp) ? 3 : 1) * !!a.pre_act;
     return product(a.N, a.C, a.OC, kX * (1 + !!a.residual + act), kX, kX);
 }
 WORK(MatmulBackwardWeight) { return product(a.N, a.C, a.OC, kX, width(a.dweight), kX); }
@@ -68,20 +68,16 @@ WORK(Fp8Matmul) {                       // a slope reads as many values of pre_a
     const double out = a.out ? kX * (a.cast.before ? of_n : 1 + !!a.residual) : width(a.grad);
     return product(a.M, a.K, a.N, 1, 1, out + 2 * of_n);
 }
-WORK(Fp8Cast) {                         // SwiGLU's gate and up, and what they get, count twice
-    const bool gradient = a.source == Fp8Source::SwigluGrad, wide = gradient || a.source == Fp8Source::Swiglu;
-    const double read = 1 + !!a.before + wide, written = (!!a.out + !!a.out_t) * (1 + gradient);
-    return {(kX * read + written) * a.N * a.C, 0};
+WORK(Fp8Cast) {
+    const double x = a.width(), pre_act = act_columns(a.mlp, a.C);      // columns
+    const double read = a.source == Fp8Source::Act ? pre_act : a.C + (a.before ? pre_act : 0);
+    return {(kX * read + (!!a.out + !!a.out_t) * x) * a.N, 0};
 }
 WORK(Fp8Transpose) { return {2.0 * a.N * a.C, 0}; }
 WORK(BiasBackward) { return {kX * a.N * a.OC * (a.of_qkv ? 2 / 3.0 : 1), 0}; }
 WORK(GradAccumulate) { return {(kS + width(a.grad)) * (double)a.n, 0}; }
-WORK(GeluForward) { return {2 * kX * (double)a.n, 0}; }
-WORK(GeluBackward) { return {3 * kX * a.N * a.OC, 0}; }
-WORK(SwigluForward) { return {3 * kX * a.N * a.F, 0}; }
-WORK(SwigluBackward) { return {5 * kX * a.N * a.F, 0}; }
-WORK(Relu2Forward) { return {2 * kX * (double)a.n, 0}; }
-WORK(Relu2Backward) { return {3 * kX * (double)a.n, 0}; }
+WORK(Activate) { return {kX * a.N * (a.F + act_columns(a.mlp, a.F)), 0}; }
+WORK(ActivateBackward) { return {kX * a.N * (a.F + 2 * act_columns(a.mlp, a.F)), 0}; }
 WORK(RotateForward) { return {2 * kX * a.N * (a.NH + a.NKV) * a.HS, 0}; }
 WORK(RotateBackward) {
     return {((a.rstd ? 2 : 1) * kX + (a.fp8 ? 1 : kX)) * a.N * (a.NH + a.NKV) * a.HS, 0};

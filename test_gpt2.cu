@@ -420,6 +420,17 @@ static const Config kLlama8 = descriptor_config("llama:L3,NH4,NKV2,HS16,C64,F176
 static const Config kNano8 = descriptor_config("llama:L3,NH3,NKV1,HS32,C64,F144,T18,V300,relu2,qk_norm,"
                                                "no_norm_weights,embed_norm,tied,softcap=15");
 
+// Both, and the first one with each activation that they lack
+static std::vector<Config> family(const Config& llama, const Config& nano) {
+    std::vector<Config> all = {llama, nano};
+    for (const MlpRow& row : kMlps) {
+        if (row.mlp == llama.llama.mlp || row.mlp == nano.llama.mlp) { continue; }
+        all.push_back(llama);
+        all.back().llama.mlp = row.mlp;
+    }
+    return all;
+}
+
 static Batch random_batch(const Config& c, int B, uint32_t id) {
     Batch batch = {B, c.maxT, {}, {}};
     for (int i = 0; i < B * c.maxT; i++) {
@@ -1257,7 +1268,8 @@ static void test_scratch() {
             CHECK(bf16 >= bytes + dwte && bf16 >= dwte + (size_t)C * C * 16, "C=%d N=%d: bf16 gradients", C,
                   N);
             for (size_t op : {encoder_backward_scratch_bytes(1, N, C), norm_backward_scratch_bytes(N, C, 3),
-                              bias_backward_scratch_bytes(N, 3 * C), gelu_backward_scratch_bytes(N, 4 * C),
+                              bias_backward_scratch_bytes(N, 3 * C),
+                              activate_backward_scratch_bytes(N, 4 * C),
                               attention_backward_scratch_bytes(1, N, 1)}) {
                 CHECK(bytes >= op, "C=%d N=%d: %zu bytes, an op takes %zu", C, N, bytes, op);
             }
@@ -1606,7 +1618,8 @@ typedef Side<double, double> Twin;
     [[maybe_unused]] static void call(const Args##Of<double, double>& a) { name##_cpu<double>(a, 0); }
 GPT2_OPS(X)
 #undef X
-// op<GeluForwardOf>(at, {at.x("out", Out(n)), at.x("inp", In(n)), n}) runs the op on the device, or its twin.
+// op<ActivateOf>(at, {at.x("out", Out(n)), at.x("inp", In(n)), N, F, mlp}) runs the op on the device, or its
+// twin.
 template <template <class, class> class Args, class X, class S>
 static void op(const Side<X, S>&, const Args<X, S>& a) { call(a); }
 // For those whose arguments are filled in one by one, and then called.
@@ -1918,11 +1931,12 @@ static void test_fp8_cast(int N, int C, float scale) {
                          nullptr, Fp8Source::Weight, N, C});
     });
     // With an activation: a kernel's fast exp may round to the neighbour.
-    for (Fp8Source source : {Fp8Source::Gelu, Fp8Source::GeluGrad, Fp8Source::Swiglu, Fp8Source::SwigluGrad,
-                             Fp8Source::Relu2, Fp8Source::Relu2Grad}) {
-        Case g(format("fp8_cast N=%d C=%d scale=%g source=%d", N, C, scale, (int)source));
-        const bool wide = source == Fp8Source::SwigluGrad;
-        const int width = wide ? 2 * C : C;
+    for (int i = 0; i < 2 * (int)std::size(kMlps); i++) {
+        const MlpRow& row = kMlps[i / 2];
+        const Fp8Source source = i % 2 == 0 ? Fp8Source::Act : Fp8Source::Slope;
+        Case g(format("fp8_cast N=%d C=%d scale=%g %s source=%d", N, C, scale, row.name, (int)source));
+        const bool wide = source == Fp8Source::Slope && row.gated;
+        const int pre_act = act_columns(row.mlp, C), width = wide ? pre_act : C;
         const std::vector<uint8_t> filler(N * width, 0xFF);
         auto cast = [&](auto at) {
             auto a = args<Fp8CastOf>(at);
@@ -1931,9 +1945,9 @@ static void test_fp8_cast(int N, int C, float scale) {
             a.tensor = at.exact("tensor", std::vector<Fp8Tensor>{tensor});
             if (!wide) { a.dbias = at.grad("dbias", In(C, sqrt(N)), Accumulate::No, false); }
             a.scratch = at.s("sums", Scratch(fp8_cast_scratch_bytes(N, C) / 4));
-            a.inp = at.x("inp", In(N * C * (source == Fp8Source::Swiglu ? 2 : 1)));
-            a.before = at.x("before", In(N * width, 2.0));
-            a.source = source, a.N = N, a.C = C;
+            a.inp = at.x("inp", In(N * (source == Fp8Source::Act ? pre_act : C)));
+            a.before = at.x("before", In(N * pre_act, 2.0));
+            a.source = source, a.N = N, a.C = C, a.mlp = row.mlp;
             call(a);
         };
         compute(g, cast);
@@ -1992,8 +2006,8 @@ static void test_fp8_matmul(int M, int N, int K, Fp8Format as = Fp8Format::E4m3)
 // A product and the cast of its output, an MLP's activation or its gradient, in one op. The product is of
 // small whole numbers, so that it is exact in 16 bits, in whatever order it is summed.
 static void test_fp8_matmul_act(Mlp mlp, int N, int K, int F) {
-    const bool gated = mlp == Mlp::SwiGlu;
-    const int wide = gated ? 2 * F : F;
+    const bool gated = is_gated(mlp);
+    const int wide = act_columns(mlp, F);
     auto ones = [](size_t n, uint32_t id) {
         std::vector<uint8_t> b(n);
         for (size_t i = 0; i < n; i++) {
@@ -2015,17 +2029,13 @@ static void test_fp8_matmul_act(Mlp mlp, int N, int K, int F) {
         else if (nan) { pre_act.back() = NAN; }
         Doubles eighths(of);
         for (int c = 0; c < of; c++) { eighths[c] = c == 5 ? 12.0 : (c % 7 - 3) / 8.0; }
-        const Fp8Source sources[][2] = {{Fp8Source::GeluGrad, Fp8Source::Gelu},
-                                        {Fp8Source::SwigluGrad, Fp8Source::Swiglu},
-                                        {Fp8Source::Relu2Grad, Fp8Source::Relu2}};
-        const Fp8Source source = sources[(int)mlp][forward];
         compute(k, [&](auto at) {
             auto* t = at.exact("tensors", tensors);
             auto to = args<Fp8CastOf>(at);
             to.out = at.exact("bytes", filler), to.out_t = at.exact("turned", filler);
             to.stats = at.exact("stats", std::vector<Fp8Stats>{{7, 1, 0, 0}}), to.tensor = t + 2;
-            to.source = source, to.N = N, to.C = F;
-            to.scratch = at.s("sums", Scratch(std::max(gelu_backward_scratch_bytes(N, F),
+            to.source = forward ? Fp8Source::Act : Fp8Source::Slope, to.N = N, to.C = F, to.mlp = mlp;
+            to.scratch = at.s("sums", Scratch(std::max(activate_backward_scratch_bytes(N, F),
                                                        fp8_cast_scratch_bytes(N, F)) / 4));
             auto a = args<Fp8MatmulOf>(at);
             a.a = at.exact("a", a_bytes), a.b = at.exact("b", b_bytes), a.a_tensor = t, a.b_tensor = t + 1;
@@ -2033,7 +2043,7 @@ static void test_fp8_matmul_act(Mlp mlp, int N, int K, int F) {
             a.out = at.x("out", forward ? Out(n) : Scratch(n)), to.inp = a.out;
             if (biased) { a.bias = at.x("bias", Of(eighths)); }
             if (!forward) { to.before = at.x("pre_act", Of(pre_act)); }
-            if (mlp == Mlp::Gelu && !forward) {
+            if (!gated && !forward) {
                 to.dbias = at.grad("dbias", In(F, sqrt(N)), Accumulate::Yes, false);
             }
             a.cast = to;
@@ -2053,7 +2063,7 @@ static void test_fp8_matmul_act(Mlp mlp, int N, int K, int F) {
               one.elements == two.elements, "%s: counts of two ops", k.title.c_str());
         if (nan) { continue; }
         if (forward) { k["out"].expect(); }
-        else if (mlp == Mlp::Gelu) { k["dbias"].expect(); }
+        else if (!gated) { k["dbias"].expect(); }
         expect_bytes(k, "bytes", Fp8Format::E4m3);
         expect_stats(k, "stats");
         const std::vector<uint8_t> got = k["bytes"].read<uint8_t>(), turned = k["turned"].read<uint8_t>();
@@ -2104,20 +2114,10 @@ static void test_grad_accumulate(size_t n) {
     }
 }
 
-// The MLP's activation by its own op.
-template <class X, class S>
-static void act_forward(const Side<X, S>& at, Mlp mlp, X* out, const X* pre_act, int N, int F) {
-    switch (mlp) {
-        case Mlp::Gelu: return op<GeluForwardOf>(at, {out, pre_act, (size_t)N * F});
-        case Mlp::SwiGlu: return op<SwigluForwardOf>(at, {out, pre_act, N, F});
-        case Mlp::Relu2: return op<Relu2ForwardOf>(at, {out, pre_act, (size_t)N * F});
-    }
-}
-
 // Products of K terms with the activation of an MLP F wide: against the twin; and with whole numbers, whose
 // product is exact in 16 bits, to the bit as a product and then the activation's op.
 static void test_matmul_act(Mlp mlp, int N, int K, int F) {
-    const int pre = mlp == Mlp::SwiGlu ? 2 * F : F, n = N * F;
+    const int pre = act_columns(mlp, F), n = N * F;
     const std::string shape = format("mlp=%d N=%d K=%d F=%d", (int)mlp, N, K, F);
     Doubles inp(N * K), forward_weight(pre * K), weight(K * F);
     auto draw = [](Doubles& values, double unit) {
@@ -2135,7 +2135,7 @@ static void test_matmul_act(Mlp mlp, int N, int K, int F) {
                                    at.x("pre_act", Out(N * pre, 5e-6)), N, K, pre, mlp});
         });
         k.take("pre_act");                              // the activation reads it as stored
-        act_forward(Twin{&k}, mlp, k["out"].twin.data(), k["pre_act"].twin.data(), N, F);
+        op<ActivateOf>(Twin{&k}, {k["out"].twin.data(), k["pre_act"].twin.data(), N, F, mlp});
         k.expect();
         Case b("matmul_backward_input " + shape);
         check(b, [&](auto at) {
@@ -2151,19 +2151,13 @@ static void test_matmul_act(Mlp mlp, int N, int K, int F) {
         auto *pre_act = at.x("pre_act", Out(N * pre)), *plain = at.x("plain", Out(N * pre));
         op<MatmulForwardOf>(at, {at.x("out", Out(n)), x, w, nullptr, nullptr, pre_act, N, K, pre, mlp});
         op<MatmulForwardOf>(at, {plain, x, w, nullptr, nullptr, nullptr, N, K, pre});
-        act_forward(at, mlp, at.x("out_apart", Out(n)), plain, N, F);
+        op<ActivateOf>(at, {at.x("out_apart", Out(n)), plain, N, F, mlp});
 
         auto *dinp = at.x("dinp", Out(N * pre)), *apart = at.x("dinp_apart", Out(N * pre));
         auto *dact = at.x("dact", Scratch(n)), *of_x = at.x("weight", Of(weight));
-        op<MatmulBackwardInputOf>(at, {dinp, x, of_x, nullptr, pre_act, N, F, K, {}, nullptr,
-                                     mlp == Mlp::Gelu ? nullptr : dact, mlp});
-        auto* product = mlp == Mlp::Gelu ? apart : dact;
-        op<MatmulBackwardInputOf>(at, {product, x, of_x, nullptr, nullptr, N, F, K});
-        switch (mlp) {
-            case Mlp::Gelu: return op<GeluBackwardOf>(at, {apart, {}, nullptr, plain, N, F});
-            case Mlp::SwiGlu: return op<SwigluBackwardOf>(at, {apart, dact, plain, N, F});
-            case Mlp::Relu2: return op<Relu2BackwardOf>(at, {apart, dact, plain, (size_t)n});
-        }
+        op<MatmulBackwardInputOf>(at, {dinp, x, of_x, nullptr, pre_act, N, F, K, {}, nullptr, dact, mlp});
+        op<MatmulBackwardInputOf>(at, {dact, x, of_x, nullptr, nullptr, N, F, K});
+        op<ActivateBackwardOf>(at, {apart, dact, plain, N, F, mlp});
     });
     auto same = [&](const char* one, const char* two) {
         const bool equal = k[one].read<uint16_t>() == k[two].read<uint16_t>();
@@ -2210,9 +2204,9 @@ __global__ void __launch_bounds__(256, 1) epilogue_kernel(const __grid_constant_
 }
 
 // Of an MLP F wide, backward or forward. A cluster's two blocks have two tiles each or more.
-template <class E> static void test_epilogue(const char* name, bool gated, bool forward) {
+template <class E> static void test_epilogue(const std::string& name, bool gated, bool forward) {
     const int N = 192, F = 512, K = 512, wide = gated ? 2 * F : F, out = forward ? F : wide;
-    Case k(format("epilogue %s", name));
+    Case k("epilogue " + name);
     repeat(k, [&](auto at) {
         std::vector<Fp8Tensor> tensors(3);
         fp8_set_scale(&tensors[0], 4.0f), fp8_set_scale(&tensors[1], 2.0f), fp8_set_scale(&tensors[2], 64.0f);
@@ -2234,20 +2228,23 @@ template <class E> static void test_epilogue(const char* name, bool gated, bool 
     const auto bytes = k["bytes"].read<uint8_t>(), turned = k["turned"].read<uint8_t>();
     size_t wrong = 0;
     for (int i = 0; i < N * out; i++) { wrong += bytes[i] != turned[i % out * N + i / out]; }
-    CHECK(wrong == 0, "%s: %zu of the transposed bytes differ", name, wrong);
+    CHECK(wrong == 0, "%s: %zu of the transposed bytes differ", name.c_str(), wrong);
 }
 
 template <class X> static void test_epilogues() {
     if constexpr (sizeof(X) == 2) {
         if (!products_activate(512, 512)) { return; }
-        test_epilogue<ActivationForward<Gelu>>("forward", false, true);
-        test_epilogue<ActivationBackward<Gelu>>("backward", false, false);
-        test_epilogue<GatedForward>("gated forward", true, true);
-        test_epilogue<GatedBackward>("gated backward", true, false);
-        test_epilogue<ForwardBytes<Gelu>>("forward, bytes", false, true);
-        test_epilogue<BackwardBytes<Gelu>>("backward, bytes", false, false);
-        test_epilogue<GatedForwardBytes>("gated forward, bytes", true, true);
-        test_epilogue<GatedBackwardBytes>("gated backward, bytes", true, false);
+        for (const MlpRow& row : kMlps) {
+            with_act(row.mlp, [&](auto act) {
+                typedef decltype(act) Act;
+                const std::string name = row.name;
+                test_epilogue<ActivationForward<Act, Store16>>(name + " forward", row.gated, true);
+                test_epilogue<ActivationBackward<Act, Store16>>(name + " backward", row.gated, false);
+                test_epilogue<ActivationForward<Act, StoreBytes>>(name + " forward, bytes", row.gated, true);
+                test_epilogue<ActivationBackward<Act, StoreBytes>>(name + " backward, bytes", row.gated,
+                                                                   false);
+            });
+        }
     }
 }
 
@@ -2263,7 +2260,7 @@ static void test_matmul_gelu(int N, int K, int columns) {
                                    at.x("pre_act", Out(n, 5e-6)), N, K, columns});
         });
         k.take("pre_act");                              // GELU reads it as stored
-        op<GeluForwardOf>(Twin{&k}, {k["out"].twin.data(), k["pre_act"].twin.data(), n});
+        op<ActivateOf>(Twin{&k}, {k["out"].twin.data(), k["pre_act"].twin.data(), N, columns, Mlp::Gelu});
         k.expect();
     }
     for (const GradForm& is : kGradForms) {
@@ -2271,11 +2268,11 @@ static void test_matmul_gelu(int N, int K, int columns) {
                       is.bf16));
         compute(k, [&](auto at) {
             auto dbias = at.grad("dbias", In(columns), is.acc, is.bf16);
+            auto* scratch = at.s("sums", Scratch(activate_backward_scratch_bytes(N, columns) / 4));
             if (at.is_twin) { dbias.data = nullptr; }
             op<MatmulBackwardInputOf>(at, {at.x("dinp", Out(n, 7e-6)), at.x("dout", In(N * K)),
                                          at.x("weight", In(columns * K, 1.0 / sqrt(K))), nullptr,
-                                         at.x("pre_act", In(n, 2.0)), N, columns, K, dbias,
-                                         at.s("sums", Scratch(gelu_backward_scratch_bytes(N, columns) / 4))});
+                                         at.x("pre_act", In(n, 2.0)), N, columns, K, dbias, scratch});
         });
         k.take("dinp");                                 // dbias sums the values as stored
         op<BiasBackwardOf>(Twin{&k}, {Twin{&k}.grad("dbias", In(columns), is.acc, is.bf16), nullptr,
@@ -2285,51 +2282,38 @@ static void test_matmul_gelu(int N, int K, int columns) {
     }
 }
 
-static void test_gelu(int N, int OC) {
-    const size_t n = (size_t)N * OC;
-    Case forward(format("gelu_forward N=%d OC=%d", N, OC));
-    check(forward, [&](auto at) {
-        op<GeluForwardOf>(at, {at.x("out", Out(n)), at.x("inp", In(n, 2.0)), n});
+// An activation and its gradient: into memory of its own, and into that of what it reads.
+static void test_activate(Mlp mlp, int N, int F) {
+    const int n = N * F, wide = act_columns(mlp, F);
+    const std::string title = format("%s N=%d F=%d", kMlps[(int)mlp].name, N, F);
+    Case k("activate " + title);
+    check(k, [&](auto at) {
+        auto *inp = at.x("inp", In(N * wide, 2.0)), *dout = at.x("dout", In(n));
+        op<ActivateOf>(at, {at.x("out", Out(n)), inp, N, F, mlp});
+        op<ActivateBackwardOf>(at, {at.x("dinp", Out(N * wide)), dout, inp, N, F, mlp});
+        auto* inplace = at.x("inplace", InOut(N * wide, 2.0));
+        op<ActivateBackwardOf>(at, {inplace, dout, inplace, N, F, mlp});
+        if (is_gated(mlp)) { return; }
+        auto *d = at.x("d_inplace", InOut(n)), *x = at.x("inp_inplace", InOut(n));
+        op<ActivateBackwardOf>(at, {d, d, inp, N, F, mlp});
+        op<ActivateOf>(at, {x, x, N, F, mlp});
     });
     for (const GradForm& is : kGradForms) {
-        Case k(format("gelu_backward N=%d OC=%d acc=%d bf16=%d", N, OC, (int)is.acc, is.bf16));
-        compute(k, [&](auto at) {
-            auto dbias = at.grad("dbias", In(OC), is.acc, is.bf16);
+        if (is_gated(mlp)) { break; }
+        Case g(format("dbias of %s acc=%d bf16=%d", title.c_str(), (int)is.acc, is.bf16));
+        compute(g, [&](auto at) {
+            auto dbias = at.grad("dbias", In(F), is.acc, is.bf16);
             if (at.is_twin) { dbias.data = nullptr; }
-            op<GeluBackwardOf>(at, {at.x("d_inplace", InOut(n)), dbias,
-                                  at.s("scratch", Scratch(bias_backward_scratch_bytes(N, OC) / 4 + 1)),
-                                  at.x("inp", In(n, 2.0)), N, OC});
+            op<ActivateBackwardOf>(at, {at.x("dinp", Out(n)), at.x("dout", In(n)), at.x("inp", In(n, 2.0)), N,
+                                      F, mlp, dbias,
+                                      at.s("scratch", Scratch(activate_backward_scratch_bytes(N, F) / 4))});
         });
-        k.take("d_inplace");                            // dbias sums the values as stored
-        const Twin at = {&k};
-        op<BiasBackwardOf>(at, {at.grad("dbias", In(OC), is.acc, is.bf16), nullptr,
-                                k["d_inplace"].twin.data(), N, OC});
-        k.expect();
+        g.take("dinp");                                 // dbias sums the values as stored
+        const Twin at = {&g};
+        op<BiasBackwardOf>(at, {at.grad("dbias", In(F), is.acc, is.bf16), nullptr, g["dinp"].twin.data(), N,
+                              F});
+        g.expect();
     }
-}
-
-static void test_swiglu(int N, int F) {
-    Case k(format("swiglu N=%d F=%d", N, F));
-    check(k, [&](auto at) {
-        auto* gate_up = at.x("gate_up", In(N * 2 * F, 2.0));
-        auto* dout = at.x("dout", In(N * F));
-        op<SwigluForwardOf>(at, {at.x("out", Out(N * F)), gate_up, N, F});
-        op<SwigluBackwardOf>(at, {at.x("dgate_up", Out(N * 2 * F)), dout, gate_up, N, F});
-        auto* inplace = at.x("inplace", InOut(N * 2 * F, 2.0));
-        op<SwigluBackwardOf>(at, {inplace, dout, inplace, N, F});
-    });
-}
-
-static void test_relu2(size_t n) {
-    Case k(format("relu2 n=%zu", n));
-    check(k, [&](auto at) {
-        auto *inp = at.x("inp", In(n)), *dout = at.x("dout", In(n));
-        op<Relu2ForwardOf>(at, {at.x("out", Out(n)), inp, n});
-        op<Relu2BackwardOf>(at, {at.x("dinp", Out(n)), dout, inp, n});
-        auto *d = at.x("d_inplace", InOut(n)), *x = at.x("inp_inplace", InOut(n));
-        op<Relu2BackwardOf>(at, {d, d, inp, n});
-        op<Relu2ForwardOf>(at, {x, x, n});
-    });
 }
 
 // Of the weights, one is 0. The backward's qkv and rstd need not be a forward's: it is a formula of them.
@@ -3164,7 +3148,8 @@ static void test_kernels() {
         test_fp8_attention_forms();
         test_fp8_nan();
         test_fp8_matmul(144, 400, 272, Fp8Format::E5m2);
-        for (Mlp mlp : {Mlp::Gelu, Mlp::SwiGlu, Mlp::Relu2}) {
+        for (const MlpRow& row : kMlps) {
+            const Mlp mlp = row.mlp;
             test_fp8_matmul_act(mlp, 48, 64, 80);           // a product, then the cast
             test_fp8_matmul_act(mlp, 64, 512, 256);         // from here on one sm90 kernel: half of a tile
             test_fp8_matmul_act(mlp, 192, 640, 512);        // half of the cluster's second tile
@@ -3185,10 +3170,7 @@ static void test_kernels() {
         test_grad_accumulate(1000);
         if (!small_shapes) { test_grad_accumulate(1 << 20); }
     }
-    TEST("kernels: gelu") {
-        test_gelu(7, 160);
-        test_gelu(1, 8);
-        if (!small_shapes) { test_gelu(1000, 3072); }
+    TEST("kernels: products with GELU") {
         test_matmul_gelu(7, 40, 120);                   // a product, then the op
         test_matmul_gelu(1, 512, 256);                  // from here on the sm90 kernel: a row of a tile
         test_matmul_gelu(129, 576, 512);                // a row of the cluster's second tile
@@ -3198,17 +3180,18 @@ static void test_kernels() {
         }
         for (int C : {448, 512, 520, 768, 1600}) {
             const bool fits = attention_uses_sm90(64) && C >= 512 && C % 64 == 0;
-            for (Mlp mlp : {Mlp::Gelu, Mlp::SwiGlu}) {
-                const char* form = activation_form(mlp, C, 4 * C, false);
-                const bool both = mlp == Mlp::Gelu || C <= kMaxGatedTerms;
+            for (const MlpRow& row : kMlps) {
+                const char* form = activation_form(row.mlp, C, 4 * C, false);
+                const bool both = !row.gated || C <= kMaxGatedTerms;
                 const char* fused = both ? "in its products (sm90)" : "in the backward's product (sm90)";
-                CHECK(strcmp(form, fits ? fused : "apart") == 0, "C=%d: %s %s", C, kMlpNames[(int)mlp], form);
+                CHECK(strcmp(form, fits ? fused : "apart") == 0, "C=%d: %s %s", C, row.name, form);
             }
         }
     }
     TEST("kernels: epilogues of products, alone") { test_epilogues<floatX>(); }
     TEST("kernels: products with activations") {
-        for (Mlp mlp : {Mlp::Gelu, Mlp::SwiGlu, Mlp::Relu2}) {
+        for (const MlpRow& row : kMlps) {
+            const Mlp mlp = row.mlp;
             test_matmul_act(mlp, 7, 40, 120);               // a product, then the op
             test_matmul_act(mlp, 1, 512, 256);              // from here on the sm90 kernel: a row of a tile
             test_matmul_act(mlp, 129, 576, 512);            // a row of the cluster's second tile
@@ -3217,12 +3200,13 @@ static void test_kernels() {
             test_matmul_act(mlp, 3112, 512, 1536);          // blocks take several tiles
         }
     }
-    TEST("kernels: swiglu, relu2") {
-        test_swiglu(7, 40);
-        test_swiglu(3, 264 * kWidth);                   // a row is two blocks'
-        test_relu2(8);
-        test_relu2(1120);
-        if (!small_shapes) { test_swiglu(1000, 2048); }
+    TEST("kernels: activations") {
+        for (const MlpRow& row : kMlps) {
+            test_activate(row.mlp, 7, 160);
+            test_activate(row.mlp, 1, 8);
+            test_activate(row.mlp, 3, 264 * kWidth);     // a gated one's row is two blocks'
+            if (!small_shapes) { test_activate(row.mlp, 1000, 3072); }
+        }
     }
     TEST("kernels: rotation") {
         for (QkNorm norm : {QkNorm::No, QkNorm::Weightless, QkNorm::Weighted}) {
@@ -3350,7 +3334,7 @@ int main(int argc, char** argv) {
 
     // whatever else is broken, the other tests notice
     bool variants = !break_name;
-    for (const char* op : {"norm_", "swiglu_forward", "relu2_forward"}) {
+    for (const char* op : {"norm_", "activate"}) {
         variants = variants || strncmp(break_name, op, strlen(op)) == 0;
     }
     for (const std::string& mode : modes) {
@@ -3381,10 +3365,13 @@ int main(int argc, char** argv) {
                 if (kDeviceIsAsync) { test_variants(kTensorCore); }
             }
             TEST("Llama's family") {
-                for (const Config& c : {kLlama, kNano}) {
-                    if (!kLowPrecision) { test_slopes(c.llama.embed_norm ? "nano" : "llama", c); }
+                for (const Config& c : family(kLlama, kNano)) {
+                    const char* name = kMlps[(int)c.llama.mlp].name;
+                    const std::string text = llama_text(c);
+                    CHECK(llama_text(descriptor_config(text.c_str())) == text, "%s", text.c_str());
+                    if (!kLowPrecision) { test_slopes(name, c); }
                     if (variants) { for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); } }
-                    if (variants) { test_writing(c.llama.embed_norm ? "nano" : "llama", c); }
+                    if (variants) { test_writing(name, c); }
                 }
             }
             TEST("LM head in parts") {
@@ -3408,7 +3395,8 @@ int main(int argc, char** argv) {
                 test_fp8(kLlama8, true, 0.075);     // 0.063 to 0.073 with eight seeds on the CPU
                 test_fp8(kNano8, true, 0.045);
                 for (double dropout : {0.0, 0.1}) {
-                    for (const Config& of : {deep, kLlama8, kNano8}) { test_fp8_recompute(of, dropout); }
+                    test_fp8_recompute(deep, dropout);
+                    for (const Config& of : family(kLlama8, kNano8)) { test_fp8_recompute(of, dropout); }
                     Config parallel = kTensorCore;
                     parallel.block = Block::Parallel;
                     test_fp8_recompute(parallel, dropout);

@@ -20,7 +20,7 @@ Sections, in the order in which data flows (search for "// == "):
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 activations, bias, products with
      activations (sm90), FP8  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
-     6.10 decoding: writes text, token by token  6.11 rotation, swiglu, relu2
+     6.10 decoding: writes text, token by token  6.11 rotation
 Sections 4 and 5 are headers in llmc/. Read llmc/ops/ops.h first: it lists what each op takes and gives.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
@@ -174,7 +174,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(ln2,        floatX, Block,  ENDS(2),  second * N * C)                                                 \
     X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
     X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
-    X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,4C) before GELU; SwiGLU (B,T,2F) */     \
+    X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,F) before act; gated (B,T,2F) */        \
     X(act,        floatX, Block,  ENDS(1),  N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
     X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
     X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
@@ -197,7 +197,6 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                               \
     X(wide,       floatX, Global, ALWAYS, trains * N * std::max(F, QKVC))                                   \
     X(dact,       floatX, Global, IN(wide), trains * N * F)             /* (B,T,F) */                       \
-    X(dfch,       floatX, Global, IN(dact), trains * N * F * gelu)      /* (B,T,4C); else it is fch */      \
     X(dqkv,       floatX, Global, IN(wide), trains * N * QKVC)          /* (B,T,NH+2*NKV,HS) */             \
     X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                   \
     X(ln1_t8,     uint8_t, Block, SAVED(2), fp8 * N * C)    /* (C,B,T) */                                   \
@@ -245,7 +244,7 @@ struct Widths { size_t QC, QKVC, FCC, F; };
 static Widths model_widths(const Config& c) {
     const Config::Shape s = c.shape();
     const size_t HS = s.HS, F = s.F;
-    return {c.NH * HS, (c.NH + 2 * s.NKV) * HS, s.mlp == Mlp::SwiGlu ? 2 * F : F, F};
+    return {c.NH * HS, (c.NH + 2 * s.NKV) * HS, act_columns(s.mlp, F), F};
 }
 
 // The rows of the parameters as numbers, as layer l has them, and as the whole model has them.
@@ -257,7 +256,7 @@ static std::vector<ParamSpec> param_rows(const Config& c, int l) {
     const size_t learned = !c.is_llama(), added = !c.is_llama(), untied = !s.tied;
     const size_t weighted = s.norm_weights, qk_norm = s.qk_norm && weighted;
     const Parts NONE = {}, WHOLE = {{"", 0}}, QKV = {{"q", QC}, {"k", s.NKV * HS}, {"v", s.NKV * HS}};
-    const Parts FC = s.mlp == Mlp::SwiGlu ? Parts{{"gate", F}, {"up", F}} : WHOLE;
+    const Parts FC = is_gated(s.mlp) ? Parts{{"gate", F}, {"up", F}} : WHOLE;
     const Init Zero = Init::Zero, One = Init::One, Normal = Init::Normal;
     const Init Projection = c.is_llama() ? Init::Zero : Init::Residual;
     std::vector<ParamSpec> specs;
@@ -304,7 +303,7 @@ static int head_rows(const Options& o, int N) {
 static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Options& o, size_t offset = 0) {
     const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
     const auto [QC, QKVC, FCC, F] = model_widths(c);
-    const size_t NKV = c.shape().NKV, qk_norm = c.shape().qk_norm, gelu = !c.is_llama();
+    const size_t NKV = c.shape().NKV, qk_norm = c.shape().qk_norm;
     const size_t embed_norm = c.shape().embed_norm;
     const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
     const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
@@ -996,8 +995,8 @@ static void norm_backward(const NormBackward& a, Stream stream) {
 //     weight grad  dweight (OC,C) (+)= dout^T inp, fp32              D = inp dout^T        = (C,OC,N)
 // bias and residual (as the C matrix, beta = 1) ride in the epilogue. The MLP's activation and its derivative
 // ride in that of a kernel of our own (6.4), or follow the product. cuBLASLt's bias-gradient epilogues do not
-// pay (BGRADB +25 to 60 %): column sums come from LayerNorm's backward, GELU's and bias_backward. Descriptors
-// and the algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
+// pay (BGRADB +25 to 60 %): column sums come from norm_backward, activate_backward and bias_backward.
+// Descriptors and the algorithm are looked up once per shape and kept (llmc/ops/cublaslt.h).
 //     grad_accumulate   grad (+)= values
 // A weight gradient that is kept in bf16 is first computed in fp32, in scratch; grad_accumulate then adds it
 // and rounds once.
@@ -1026,12 +1025,7 @@ static void matmul_forward(const MatmulForward& a, Stream stream) {
     gemm({.d = a.pre_act ? a.pre_act : a.out, .a = a.weight, .b = a.inp, .c = a.residual, .bias = a.bias,
           .m = a.OC, .n = a.N, .k = a.C, .trans_a = true,
           .epilogue = a.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT}, stream);
-    if (!a.pre_act) { return; }
-    switch (a.mlp) {
-        case Mlp::Gelu: return gelu_forward({a.out, a.pre_act, (size_t)a.N * a.OC}, stream);
-        case Mlp::SwiGlu: return swiglu_forward({a.out, a.pre_act, a.N, a.OC / 2}, stream);
-        case Mlp::Relu2: return relu2_forward({a.out, a.pre_act, (size_t)a.N * a.OC}, stream);
-    }
+    if (a.pre_act) { activate({a.out, a.pre_act, a.N, is_gated(a.mlp) ? a.OC / 2 : a.OC, a.mlp}, stream); }
 }
 
 static void matmul_backward_input(const MatmulBackwardInput& a, Stream stream) {
@@ -1041,12 +1035,7 @@ static void matmul_backward_input(const MatmulBackwardInput& a, Stream stream) {
     floatX* product = a.dact ? a.dact : a.dinp;
     gemm({.d = product, .a = a.weight, .b = a.dout, .c = a.residual, .m = a.C, .n = a.N, .k = a.OC}, stream);
     if (!a.pre_act) { return; }
-    switch (a.mlp) {
-        case Mlp::Gelu:
-            return gelu_backward_inplace({product, a.dbias, a.scratch, a.pre_act, a.N, a.C}, stream);
-        case Mlp::SwiGlu: return swiglu_backward({a.dinp, product, a.pre_act, a.N, a.C}, stream);
-        case Mlp::Relu2: return relu2_backward({a.dinp, product, a.pre_act, (size_t)a.N * a.C}, stream);
-    }
+    activate_backward({a.dinp, product, a.pre_act, a.N, a.C, a.mlp, a.dbias, a.scratch}, stream);
 }
 
 // grad (+)= the product. For a bf16 gradient the product goes to scratch first, so that it is rounded once.
@@ -1064,11 +1053,15 @@ static void matmul_backward_weight(const MatmulBackwardWeight& a, Stream stream)
 }
 
 // == 6.4 activations, bias ==
-// gelu_forward:           out = gelu(inp), gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
-// gelu_backward_inplace:  d = d*gelu'(inp), and in passing dbias (+)= column sums of the new d, as stored
-// bias_backward:          dbias (+)= column sums of dout (N,OC); of qkv's dout the keys' third is not read
-// The two backward ops share a kernel that passes over d once. Its column sums take two stages: each block
-// adds up one chunk of rows into a row of partials, then column_sums_kernel (6.2) adds the partials.
+// activate:           out = act(inp), or act(gate, up)
+//     gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))        relu2(x) = max(x,0)^2
+//     swiglu(gate, up) = gate*s*up, s = 1/(1 + e^-gate)
+// activate_backward:  dinp = dout*act'(inp), and in passing dbias (+)= column sums of dinp, as stored
+//     swiglu      dgate = dout*up*s*(1 + gate*(1 - s))     dup = dout*gate*s
+// bias_backward:      dbias (+)= column sums of dout (N,OC); of qkv's dout the keys' third is not read
+// bias_backward and activate_backward share a kernel, but for gated activations. Its column sums take two
+// stages: each block adds up one chunk of rows into a row of partials, then column_sums_kernel (6.2) adds the
+// partials.
 constexpr int kColumnBlocks = 1056;             // 8 an SM of an H200; fixed, so the bits depend on no GPU
 constexpr int kColumnRows = 8;                  // rows a block works on at a time, one a warp
 
@@ -1089,43 +1082,94 @@ __device__ __forceinline__ float sigmoid(float x, float unit = 1.0f) {
     return reciprocal_fast(exp2_fast(-kLog2e * x) * unit + unit);
 }
 
-// Activations of an MLP, for the kernels here and in 6.11.
+// A struct for each row of GPT2_MLPS. value: what it gives, divided by `unit`, a power of two. slope: its
+// derivative; slopes, of a gated one: the gradients of gate and of up, from that of the value.
 struct Gelu {
+    static constexpr bool kGated = false;
     static __device__ __forceinline__ float value(float x, float unit = 1.0f) { return gelu(x, unit); }
     static __device__ __forceinline__ float slope(float x) { return gelu_grad(x); }
 };
+struct SwiGlu {
+    static constexpr bool kGated = true;
+    static __device__ __forceinline__ float value(float gate, float up, float unit = 1.0f) {
+        return gate * sigmoid(gate, unit) * up;
+    }
+    static __device__ __forceinline__ float2 slopes(float dout, float gate, float up) {
+        const float s = sigmoid(gate);
+        return make_float2(dout * up * s * fmaf(gate, 1.0f - s, 1.0f), dout * gate * s);
+    }
+};
 struct Relu2 {                                  // x < 0 is false for NaN, which so comes through
+    static constexpr bool kGated = false;
     static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x * x; }
     static __device__ __forceinline__ float value(float x, float unit) {
         return value(x) * reciprocal_fast(unit);
     }
     static __device__ __forceinline__ float slope(float x) { return x < 0.0f ? 0.0f : 2.0f * x; }
 };
-struct Swiglu {
-    static __device__ __forceinline__ float value(float gate, float up, float unit = 1.0f) {
-        return gate * sigmoid(gate, unit) * up;
-    }
-    // of gate, of up
-    static __device__ __forceinline__ float2 slopes(float dout, float gate, float up) {
-        const float s = sigmoid(gate);
-        return make_float2(dout * up * s * fmaf(gate, 1.0f - s, 1.0f), dout * gate * s);
-    }
-};
+struct NoAct { static constexpr bool kGated = false; };         // where a kernel does without
+#define X(act, ...) static_assert(act::kGated == is_gated(Mlp::act), "as its row says");
+GPT2_MLPS(X)
+#undef X
 
-__global__ void gelu_forward_kernel(floatX* out, const floatX* inp, size_t n) {
+// f(Gelu()) and so on
+template <class F> static auto with_act(Mlp mlp, F f) {
+    switch (mlp) {
+#define X(act, ...) case Mlp::act: return f(act());
+        GPT2_MLPS(X)
+#undef X
+    }
+    die("activation %d is not built", (int)mlp);
+}
+
+template <class Act> __global__ void activate_kernel(floatX* out, const floatX* inp, size_t n) {
     const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     Floats x = load_floats(inp, i, n);
-    for (int k = 0; k < kWidth; k++) { x.at[k] = gelu(x.at[k]); }
+    for (int k = 0; k < kWidth; k++) { x.at[k] = Act::value(x.at[k]); }
     store(out, i, n, to_pack<floatX>(x));
 }
 
+// Gated. A block takes some vectors (blockIdx.y) of a row (blockIdx.x).
+constexpr int kGatedThreads = 256;              // at most
+
+template <class Act> __global__ void __launch_bounds__(kGatedThreads) gated_kernel(Activate a) {
+    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    const floatX* gate_up = a.inp + (size_t)blockIdx.x * 2 * F;         // (2,F)
+    const Floats gate = load_floats(gate_up, f, F), up = load_floats(gate_up + F, f, F);
+    Floats y;
+    for (int k = 0; k < kWidth; k++) { y.at[k] = Act::value(gate.at[k], up.at[k]); }
+    store(a.out + (size_t)blockIdx.x * F, f, F, to_pack<floatX>(y));
+}
+
+// dinp may be inp: a thread reads its elements before it writes them.
+template <class Act>
+__global__ void __launch_bounds__(kGatedThreads) gated_backward_kernel(ActivateBackward a) {
+    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    const size_t row = (size_t)blockIdx.x * 2 * F;
+    const Floats gate = load_floats(a.inp + row, f, F), up = load_floats(a.inp + row + F, f, F);
+    const Floats dout = load_floats(a.dout + (size_t)blockIdx.x * F, f, F);
+    Floats dgate, dup;
+    for (int k = 0; k < kWidth; k++) {
+        const float2 slopes = Act::slopes(dout.at[k], gate.at[k], up.at[k]);
+        dgate.at[k] = slopes.x, dup.at[k] = slopes.y;
+    }
+    store(a.dinp + row, f, F, to_pack<floatX>(dgate));
+    store(a.dinp + row + F, f, F, to_pack<floatX>(dup));
+}
+
+template <class Args> static void gated_launch(void (*kernel)(Args), const Args& a, Stream stream) {
+    const int vectors = a.F / kWidth, slabs = ceil_div(vectors, kGatedThreads);
+    kernel<<<dim3(a.N, slabs), round_up(ceil_div(vectors, slabs), kWarp), 0, stream>>>(a);
+}
+
 // The first stage. A block of (32,8) threads owns 32 vectors of columns (blockIdx.x) of one chunk of rows
-// (blockIdx.y) and takes 8 rows at a time, a warp a row. kGelu: d is multiplied by GELU's slope in place,
-// each element by the thread that read it. of_qkv: the keys' columns count as zeros.
-template <bool kGelu>
+// (blockIdx.y) and takes 8 rows at a time, a warp a row. With an activation dinp = dout times its slope, each
+// element by the thread that reads it: dinp may be dout or inp. of_qkv: the keys' columns count as zeros.
+template <class Act>
 __global__ void __launch_bounds__(kWarp * kColumnRows)
-    partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* d_inplace, const floatX* d,
+    partial_sums_kernel(float* partial /*(gridDim.y,OC) or null*/, floatX* dinp, const floatX* dout,
                         const floatX* inp, int N, int OC, bool of_qkv, int chunk_rows) {
+    constexpr bool kActs = !std::is_same_v<Act, NoAct>;
     constexpr int kUnroll = 4;                          // of a warp's rows in flight
     __shared__ Floats shared[kColumnRows][kWarp];
     const int c = (blockIdx.x * kWarp + threadIdx.x) * kWidth;
@@ -1138,18 +1182,18 @@ __global__ void __launch_bounds__(kWarp * kColumnRows)
         for (int u = 0; u < kUnroll; u++) {
             const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
             const size_t at = row < end ? (size_t)row * OC : 0;
-            x[u] = load(d + at, c, columns);
-            if (kGelu) { y[u] = load(inp + at, c, columns); }
+            x[u] = load(dout + at, c, columns);
+            if (kActs) { y[u] = load(inp + at, c, columns); }
         }
-        // The new d, rounded and stored; what is summed is what was stored.
+        // dinp, rounded and stored; what is summed is what was stored.
 #pragma unroll
         for (int u = 0; u < kUnroll; u++) {
-            if (kGelu) {
+            if constexpr (kActs) {
                 for (int k = 0; k < kWidth; k++) {
-                    x[u].data[k] = (floatX)((float)x[u].data[k] * gelu_grad((float)y[u].data[k]));
+                    x[u].data[k] = (floatX)((float)x[u].data[k] * Act::slope((float)y[u].data[k]));
                 }
                 const int row = first + u * kColumnRows, columns = row < end ? OC : 0;
-                store(d_inplace + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
+                store(dinp + (row < end ? (size_t)row * OC : 0), c, columns, x[u]);
             }
             for (int k = 0; k < kWidth; k++) { sum.at[k] += (float)x[u].data[k]; }
         }
@@ -1178,44 +1222,53 @@ static size_t bias_backward_scratch_bytes(int N, int OC) {
     return (size_t)column_chunks(N, OC) * OC * sizeof(float);
 }
 
-template <bool kGelu>
-static void column_pass(Grad dbias, float* scratch, floatX* d_inplace, const floatX* d, const floatX* inp,
+template <class Act>
+static void column_pass(Grad dbias, float* scratch, floatX* dinp, const floatX* dout, const floatX* inp,
                         int N, int OC, bool of_qkv, Stream stream) {
     const int chunk_rows = ceil_div(N, column_chunks(N, OC)), chunks = ceil_div(N, chunk_rows);
     float* partial = dbias.data ? scratch : nullptr;
     const dim3 grid(ceil_div(OC, kWarp * kWidth), chunks), block(kWarp, kColumnRows);
-    partial_sums_kernel<kGelu><<<grid, block, 0, stream>>>(partial, d_inplace, d, inp, N, OC, of_qkv,
-                                                           chunk_rows);
+    partial_sums_kernel<Act><<<grid, block, 0, stream>>>(partial, dinp, dout, inp, N, OC, of_qkv, chunk_rows);
     if (dbias.data) { column_sums({{dbias}}, 1, partial, chunks, OC, stream); }
 }
 
 static void bias_backward(const BiasBackward& a, Stream stream) {
     OpScope scope(a, stream);
     check_width(a, a.OC);
-    column_pass<false>(a.dbias, a.scratch, nullptr, a.dout, nullptr, a.N, a.OC, a.of_qkv, stream);
+    column_pass<NoAct>(a.dbias, a.scratch, nullptr, a.dout, nullptr, a.N, a.OC, a.of_qkv, stream);
 }
 
-static void gelu_forward(const GeluForward& a, Stream stream) {
+static void activate(const Activate& a, Stream stream) {
     OpScope scope(a, stream);
-    check_width(a, a.n);
-    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
-    gelu_forward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
+    check_width(a, a.F);
+    with_act(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        if constexpr (Act::kGated) { gated_launch(gated_kernel<Act>, a, stream); }
+        else {
+            const size_t n = (size_t)a.N * a.F, threads = 256, blocks = ceil_div(n, threads * kWidth);
+            activate_kernel<Act><<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, n);
+        }
+    });
 }
 
-static void gelu_backward_inplace(const GeluBackward& a, Stream stream) {
+static void activate_backward(const ActivateBackward& a, Stream stream) {
     OpScope scope(a, stream);
-    check_width(a, a.OC);
-    column_pass<true>(a.dbias, a.scratch, a.d, a.d, a.inp, a.N, a.OC, false, stream);
+    check_width(a, a.F);
+    with_act(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        if constexpr (Act::kGated) { gated_launch(gated_backward_kernel<Act>, a, stream); }
+        else { column_pass<Act>(a.dbias, a.scratch, a.dinp, a.dout, a.inp, a.N, a.F, false, stream); }
+    });
 }
 
 // ---- sm90: a product and its activation in one kernel (wgmma, TMA) ----
 // ProductLoop computes tiles of 128 x 256 sums, and does not know what follows. An epilogue rounds a tile's
 // sums, and computes and stores the rest:
 //     ActivationForward    pre_act (N,OC) = inp weight^T + bias, and out = act(pre_act)
+//         gated            gate, up (N,2F) = inp weight^T, and out (N,F) = act(gate, up)
 //     ActivationBackward   dinp (N,C) = (dout weight) * act'(pre_act), and dbias (+)= sums of its columns
-//     GatedForward         gate, up (N,2F) = inp weight^T, and out (N,F) = silu(gate) * up
-//     GatedBackward        dgate, dup (N,2F) from dact (N,F) = dout weight
-//     ForwardBytes, BackwardBytes, GatedForwardBytes, GatedBackwardBytes      the same in FP8
+//         gated            dgate, dup (N,2F) from dact (N,F) = dout weight
+// Each is made of an activation and of how it stores: Store16 in 16 bits, StoreBytes in FP8.
 // Two warpgroups each own 64 rows of a tile, whose sums fill 128 registers of a thread. Of the third, one
 // thread starts all copies, some stages of 64 k ahead. A cluster of two blocks takes two tiles of the same
 // columns; each block fetches half of the weights' part of a stage, for both. A tile's sums are rounded into
@@ -1242,7 +1295,7 @@ struct Product {
     const floatX *pre_act, *out;        // (N,pre_columns) (N,out_columns) the forward writes both, the
                                         // backward out
     float* partial;                     // backward: (ceil(N/64),columns) sums of out's columns, or null
-    int N, K, columns, pre_columns, out_columns;        // SwiGLU's gate, up and their gradients: 2 columns
+    int N, K, columns, pre_columns, out_columns;        // of gate, up and their gradients: 2 columns
     // FP8: rows (N,2K) and weight (..,2K) are bytes. Written are out's bytes and their transpose
     uint8_t *bytes, *transposed;        // (N,out_columns) (out_columns,N)
     const Fp8Tensor *rows8, *weight8, *bytes8;
@@ -1278,8 +1331,8 @@ template <class E> __device__ __forceinline__ ProductTile product_tile(const Pro
 }
 
 // The main loop. The epilogue E says how the operands lie. kTransB: weight is (K,columns). kFp8: both are
-// bytes. kColumns = 128: a tile has 128 columns of the weight's first half, SwiGLU's gate, and the same ones
-// of its second half, up.
+// bytes. kColumns = 128: a tile has 128 columns of the weight's first half, gate, and the same ones of its
+// second half, up.
 template <class E> struct ProductLoop {
     static constexpr int kStages = E::kStages, kPart = kProductColumns / kProductCluster;
     ProductShared<E>& shared;
@@ -1431,10 +1484,10 @@ struct Epilogue {
         barrier();
     }
     // packed = d scale + bias, rounded; the n-th of d has two columns of a lane, in two rows.
-    template <bool kBiased> __device__ __forceinline__ void pack(const float (&d)[32][4], float scale) {
+    __device__ __forceinline__ void pack(const float (&d)[32][4], float scale, bool biased) {
 #pragma unroll
         for (int n = 0; n < 32; n++) {
-            const float2 b = kBiased ? unpack_pair(own.bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
+            const float2 b = biased ? unpack_pair(own.bias[4 * n + lane % 4]) : make_float2(0.0f, 0.0f);
             packed[n / 2][n % 2 * 2] = pack_pair(fmaf(d[n][0], scale, b.x), fmaf(d[n][1], scale, b.y));
             packed[n / 2][n % 2 * 2 + 1] = pack_pair(fmaf(d[n][2], scale, b.x), fmaf(d[n][3], scale, b.y));
         }
@@ -1448,18 +1501,19 @@ struct Epilogue {
         return smem_address(block) + (warp * 16 + half * 8 + row8) * 128 + ((n % 4 * 2 + beside) ^ row8) * 16;
     }
 
-    // The leader starts the copy of block i of a tile's pre_act; blocks of gate and of up: kParts 2. It comes
-    // into staging[i % 2 * kParts]. Later all wait for it, while the next one is on its way.
-    template <int kParts> __device__ __forceinline__ void load_pre_act(const ProductTile& tile, int i) {
+    // The leader starts the copy of block i of a tile's pre_act; blocks of gate and of up: 2 parts. It comes
+    // into staging[i % 2 * parts]. Later all wait for it, while the next one is on its way.
+    __device__ __forceinline__ void load_pre_act(const ProductTile& tile, int i, int parts) {
         if (!leads) { return; }
-        mbarrier_expect(&loaded[i % 2], kParts * kBlock);
-        for (int part = 0; part < kParts; part++) {
-            tma_load_4d(staging[i % 2 * kParts + part], &maps.pre_act, &loaded[i % 2], 0, row_of(tile),
+        mbarrier_expect(&loaded[i % 2], parts * kBlock);
+#pragma unroll
+        for (int part = 0; part < parts; part++) {
+            tma_load_4d(staging[i % 2 * parts + part], &maps.pre_act, &loaded[i % 2], 0, row_of(tile),
                         (tile.column + part * p.columns) / 64 + i, 0);
         }
     }
-    template <int kParts> __device__ __forceinline__ void await_pre_act(const ProductTile& tile, int i) {
-        if (i < 3) { load_pre_act<kParts>(tile, i + 1); }
+    __device__ __forceinline__ void await_pre_act(const ProductTile& tile, int i, int parts) {
+        if (i < 3) { load_pre_act(tile, i + 1, parts); }
         mbarrier_wait(&loaded[i % 2], i / 2);
     }
     // The lane has four of 16 columns, in two rows, which are added up.
@@ -1492,163 +1546,50 @@ struct Epilogue {
     }
 };
 
-// pre_act = the sums + bias; out = act(pre_act). A slice has 16 columns.
-template <class Act> struct ActivationForward : Epilogue {
-    static constexpr int kStages = 4, kBuffers = 2, kSlices = 16;
+// How an epilogue stores, in groups of 16 columns, of which a lane has four in each of two rows: f[4], pairs
+// of columns. Both ways have
+//     kGroups            groups in a slice of a forward
+//     bias_place         where share_bias puts a thread's two columns
+//     scale, dact_scale  what a forward's and a backward's sums are multiplied by; unit: what sums of out are
+//     value(Act(), ...)  an activation
+//     put_sums, get      group n of `packed` into a block of staging, and of pre_act from a block
+//     round              f becomes words; f is then what dbias sums
+//     put, store_out     the words of the groups from n on into a block of staging, and the block into out
+//     sum_place          the column, of 32, whose sum warp_sums leaves in a lane
+struct Store16 : Epilogue {
+    static constexpr int kGroups = 1;
+    static constexpr float scale = 1.0f, dact_scale = 1.0f, unit = 1.0f;
+    struct Words { uint32_t at[4]; };
     using Epilogue::Epilogue;
-    __device__ __forceinline__ void begin(const ProductTile& tile) { ask_bias(tile); }
-    __device__ __forceinline__ void meet() { share_bias(threadIdx.x % 128); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<true>(d, 1.0f); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int row = row_of(tile), column = tile.column + s / 4 * 64;
-        uint32_t y[4];
+    __device__ __forceinline__ int bias_place() { return threadIdx.x % 128; }
+    __device__ __forceinline__ int sum_place() { return lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2; }
+    template <class Act, class... X> __device__ __forceinline__ float value(Act, X... x) {
+        return Act::value(x...);
+    }
+    __device__ __forceinline__ void put_sums(int buffer, int n) {
+        stmatrix_x4(place(staging[buffer], n), packed[n]);
+    }
+    __device__ __forceinline__ void get(float2 (&x)[4], int buffer, int n) {
+        uint32_t words[4];
+        ldmatrix_x4(words, place(staging[buffer], n));
+        for (int m = 0; m < 4; m++) { x[m] = unpack_pair(words[m]); }
+    }
+    template <int kCount>
+    __device__ __forceinline__ void round(Words (&words)[kCount], float2 (&f)[kCount][4]) {
 #pragma unroll
-        for (int m = 0; m < 4; m++) {
-            const float2 x = unpack_pair(packed[s][m]);
-            y[m] = pack_pair(Act::value(x.x), Act::value(x.y));
-        }
-
-        const uint32_t to = place(staging[0], s);
-        if (s % 4 == 0) { begin_block(); }
-        stmatrix_x4(to, packed[s]);
-        stmatrix_x4(to + kBlock, y);
-        if (s % 4 < 3) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.pre_act, 0, row, column);
-            store_block(maps.out, 1, row, column);
-            tma_store_commit();
+        for (int k = 0; k < 4 * kCount; k++) {
+            uint32_t& word = words[k / 4].at[k % 4];
+            word = pack_pair(f[k / 4][k % 4].x, f[k / 4][k % 4].y);
+            f[k / 4][k % 4] = unpack_pair(word);
         }
     }
-};
-
-// out = the sums, rounded, times act'(pre_act), and the sums of out's columns. Two blocks of pre_act are in
-// staging, where out replaces them. A slice has 32 columns: the backward waits longer than the forward
-// (ldmatrix, shuffles), and more columns hide more of it.
-template <class Act> struct ActivationBackward : Epilogue {
-    static constexpr bool kTransB = true;
-    static constexpr int kStages = 4, kBuffers = 2, kSlices = 8;
-    using Epilogue::Epilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<1>(tile, 0); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64;
-        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
-            if (leads) { tma_store_wait<0>(); }
-            await_pre_act<1>(tile, i);
-        }
-        uint32_t at[2], y[2][4];
+    template <int kCount>
+    __device__ __forceinline__ void put(const Words (&words)[kCount], int buffer, int n) {
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            at[pair] = place(staging[i % 2], 2 * s + pair);
-            ldmatrix_x4(y[pair], at[pair]);
-        }
-        float sum[8];
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            float2 f[4];
-#pragma unroll
-            for (int m = 0; m < 4; m++) {
-                const float2 d = unpack_pair(packed[2 * s + pair][m]), x = unpack_pair(y[pair][m]);
-                y[pair][m] = pack_pair(d.x * Act::slope(x.x), d.y * Act::slope(x.y));
-                f[m] = unpack_pair(y[pair][m]);         // what is summed is what is stored
-            }
-            add_rows(sum + 4 * pair, f);
-        }
-
-        if (s % 2 == 0) { barrier(); }                  // all have read the last block's sums
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) { stmatrix_x4(at[pair], y[pair]); }
-        // every fourth lane has the same 8 columns
-        own.sums[warp][s % 2 * 32 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = warp_sums<4>(sum);
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.out, i % 2, row, column);
-            tma_store_commit();
-        }
-        store_sums(row, column, 1.0f);
+        for (int k = 0; k < kCount; k++) { stmatrix_x4(place(staging[buffer], n + k), words[k].at); }
     }
-};
-
-// The tile's first 128 columns are gate, the others are up, of the same 128 columns of out. So a thread has
-// both of an element. A slice has 16 columns of each. Three blocks are staged at a time, and three stages fit
-// beside.
-struct GatedForward : Epilogue {
-    static constexpr int kColumns = kProductColumns / 2, kStages = 3, kBuffers = 3, kSlices = 8;
-    using Epilogue::Epilogue;
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int row = row_of(tile), column = tile.column + s / 4 * 64;
-        uint32_t y[4];
-#pragma unroll
-        for (int m = 0; m < 4; m++) {
-            const float2 gate = unpack_pair(packed[s][m]), up = unpack_pair(packed[s + 8][m]);
-            y[m] = pack_pair(Swiglu::value(gate.x, up.x), Swiglu::value(gate.y, up.y));
-        }
-
-        const uint32_t to = place(staging[0], s);
-        if (s % 4 == 0) { begin_block(); }
-        stmatrix_x4(to, packed[s]);
-        stmatrix_x4(to + kBlock, packed[s + 8]);
-        stmatrix_x4(to + 2 * kBlock, y);
-        if (s % 4 < 3) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.pre_act, 0, row, column);
-            store_block(maps.pre_act, 1, row, column + p.columns);
-            store_block(maps.out, 2, row, column);
-            tma_store_commit();
-        }
-    }
-};
-
-// The sums, rounded, are dact. Two blocks of gate and two of up are in staging, where dgate and dup replace
-// them; three stages fit beside. A slice has 32 columns.
-struct GatedBackward : Epilogue {
-    static constexpr bool kTransB = true;
-    static constexpr int kStages = 3, kBuffers = 4, kSlices = 8;
-    using Epilogue::Epilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<2>(tile, 0); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, 1.0f); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64, buffer = i % 2 * 2;
-        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
-            if (leads) { tma_store_wait<0>(); }
-            await_pre_act<2>(tile, i);
-        }
-        uint32_t at[2], gate[2][4], up[2][4];
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            at[pair] = place(staging[buffer], 2 * s + pair);
-            ldmatrix_x4(gate[pair], at[pair]);
-            ldmatrix_x4(up[pair], at[pair] + kBlock);
-        }
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            uint32_t &g = gate[k / 4][k % 4], &u = up[k / 4][k % 4];
-            const float2 d = unpack_pair(packed[2 * s + k / 4][k % 4]), of_g = unpack_pair(g);
-            const float2 of_u = unpack_pair(u);
-            const float2 first = Swiglu::slopes(d.x, of_g.x, of_u.x);
-            const float2 second = Swiglu::slopes(d.y, of_g.y, of_u.y);
-            g = pack_pair(first.x, second.x), u = pack_pair(first.y, second.y);
-        }
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            stmatrix_x4(at[pair], gate[pair]);
-            stmatrix_x4(at[pair] + kBlock, up[pair]);
-        }
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.out, buffer, row, column);
-            store_block(maps.out, buffer + 1, row, column + p.columns);
-            tma_store_commit();
-        }
+    __device__ __forceinline__ void store_out(int buffer, int row, int column) {
+        store_block(maps.out, buffer, row, column);
     }
 };
 
@@ -1658,14 +1599,24 @@ struct GatedBackward : Epilogue {
 // __byte_perm transpose. But wgmma gives it rows r and r + 8 and columns c, c + 1, c + 8 and c + 9. So the
 // copies permute the operands' rows (product_bytes_map). A slice has 32 columns; their bytes fill an
 // stmatrix.
-struct BytesEpilogue : Epilogue {
+struct StoreBytes : Epilogue {
     static constexpr bool kFp8 = true;
-    static constexpr int kSlices = 8;
+    static constexpr int kGroups = 2;
+    struct Words { uint32_t at[2]; };
     // Values are scaled to the bytes' unit from the start, in the backward as soon as they are packed.
     Fp8Counts counts;
-    const float unit8 = p.bytes8->inverse, unscale = p.rows8->inverse * p.weight8->inverse;
+    const float unit = p.bytes8->inverse, scale = p.rows8->inverse * p.weight8->inverse;
+    const float dact_scale = scale * p.bytes8->scale;
     const uint32_t so_far = fp8_amax_so_far(p.stats);
     using Epilogue::Epilogue;
+    __device__ __forceinline__ int bias_place() {       // a lane's columns are 4q to 4q + 3 of 16
+        const int pair = threadIdx.x % 128;
+        return pair / 8 * 8 + pair % 2 * 4 + pair % 8 / 2;
+    }
+    __device__ __forceinline__ int sum_place() { return lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4; }
+    template <class Act, class... X> __device__ __forceinline__ float value(Act, X... x) {
+        return Act::value(x..., unit);
+    }
 
     // Where a block has the lane's four of the n-th 16 columns, in its upper or lower row.
     __device__ __forceinline__ uint2& quad_of(floatX* block, int n, int lower) {
@@ -1673,16 +1624,21 @@ struct BytesEpilogue : Epilogue {
         return *(uint2*)(block + row * 64 + chunk * 8 + lane % 2 * 4);
     }
 
-    // The n-th 16 columns into a block.
-    __device__ __forceinline__ void stage_sums(floatX* block, int n) {
+    __device__ __forceinline__ void put_sums(int buffer, int n) {
         for (int lower = 0; lower < 2; lower++) {
-            quad_of(block, n, lower) = make_uint2(packed[n][lower], packed[n][lower + 2]);
+            quad_of(staging[buffer], n, lower) = make_uint2(packed[n][lower], packed[n][lower + 2]);
+        }
+    }
+    __device__ __forceinline__ void get(float2 (&x)[4], int buffer, int n) {
+        for (int lower = 0; lower < 2; lower++) {
+            const uint2 quad = quad_of(staging[buffer], n, lower);
+            x[lower] = unpack_pair(quad.x), x[lower + 2] = unpack_pair(quad.y);
         }
     }
 
-    // words[pair]: f[pair] as four bytes of the upper row, and four of the lower one
-    __device__ __forceinline__ void round(uint32_t (&words)[2][2], const float2 (&f)[2][4]) {
-        Floats all[2];                  // the upper row's four columns, the lower one's
+    // words[k]: f[k] as four bytes of the upper row, and four of the lower one
+    __device__ __forceinline__ void round(Words (&words)[2], const float2 (&f)[2][4]) {
+        Floats all[2];                  // each: the upper row's four columns, the lower one's
         Pack<uint8_t> bytes[2];
 #pragma unroll
         for (int k = 0; k < 16; k++) {
@@ -1695,12 +1651,13 @@ struct BytesEpilogue : Epilogue {
 
     // The warp's bytes of 16 rows and 32 columns into staging, two matrices of (64,64) in the 64-byte
     // swizzle: rows, then columns.
-    __device__ __forceinline__ void stage_bytes(const uint32_t (&words)[2][2], int slice, int buffer) {
-        const uint32_t rows[4] = {words[0][0], words[0][1], words[1][0], words[1][1]};
+    __device__ __forceinline__ void put(const Words (&words)[2], int buffer, int n) {
+        const int slice = n / 2 % 2;
+        const uint32_t rows[4] = {words[0].at[0], words[0].at[1], words[1].at[0], words[1].at[1]};
         uint32_t columns[4];            // of each pair the first two and the others, two rows of a column
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            columns[i] = __byte_perm(words[i / 2][0], words[i / 2][1], i % 2 == 0 ? 0x5140 : 0x7362);
+            columns[i] = __byte_perm(rows[i / 2 * 2], rows[i / 2 * 2 + 1], i % 2 == 0 ? 0x5140 : 0x7362);
         }
         const uint32_t to = smem_address(staging[buffer]);
         const int pair = lane / 16, second = lane / 8 % 2, i = lane % 8;        // stmatrix: row i of a matrix
@@ -1709,191 +1666,145 @@ struct BytesEpilogue : Epilogue {
         stmatrix_x4(to + row * 64 + ((slice * 2 + pair) ^ row / 2 % 4) * 16, rows);
         stmatrix_x4_trans(to + 64 * 64 + column * 64 + (warp ^ column / 2 % 4) * 16, columns);
     }
-    __device__ __forceinline__ void store_bytes(int buffer, int row, int column) {
+    __device__ __forceinline__ void store_out(int buffer, int row, int column) {
         tma_store_4d(&maps.out, staging[buffer], 0, row, column / 64, 0);
         tma_store_4d(&maps.out_t, staging[buffer] + 64 * 32, 0, column, row / 64, 0);
     }
 
     __device__ __forceinline__ void end() {
         Epilogue::end();
-        counts.amax *= unit8;
+        counts.amax *= unit;
         const uint2 of_warp = counts.of_warp();
         if (lane == 0) { fp8_count(p.stats, so_far, of_warp.x, of_warp.y); }
         if (blockIdx.x + threadIdx.x == 0) { p.stats->elements += (size_t)p.N * p.out_columns; }
     }
 };
 
-template <class Act> struct ForwardBytes : BytesEpilogue {
-    static constexpr int kStages = 4, kBuffers = 2;             // pre_act; bytes
-    using BytesEpilogue::BytesEpilogue;
-    __device__ __forceinline__ void begin(const ProductTile& tile) { ask_bias(tile); }
-    __device__ __forceinline__ void meet() {            // a lane's columns are 4q to 4q + 3 of 16
-        const int pair = threadIdx.x % 128;
-        share_bias(pair / 8 * 8 + pair % 2 * 4 + pair % 8 / 2);
+// pre_act = the sums + bias, or gate, up = the sums; out = their activation. Gated: the tile's first 128
+// columns are gate, the others are up, of the same 128 columns of out. So a thread has both of an element.
+template <class Act, class Store> struct ActivationForward : Store {
+    static constexpr bool kGated = Act::kGated;
+    static constexpr int kParts = kGated ? 2 : 1, kColumns = kProductColumns / kParts;
+    static constexpr int kBuffers = kParts + 1, kStages = kBuffers > 2 ? 3 : 4;     // pre_act's parts; out
+    static constexpr int kGroups = Store::kGroups, kSlices = kColumns / 16 / kGroups, kInBlock = 4 / kGroups;
+    using Store::Store, Store::maps, Store::p, Store::leads, Store::packed;
+    __device__ __forceinline__ void begin(const ProductTile& tile) {
+        if (!kGated) { this->ask_bias(tile); }
     }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<true>(d, unscale); }
+    __device__ __forceinline__ void meet() {
+        if (!kGated) { this->share_bias(this->bias_place()); }
+    }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { this->pack(d, this->scale, !kGated); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int row = row_of(tile), column = tile.column + s / 2 * 64;
-        if (row >= p.N) {               // nothing is stored: the activation of a bias is no element
-            barrier();                  // all have read the tile's bias before the next one replaces it
+        const int row = this->row_of(tile), column = tile.column + s / kInBlock * 64, first = s * kGroups;
+        if (Store::kFp8 && !kGated && row >= p.N) {
+            // nothing is stored: the activation of a bias is no element
+            this->barrier();            // all have read the tile's bias before the next one replaces it
             return;
         }
-        float2 f[2][4];
+        float2 f[kGroups][4];
 #pragma unroll
-        for (int k = 0; k < 8; k++) {
-            const float2 x = unpack_pair(packed[2 * s + k / 4][k % 4]);
-            f[k / 4][k % 4] = make_float2(Act::value(x.x, unit8), Act::value(x.y, unit8));
+        for (int k = 0; k < 4 * kGroups; k++) {
+            const int n = first + k / 4, m = k % 4;
+            const float2 x = unpack_pair(packed[n][m]);
+            if constexpr (kGated) {
+                const float2 up = unpack_pair(packed[n + 8][m]);
+                f[k / 4][m] = make_float2(this->value(Act(), x.x, up.x), this->value(Act(), x.y, up.y));
+            } else {
+                f[k / 4][m] = make_float2(this->value(Act(), x.x), this->value(Act(), x.y));
+            }
         }
-        uint32_t words[2][2];
-        round(words, f);
+        typename Store::Words words[kGroups];
+        this->round(words, f);
 
-        if (s % 2 == 0) { begin_block(); }
+        if (s % kInBlock == 0) { this->begin_block(); }
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) { stage_sums(staging[0], 2 * s + pair); }
-        stage_bytes(words, s % 2, 1);
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.pre_act, 0, row, column);
-            store_bytes(1, row, column);
-            tma_store_commit();
+        for (int k = 0; k < kGroups * kParts; k++) {
+            this->put_sums(k % kParts, first + k / kParts + k % kParts * 8);
         }
+        this->put(words, kParts, first);
+        if (s % kInBlock < kInBlock - 1) { return; }
+        this->end_block();
+        if (!leads) { return; }
+        for (int part = 0; part < kParts; part++) {
+            this->store_block(maps.pre_act, part, row, column + part * p.columns);
+        }
+        this->store_out(kParts, row, column);
+        tma_store_commit();
     }
 };
 
-template <class Act> struct BackwardBytes : BytesEpilogue {
-    static constexpr int kStages = 3, kBuffers = 3;             // pre_act, two blocks by turns; bytes
-    const float scale = unscale * p.bytes8->scale;
-    using BytesEpilogue::BytesEpilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<1>(tile, 0); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, scale); }
+// dact = the sums, rounded; out = dact times act'(pre_act), and the sums of out's columns. Or out is the
+// gradients of gate and of up. Two blocks of pre_act are in staging, or two of gate and two of up, and out
+// replaces them. But a warp's bytes lie where others read pre_act. So they have a block of their own; or, of
+// gate and up, where that does not fit, the first slice of a block waits until all have read the second. A
+// slice has 32 columns: the backward waits longer than the forward (ldmatrix, shuffles); more columns hide
+// more of it.
+template <class Act, class Store> struct ActivationBackward : Store {
+    static constexpr bool kGated = Act::kGated, kTransB = !Store::kFp8;
+    static constexpr bool kApart = Store::kFp8 && !kGated, kWait = Store::kFp8 && kGated;
+    static constexpr int kParts = kGated ? 2 : 1, kSlices = 8;
+    static constexpr int kBuffers = 2 * kParts + kApart, kStages = kBuffers > 2 ? 3 : 4;
+    using Store::Store, Store::maps, Store::p, Store::leads, Store::packed, Store::own, Store::warp;
+    typename Store::Words words[2][kParts][2];          // of a block's slices, their groups
+    __device__ __forceinline__ void load(const ProductTile& tile) { this->load_pre_act(tile, 0, kParts); }
+    __device__ __forceinline__ void take(const float (&d)[32][4]) { this->pack(d, this->dact_scale, false); }
 
     __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64;
-        if (s % 2 == 0) { await_pre_act<1>(tile, i); }
-        uint2 quads[2][2];
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            for (int lower = 0; lower < 2; lower++) {
-                quads[pair][lower] = quad_of(staging[i % 2], 2 * s + pair, lower);
-            }
+        const int i = s / 2, half = s % 2, row = this->row_of(tile), column = tile.column + i * 64;
+        const int from = i % 2 * kParts, to = kApart ? 2 : from;
+        if (half == 0) {                // the next block overwrites what the last store has to have read
+            if (!kApart && leads) { tma_store_wait<0>(); }
+            this->await_pre_act(tile, i, kParts);
         }
-        float2 f[2][4];
+        float2 x[kParts][2][4];
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            for (int part = 0; part < kParts; part++) { this->get(x[part][n], from + part, 2 * s + n); }
+        }
         float sum[8];
 #pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-#pragma unroll
-            for (int m = 0; m < 4; m++) {
-                const float2 d = unpack_pair(packed[2 * s + pair][m]);
-                const float2 x = unpack_pair(m / 2 == 0 ? quads[pair][m % 2].x : quads[pair][m % 2].y);
-                f[pair][m] = make_float2(d.x * Act::slope(x.x), d.y * Act::slope(x.y));
-            }
-            add_rows(sum + 4 * pair, f[pair]);
-        }
-        uint32_t words[2][2];
-        round(words, f);
-
-        if (s % 2 == 0) { begin_block(); }              // also: all have read the last block's sums
-        stage_bytes(words, s % 2, 2);
-        own.sums[warp][s % 2 * 32 + lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4] = warp_sums<4>(sum);
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_bytes(2, row, column);
-            tma_store_commit();
-        }
-        store_sums(row, column, unit8);
-    }
-};
-
-// GatedForward in bytes. A slice has 32 columns of gate and of up.
-struct GatedForwardBytes : BytesEpilogue {
-    static constexpr int kColumns = kProductColumns / 2, kSlices = 4;
-    static constexpr int kStages = 3, kBuffers = 3;             // gate; up; bytes
-    using BytesEpilogue::BytesEpilogue;
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, unscale); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int row = row_of(tile), column = tile.column + s / 2 * 64;
-        float2 f[2][4];
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            const int n = 2 * s + k / 4;
-            const float2 gate = unpack_pair(packed[n][k % 4]), up = unpack_pair(packed[n + 8][k % 4]);
-            f[k / 4][k % 4] = make_float2(Swiglu::value(gate.x, up.x, unit8),
-                                          Swiglu::value(gate.y, up.y, unit8));
-        }
-        uint32_t words[2][2];
-        round(words, f);
-
-        if (s % 2 == 0) { begin_block(); }
-#pragma unroll
-        for (int n = 2 * s; n < 2 * s + 2; n++) { stage_sums(staging[0], n), stage_sums(staging[1], n + 8); }
-        stage_bytes(words, s % 2, 2);
-        if (s % 2 == 0) { return; }
-        end_block();
-        if (leads) {
-            store_block(maps.pre_act, 0, row, column);
-            store_block(maps.pre_act, 1, row, column + p.columns);
-            store_bytes(2, row, column);
-            tma_store_commit();
-        }
-    }
-};
-
-// GatedBackward in bytes, which replace a block of gate and one of up in staging, once all have read these.
-struct GatedBackwardBytes : BytesEpilogue {
-    static constexpr int kStages = 3, kBuffers = 4;
-    const float scale = unscale * p.bytes8->scale;
-    uint32_t dgate[2][2][2], dup[2][2][2];              // words of a block's two slices
-    using BytesEpilogue::BytesEpilogue;
-    __device__ __forceinline__ void load(const ProductTile& tile) { load_pre_act<2>(tile, 0); }
-    __device__ __forceinline__ void take(const float (&d)[32][4]) { pack<false>(d, scale); }
-
-    __device__ __forceinline__ void finish(const ProductTile& tile, int s) {
-        const int i = s / 2, row = row_of(tile), column = tile.column + i * 64, buffer = i % 2 * 2;
-        if (s % 2 == 0) {               // the next block overwrites what the last store has to have read
-            if (leads) { tma_store_wait<0>(); }
-            await_pre_act<2>(tile, i);
-        }
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            const int n = 2 * s + pair;
-            uint2 gate[2], up[2];
-            for (int lower = 0; lower < 2; lower++) {
-                gate[lower] = quad_of(staging[buffer], n, lower);
-                up[lower] = quad_of(staging[buffer + 1], n, lower);
-            }
+        for (int r = 0; r < kParts; r++) {              // two groups: gate's r-th and up's, or both
             float2 f[2][4];
 #pragma unroll
-            for (int m = 0; m < 4; m++) {
-                const float2 d = unpack_pair(packed[n][m]);
-                const float2 g = unpack_pair(m / 2 == 0 ? gate[m % 2].x : gate[m % 2].y);
-                const float2 u = unpack_pair(m / 2 == 0 ? up[m % 2].x : up[m % 2].y);
-                const float2 first = Swiglu::slopes(d.x, g.x, u.x), second = Swiglu::slopes(d.y, g.y, u.y);
-                f[0][m] = make_float2(first.x, second.x), f[1][m] = make_float2(first.y, second.y);
+            for (int k = 0; k < 8 / kParts; k++) {
+                const int n = kGated ? r : k / 4, m = k % 4;
+                const float2 d = unpack_pair(packed[2 * s + n][m]), y = x[0][n][m];
+                if constexpr (kGated) {
+                    const float2 up = x[1][n][m];
+                    const float2 one = Act::slopes(d.x, y.x, up.x), two = Act::slopes(d.y, y.y, up.y);
+                    f[0][m] = make_float2(one.x, two.x), f[1][m] = make_float2(one.y, two.y);
+                } else {
+                    f[n][m] = make_float2(d.x * Act::slope(y.x), d.y * Act::slope(y.y));
+                }
             }
-            uint32_t words[2][2];
-            round(words, f);
-            for (int lower = 0; lower < 2; lower++) {
-                dgate[s % 2][pair][lower] = words[0][lower], dup[s % 2][pair][lower] = words[1][lower];
+            typename Store::Words rounded[2];
+            this->round(rounded, f);
+            for (int k = 0; k < 2; k++) {
+                words[half][kGated ? k : 0][kGated ? r : k] = rounded[k];
+                this->add_rows(sum + 4 * k, f[k]);
             }
         }
 
-        if (s % 2 == 0) { return; }
-        barrier();                      // all have read the block
+        if (kWait && half == 0) { return; }
+        if (kWait) { this->barrier(); }                             // all have read gate and up
+        else if (kApart && half == 0) { this->begin_block(); }      // all have read the last sums, too
+        else if (!kGated && half == 0) { this->barrier(); }         // all have read the last block's sums
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            stage_bytes(dgate[half], half, buffer);
-            stage_bytes(dup[half], half, buffer + 1);
+        for (int h = kWait ? 0 : half; h <= half; h++) {
+            for (int part = 0; part < kParts; part++) { this->put(words[h][part], to + part, h * 2); }
         }
-        end_block();
+        if (!kGated) { own.sums[warp][half * 32 + this->sum_place()] = warp_sums<4>(sum); }
+        if (half == 0) { return; }
+        this->end_block();
         if (leads) {
-            store_bytes(buffer, row, column);
-            store_bytes(buffer + 1, row, column + p.columns);
+            for (int part = 0; part < kParts; part++) {
+                this->store_out(to + part, row, column + part * p.columns);
+            }
             tma_store_commit();
         }
+        if (!kGated) { this->store_sums(row, column, this->unit); }
     }
 };
 
@@ -1929,8 +1840,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
 #endif
 }
 
-// Of matmul_backward_input with dbias, and of gelu_backward_inplace.
-static size_t gelu_backward_scratch_bytes(int N, int OC) {
+// Of matmul_backward_input with dbias, and of activate_backward.
+static size_t activate_backward_scratch_bytes(int N, int OC) {
     return std::max(bias_backward_scratch_bytes(N, OC), (size_t)ceil_div(N, 64) * OC * sizeof(float));
 }
 
@@ -1946,7 +1857,7 @@ constexpr int kMaxGatedTerms = 1024;
 // Where a model computes its MLP's activation, for the printed line. Both passes have sums of C terms.
 static const char* activation_form(Mlp mlp, int C, int F, bool fp8) {
     if (!products_activate(C, F)) { return "apart"; }
-    const bool backward_only = mlp == Mlp::SwiGlu && C > kMaxGatedTerms && !fp8;
+    const bool backward_only = is_gated(mlp) && C > kMaxGatedTerms && !fp8;
     return backward_only ? "in the backward's product (sm90)" : "in its products (sm90)";
 }
 
@@ -2002,25 +1913,27 @@ template <class E> static bool product_sm90([[maybe_unused]] const Product& p, S
 
 // Whether the product with its activation was one kernel.
 static bool matmul_forward_sm90(const MatmulForward& a, Stream stream) {
-    Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act, .out = a.out,
-                 .N = a.N, .K = a.C, .columns = a.OC, .pre_columns = a.OC, .out_columns = a.OC};
-    if (a.mlp == Mlp::Gelu) { return product_sm90<ActivationForward<Gelu>>(p, stream); }
-    if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationForward<Relu2>>(p, stream); }
-    p.columns = p.out_columns = a.OC / 2;
-    return !a.bias && p.K <= kMaxGatedTerms && product_sm90<GatedForward>(p, stream);
+    return with_act(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        const int columns = Act::kGated ? a.OC / 2 : a.OC;
+        const Product p = {.rows = a.inp, .weight = a.weight, .bias = a.bias, .pre_act = a.pre_act,
+                           .out = a.out, .N = a.N, .K = a.C, .columns = columns, .pre_columns = a.OC,
+                           .out_columns = columns};
+        if (Act::kGated && (a.bias || p.K > kMaxGatedTerms)) { return false; }
+        return product_sm90<ActivationForward<Act, Store16>>(p, stream);
+    });
 }
 static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stream) {
-    Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
-                 .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC, .columns = a.C,
-                 .pre_columns = a.C, .out_columns = a.C};
-    if (a.mlp == Mlp::Relu2) { return product_sm90<ActivationBackward<Relu2>>(p, stream); }
-    if (a.mlp == Mlp::SwiGlu) {
-        p.pre_columns = p.out_columns = 2 * a.C;
-        return product_sm90<GatedBackward>(p, stream);
-    }
-    if (!product_sm90<ActivationBackward<Gelu>>(p, stream)) { return false; }
-    if (p.partial) { column_sums({{a.dbias}}, 1, p.partial, ceil_div(a.N, 64), a.C, stream); }
-    return true;
+    return with_act(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        const int wide = act_columns(a.mlp, a.C);
+        const Product p = {.rows = a.dout, .weight = a.weight, .pre_act = a.pre_act, .out = a.dinp,
+                           .partial = a.dbias.data ? a.scratch : nullptr, .N = a.N, .K = a.OC,
+                           .columns = a.C, .pre_columns = wide, .out_columns = wide};
+        if (!product_sm90<ActivationBackward<Act, Store16>>(p, stream)) { return false; }
+        if (p.partial) { column_sums({{a.dbias}}, 1, p.partial, ceil_div(a.N, 64), a.C, stream); }
+        return true;
+    });
 }
 
 // ---- FP8: casts, products, scales ----
@@ -2031,7 +1944,7 @@ static bool matmul_backward_input_sm90(const MatmulBackwardInput& a, Stream stre
 // A block of fp8_cast takes a tile of 128 rows and columns. A thread converts a vector of each of four rows,
 // transposes each 4 x 4 bytes in registers and puts them into shared memory, where a word holds a quad: four
 // rows of a column. A warp then stores a column, 128 bytes. The kernel also computes activations and their
-// gradients (that of SwiGLU has two tiles: gate's and up's), and a bias's gradient by column sums: a tile's
+// gradients (a gated one's has two tiles: gate's and up's), and a bias's gradient by column sums: a tile's
 // sums are a row of partials, as in partial_sums_kernel.
 constexpr int kCastTile = 128, kCastThreads = 256, kCastQuads = kCastTile / 4;
 typedef uint32_t CastTile[kCastTile][kCastQuads];           // (column, quad)
@@ -2073,13 +1986,11 @@ __device__ __forceinline__ void store_columns(uint8_t* out, const CastTile& tile
 }
 
 // kSource: Plain stands for Weight, too.
-template <Fp8Source kSource>
+template <Fp8Source kSource, class Act>
 __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
     constexpr int kGroups = kCastTile / kWidth, kWarps = kCastThreads / kWarp, kWords = kWidth / 4;
-    constexpr bool kSwigluGrad = kSource == Fp8Source::SwigluGrad;
-    constexpr bool kSwiglu = kSource == Fp8Source::Swiglu || kSwigluGrad;
-    constexpr bool kBefore = kSwigluGrad || kSource == Fp8Source::GeluGrad || kSource == Fp8Source::Relu2Grad;
-    constexpr int kHalves = kSwigluGrad ? 2 : 1;                        // of a row of out
+    constexpr bool kGated = Act::kGated, kBefore = kSource == Fp8Source::Slope;
+    constexpr int kHalves = kBefore && kGated ? 2 : 1;                  // of a row of out
     __shared__ CastTile tiles[kHalves];
     __shared__ float sums[8][kCastTile];                                // of 16 rows each
     __shared__ uint2 stats[kWarps];                                     // of each warp: amax, saturated
@@ -2096,31 +2007,29 @@ __global__ void __launch_bounds__(kCastThreads) fp8_cast_kernel(Fp8Cast a) {
         const int row = row_0 + 4 * quad, c = column_0 + group * kWidth, end = row < a.N ? a.C : 0;
         const size_t at = row < a.N ? (size_t)row * a.C : 0;
         uint32_t words[kHalves][4][kWords];
-        x128 x[4], before[4], up[4];                                    // SwiGLU: gate is in before or x
+        x128 x[4], before[4], up[4];                                    // gated: gate is in before or x
         Floats sum = {};
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const size_t row_at = at + (end ? (size_t)r * a.C : 0), wide_at = (kSwiglu ? 2 : 1) * row_at;
+            const size_t row_at = at + (end ? (size_t)r * a.C : 0), wide_at = (kGated ? 2 : 1) * row_at;
             x[r] = load(a.inp + (kBefore ? row_at : wide_at), c, end);
             if (kBefore) { before[r] = load(a.before + wide_at, c, end); }
-            if (kSwiglu) { up[r] = load((kBefore ? a.before : a.inp) + wide_at + (end ? a.C : 0), c, end); }
+            if (kGated) { up[r] = load((kBefore ? a.before : a.inp) + wide_at + (end ? a.C : 0), c, end); }
         }
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             Floats f[kHalves] = {to_floats(x[r])};
-            const Floats y = to_floats(kBefore ? before[r] : x[r]), z = to_floats(kSwiglu ? up[r] : x[r]);
+            const Floats y = to_floats(kBefore ? before[r] : x[r]), z = to_floats(kGated ? up[r] : x[r]);
 #pragma unroll
             for (int k = 0; k < kWidth; k++) {
                 float& value = f[0].at[k];
-                if (kSource == Fp8Source::Gelu) { value = gelu(value); }
-                if (kSource == Fp8Source::GeluGrad) { value *= gelu_grad(y.at[k]); }
-                if (kSource == Fp8Source::Relu2) { value = Relu2::value(value); }
-                if (kSource == Fp8Source::Relu2Grad) { value *= Relu2::slope(y.at[k]); }
-                if (kSource == Fp8Source::Swiglu) { value = Swiglu::value(value, z.at[k]); }
-                if (kSwigluGrad) {
-                    const float2 d = Swiglu::slopes(value, y.at[k], z.at[k]);
-                    value = d.x, f[kHalves - 1].at[k] = d.y;
+                if constexpr (kBefore && kGated) {
+                    const float2 d = Act::slopes(value, y.at[k], z.at[k]);
+                    value = d.x, f[1].at[k] = d.y;
                 }
+                else if constexpr (kBefore) { value *= Act::slope(y.at[k]); }
+                else if constexpr (kGated) { value = Act::value(value, z.at[k]); }
+                else if constexpr (kSource == Fp8Source::Act) { value = Act::value(value); }
                 sum.at[k] += value;
             }
             Pack<uint8_t> bytes[kHalves];
@@ -2173,7 +2082,7 @@ static size_t fp8_cast_scratch_bytes(int N, int C) {
 // Why the casts cannot run here, or "". Older GPUs have no FP8, and code compiled for them has none.
 static std::string fp8_error() {
     cudaFuncAttributes attributes;
-    cudaCheck(cudaFuncGetAttributes(&attributes, fp8_cast_kernel<Fp8Source::Plain>));
+    cudaCheck(cudaFuncGetAttributes(&attributes, fp8_cast_kernel<Fp8Source::Plain, NoAct>));
     if (attributes.ptxVersion >= 89) { return ""; }
     return format("--matmul-dtype fp8 needs a GPU of compute capability 8.9 or later (RTX 40, H100, ...) and "
                   "a program compiled for it; the code that runs here is sm_%d's", attributes.ptxVersion);
@@ -2183,12 +2092,17 @@ static void fp8_cast(const Fp8Cast& a, Stream stream) {
     OpScope scope(a, stream);
     if (a.N % 16 != 0 || a.C % 16 != 0) { die("fp8_cast: %d x %d is not a multiple of 16", a.N, a.C); }
     const dim3 grid(ceil_div(a.C, kCastTile), ceil_div(a.N, kCastTile));
-    constexpr auto kPlain = fp8_cast_kernel<Fp8Source::Plain>;          // in the order of Fp8Source
-    void (*const kernels[])(Fp8Cast) = {
-        kPlain, kPlain, fp8_cast_kernel<Fp8Source::Gelu>, fp8_cast_kernel<Fp8Source::GeluGrad>,
-        fp8_cast_kernel<Fp8Source::Swiglu>, fp8_cast_kernel<Fp8Source::SwigluGrad>,
-        fp8_cast_kernel<Fp8Source::Relu2>, fp8_cast_kernel<Fp8Source::Relu2Grad>};
-    kernels[(int)a.source]<<<grid, kCastThreads, 0, stream>>>(a);
+    const auto launch = [&](auto kernel) { kernel<<<grid, kCastThreads, 0, stream>>>(a); };
+    switch (a.source) {
+        case Fp8Source::Plain:
+        case Fp8Source::Weight: launch(fp8_cast_kernel<Fp8Source::Plain, NoAct>); break;
+        case Fp8Source::Act:
+            with_act(a.mlp, [&](auto act) { launch(fp8_cast_kernel<Fp8Source::Act, decltype(act)>); });
+            break;
+        case Fp8Source::Slope:
+            with_act(a.mlp, [&](auto act) { launch(fp8_cast_kernel<Fp8Source::Slope, decltype(act)>); });
+            break;
+    }
     if (a.dbias.data) { column_sums({{a.dbias}}, 1, a.scratch, grid.y, a.C, stream); }
 }
 
@@ -2238,25 +2152,23 @@ static void fp8_transpose(const Fp8Transpose& a, Stream stream) {
 static bool fp8_matmul_sm90(const Fp8Matmul& a, Stream stream) {
     const Fp8Cast& to = a.cast;
     if (!to.stats || !to.out || !a.fast || a.a_format != Fp8Format::E4m3 || a.residual) { return false; }
-    const bool gated = to.source == Fp8Source::Swiglu || to.source == Fp8Source::SwigluGrad;
-    const Product p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
-                       .pre_act = to.before ? to.before : a.out,
-                       .partial = to.dbias.data ? to.scratch : nullptr, .N = a.M, .K = a.K / 2,
-                       .columns = to.C, .pre_columns = (gated ? 2 : 1) * to.C, .out_columns = to.width(),
-                       .bytes = to.out, .transposed = to.out_t, .rows8 = a.a_tensor, .weight8 = a.b_tensor,
-                       .bytes8 = to.tensor, .stats = to.stats};
-    switch (to.source) {
-        case Fp8Source::Plain: case Fp8Source::Weight: return false;
-        case Fp8Source::Gelu: return product_sm90<ForwardBytes<Gelu>>(p, stream);
-        case Fp8Source::Relu2: return product_sm90<ForwardBytes<Relu2>>(p, stream);
-        case Fp8Source::Swiglu: return !a.bias && product_sm90<GatedForwardBytes>(p, stream);
-        case Fp8Source::SwigluGrad: return product_sm90<GatedBackwardBytes>(p, stream);
-        case Fp8Source::Relu2Grad: return product_sm90<BackwardBytes<Relu2>>(p, stream);
-        case Fp8Source::GeluGrad: break;
-    }
-    if (!product_sm90<BackwardBytes<Gelu>>(p, stream)) { return false; }
-    if (p.partial) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
-    return true;
+    if (to.source != Fp8Source::Act && to.source != Fp8Source::Slope) { return false; }
+    return with_act(to.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        const Product p = {.rows = (const floatX*)a.a, .weight = (const floatX*)a.b, .bias = a.bias,
+                           .pre_act = to.before ? to.before : a.out,
+                           .partial = to.dbias.data ? to.scratch : nullptr, .N = a.M, .K = a.K / 2,
+                           .columns = to.C, .pre_columns = act_columns(to.mlp, to.C),
+                           .out_columns = to.width(), .bytes = to.out, .transposed = to.out_t,
+                           .rows8 = a.a_tensor, .weight8 = a.b_tensor, .bytes8 = to.tensor,
+                           .stats = to.stats};
+        if (!to.before) {
+            return !(Act::kGated && a.bias) && product_sm90<ActivationForward<Act, StoreBytes>>(p, stream);
+        }
+        if (!product_sm90<ActivationBackward<Act, StoreBytes>>(p, stream)) { return false; }
+        if (p.partial) { column_sums({{to.dbias}}, 1, p.partial, ceil_div(a.M, 64), a.N, stream); }
+        return true;
+    });
 }
 
 static void fp8_matmul(const Fp8Matmul& a, Stream stream) {
@@ -4617,16 +4529,13 @@ static void sample_tokens(const SampleTokens& a, Stream stream) {
     decode_launch(sample_tokens_kernel, dim3(a.N), kSampleThreads, stream, a);
 }
 
-// == 6.11 rotation, swiglu, relu2 ==
+// == 6.11 rotation ==
 // rotate_forward_inplace:   for each head x of q and k in qkv (N,NH+2*NKV,HS), with j = i + HS/2:
 //                           y = x*rstd*weight, rstd = 1/sqrt(mean(x^2) + eps)         without QK-norm: y = x
 //                           x[i] = y[i]*cos[i] - y[j]*sin[i]     x[j] = y[j]*cos[i] + y[i]*sin[i]
 // rotate_backward_inplace:  y from x, and dy from d, are turned back; xhat = y/weight, or 0 where weight is 0
 //                           d = rstd*(dy*weight - xhat*mean(dy*y))                    without QK-norm: d = dy
 //                           dweight (+)= column sums of dy*xhat, over rows and heads
-// swiglu_forward:           out = gate*s*up, s = 1/(1 + e^-gate)
-// swiglu_backward:          dgate = dout*up*s*(1 + gate*(1 - s))     dup = dout*gate*s
-// relu2_forward, _backward: out = max(x,0)^2     dx = dout*2 max(x,0)
 
 // Rotation. A lane has kWidth elements of a head's lower half and their partners in the upper half, so only
 // the sum over a head crosses lanes. blockDim.x lanes, a power of two, share a head: in 16 bits 8 for HS=128,
@@ -4810,74 +4719,6 @@ static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
     }
 }
 
-// SwiGLU. A block takes some vectors (blockIdx.y) of a row (blockIdx.x).
-constexpr int kSwigluThreads = 256;             // at most
-
-__global__ void __launch_bounds__(kSwigluThreads) swiglu_forward_kernel(SwigluForward a) {
-    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
-    const floatX* gate_up = a.gate_up + (size_t)blockIdx.x * 2 * F;     // (2,F)
-    const Floats gate = load_floats(gate_up, f, F), up = load_floats(gate_up + F, f, F);
-    Floats y;
-    for (int k = 0; k < kWidth; k++) { y.at[k] = Swiglu::value(gate.at[k], up.at[k]); }
-    store(a.out + (size_t)blockIdx.x * F, f, F, to_pack<floatX>(y));
-}
-
-// dgate_up may be gate_up: a thread reads its elements before it writes them.
-__global__ void __launch_bounds__(kSwigluThreads) swiglu_backward_kernel(SwigluBackward a) {
-    const int F = a.F, f = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
-    const size_t row = (size_t)blockIdx.x * 2 * F;
-    const Floats gate = load_floats(a.gate_up + row, f, F), up = load_floats(a.gate_up + row + F, f, F);
-    const Floats dout = load_floats(a.dout + (size_t)blockIdx.x * F, f, F);
-    Floats dgate, dup;
-    for (int k = 0; k < kWidth; k++) {
-        const float2 slopes = Swiglu::slopes(dout.at[k], gate.at[k], up.at[k]);
-        dgate.at[k] = slopes.x, dup.at[k] = slopes.y;
-    }
-    store(a.dgate_up + row, f, F, to_pack<floatX>(dgate));
-    store(a.dgate_up + row + F, f, F, to_pack<floatX>(dup));
-}
-
-template <class Args> static void swiglu_launch(void (*kernel)(Args), const Args& a, Stream stream) {
-    check_width(a, a.F);
-    const int vectors = a.F / kWidth, slabs = ceil_div(vectors, kSwigluThreads);
-    kernel<<<dim3(a.N, slabs), round_up(ceil_div(vectors, slabs), kWarp), 0, stream>>>(a);
-}
-static void swiglu_forward(const SwigluForward& a, Stream stream) {
-    OpScope scope(a, stream);
-    swiglu_launch(swiglu_forward_kernel, a, stream);
-}
-static void swiglu_backward(const SwigluBackward& a, Stream stream) {
-    OpScope scope(a, stream);
-    swiglu_launch(swiglu_backward_kernel, a, stream);
-}
-
-// ReLU squared, a vector a thread.
-__global__ void relu2_forward_kernel(floatX* out, const floatX* inp, size_t n) {
-    const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    Floats x = load_floats(inp, i, n);
-    for (int k = 0; k < kWidth; k++) { x.at[k] = Relu2::value(x.at[k]); }
-    store(out, i, n, to_pack<floatX>(x));
-}
-__global__ void relu2_backward_kernel(floatX* dinp, const floatX* dout, const floatX* inp, size_t n) {
-    const size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    const Floats x = load_floats(inp, i, n);
-    Floats d = load_floats(dout, i, n);
-    for (int k = 0; k < kWidth; k++) { d.at[k] *= Relu2::slope(x.at[k]); }
-    store(dinp, i, n, to_pack<floatX>(d));
-}
-
-static void relu2_forward(const Relu2Forward& a, Stream stream) {
-    OpScope scope(a, stream);
-    check_width(a, a.n);
-    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
-    relu2_forward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.out, a.inp, a.n);
-}
-static void relu2_backward(const Relu2Backward& a, Stream stream) {
-    OpScope scope(a, stream);
-    check_width(a, a.n);
-    const size_t threads = 256, blocks = ceil_div(a.n, threads * kWidth);
-    relu2_backward_kernel<<<(unsigned)blocks, (unsigned)threads, 0, stream>>>(a.dinp, a.dout, a.inp, a.n);
-}
 #endif  // GPT2_CPU
 
 // == 7 model ==
@@ -4986,7 +4827,8 @@ static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B,
     // the narrower one may be summed in more chunks and then needs more
     size_t bytes = std::max({encoder_backward_scratch_bytes(B, T, c.C),
                              norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6),
-                             bias_backward_scratch_bytes(N, 3 * c.C), gelu_backward_scratch_bytes(N, 4 * c.C),
+                             bias_backward_scratch_bytes(N, 3 * c.C),
+                             activate_backward_scratch_bytes(N, 4 * c.C),
                              attention_backward_scratch_bytes(B, T, c.NH),
                              rotate_backward_scratch_bytes(c.shape().HS)});
     if (options.fp8) { bytes = std::max(bytes, fp8_cast_scratch_bytes(N, 4 * c.C)); }
@@ -5527,15 +5369,15 @@ struct Sum { floatX* data; int branches; Branch added[2]; bool kept = true; };
 
 struct Layer {
     Sum x, x_mid, x_out;                // before the layer, after its first branch, after the layer
-    Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,F) = gelu(fch), swiglu(fch) or relu2(fch)
-    Operand qkv, fch;                   // (B,T,NH+2*NKV,HS) (B,T,F), of SwiGLU (B,T,2F)
+    Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,F) = the activation of fch
+    Operand qkv, fch;                   // (B,T,NH+2*NKV,HS) (B,T,F), where it is gated (B,T,2F)
     Attention att;
     Rotation rotation;
     Norm w_ln1, w_ln2;
     Linear w_qkv, w_attproj, w_fc, w_fcproj;
     // Gradients. Of what fcproj and attproj give: x_out's and x_mid's, or of a parallel block both x_out's
     Operand dx_out, dx_mid;             // (B,T,C)
-    Operand dfch, dqkv;                 // as fch and qkv
+    Operand dfch, dqkv;                 // in place of fch; as qkv
     floatX *dln1, *dln2, *datty, *dact; // (B,T,C), datty (B,T,NH,HS), dact (B,T,F)
 };
 
@@ -5685,7 +5527,7 @@ struct Pass {
         }
         y.dx_out = y.x_out.added[y.x_out.branches - 1].dout;
         y.dx_mid = sequential ? y.x_mid.added[0].dout : y.x_out.added[0].dout;
-        y.dfch = operand(config().is_llama() ? a.fch : a.dfch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
+        y.dfch = operand(a.fch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
         y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
         y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty, y.dact = a.dact;
         if (config().is_llama()) {
@@ -5706,18 +5548,10 @@ struct Pass {
     void cast(const Operand& y, int C) const {
         if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.data, .N = N(), .C = C}), stream()); }
     }
-    // What the MLP's activation, or the gradient of what it read, is cast from.
-    enum class Slope { No, Yes };
-    Fp8Source activation_source(Slope slope) const {
-        static const Fp8Source sources[][2] = {{Fp8Source::Gelu, Fp8Source::GeluGrad},
-                                               {Fp8Source::Swiglu, Fp8Source::SwigluGrad},
-                                               {Fp8Source::Relu2, Fp8Source::Relu2Grad}};
-        return sources[(int)config().shape().mlp][(int)slope];
-    }
-    // What an MLP's activation gives, as bytes, from what it reads
+    // What the MLP's activation gives, as bytes, from what it reads
     Fp8Cast activation_cast(const Operand& out, const floatX* fch) const {
-        return cast_to(out, {.inp = fch, .source = activation_source(Slope::No), .N = N(),
-                             .C = config().shape().F});
+        const Config::Shape s = config().shape();
+        return cast_to(out, {.inp = fch, .source = Fp8Source::Act, .N = N(), .C = s.F, .mlp = s.mlp});
     }
     // bytes or bytes_t, or both, of a weight whose largest element stats have; neither: finds that element
     void cast_weight(const Linear& w, uint8_t* bytes, uint8_t* bytes_t) const {
@@ -5877,12 +5711,7 @@ struct Forward : Pass {
     void activate(const Operand& out, const floatX* fch) {
         const Config::Shape s = config().shape();
         if (out.bytes) { return fp8_cast(activation_cast(out, fch), stream()); }
-        floatX* to = fresh(memory(out));
-        switch (s.mlp) {
-            case Mlp::Gelu: return gelu_forward({to, fch, (size_t)N() * s.F}, stream());
-            case Mlp::SwiGlu: return swiglu_forward({to, fch, N(), s.F}, stream());
-            case Mlp::Relu2: return relu2_forward({to, fch, (size_t)N() * s.F}, stream());
-        }
+        ::activate({fresh(memory(out)), fch, N(), s.F, s.mlp}, stream());
     }
 
     // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
@@ -6012,16 +5841,17 @@ struct Backward : Pass {
     void linear_activate_backward(const Operand& dfch, const Operand& dout, const Operand& act,
                                   const Linear& w, const Operand& fch, const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
-        floatX* product = fresh(dact ? dact : memory(dfch));    // GELU's slope is applied in place
+        const Mlp mlp = config().shape().mlp;
+        fresh(dact);
         if (dout.bytes) {
-            return fp8_product(product, dout, w, nullptr, cast_to(dfch, {.dbias = dbias, .inp = product,
-                               .before = fch.data, .source = activation_source(Slope::Yes), .N = N(),
-                               .C = w.C}));
+            const Fp8Cast then = {.dbias = dbias, .inp = dact, .before = fch.data,
+                                  .source = Fp8Source::Slope, .N = N(), .C = w.C, .mlp = mlp};
+            return fp8_product(dact, dout, w, nullptr, cast_to(dfch, then));
         }
         matmul_backward_input({.dinp = memory(dfch), .dout = dout.data, .weight = w.weight.data,
                                .pre_act = fch.data, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
-                               .scratch = scratch, .dact = dact, .mlp = config().shape().mlp}, stream());
-        cast(dfch, config().shape().mlp == Mlp::SwiGlu ? 2 * w.C : w.C);
+                               .scratch = scratch, .dact = dact, .mlp = mlp}, stream());
+        cast(dfch, act_columns(mlp, w.C));
     }
 
     // dqkv from datty, and its column sums, the gradient of the bias of qkv. With rotary positions q and k
@@ -6907,7 +6737,7 @@ static void print_model(const GPT2& model) {
     }
     memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
     const Config::Shape s = c.shape();
-    printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlpNames[(int)s.mlp],
+    printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlps[(int)s.mlp].name,
            activation_form(s.mlp, c.C, s.F, model.options.fp8));
 }
 

@@ -42,7 +42,7 @@ def mode(path):
 
 try:
     import numpy as np
-    from formats import (NAMES, PARAMS, chat_template_of, param_shape, read_checkpoint,
+    from formats import (MLPS, NAMES, PARAMS, chat_template_of, param_shape, read_checkpoint,
                          read_checkpoint_header, to_bf16_bits)
 except ImportError as error:    # .venv, which setup.sh has filled, has it: the program starts again with it
     take_the_venv()
@@ -208,7 +208,7 @@ def llama_config(d, dtype, end):
         "max_position_embeddings": d.maxT, "hidden_size": d.C, "num_hidden_layers": d.L,
         "num_attention_heads": d.NH, "num_key_value_heads": d.NKV, "head_dim": d.HS,
         "intermediate_size": d.F,
-        "hidden_act": "relu2" if kind == "NanoChat" else "silu", "rms_norm_eps": shortest(d.eps),
+        "hidden_act": MLPS[d.mlp].hf, "rms_norm_eps": shortest(d.eps),
         "rope_theta": shortest(d.theta),
         "rope_parameters": {"rope_type": "default", "rope_theta": shortest(d.theta)},
         "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,

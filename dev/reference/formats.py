@@ -30,6 +30,18 @@ RAND_INIT, RAND_SHUFFLE, RAND_DROPOUT = 1, 3, 6                          # enum 
 
 # ---- shapes and the parameter table ----
 @dataclass(frozen=True)
+class Mlp:
+    """An activation."""
+    number: int             # in model files
+    gated: bool             # it takes gate and up, twice as many columns as it gives
+    hf: str                 # in config.json: hidden_act, of GPT-2 activation_function
+
+
+# By their words in descriptors, as GPT2_MLPS in llmc/ops/op_types.h has them.
+MLPS = {"gelu": Mlp(0, False, "gelu_new"), "swiglu": Mlp(1, True, "silu"), "relu2": Mlp(2, False, "relu2")}
+
+
+@dataclass(frozen=True)
 class Dims:
     maxT: int
     V: int
@@ -43,6 +55,7 @@ class Dims:
     NKV = property(lambda self: self.NH)
     HS = property(lambda self: self.C // self.NH)
     F = property(lambda self: 4 * self.C)
+    gated = property(lambda self: MLPS[self.mlp].gated)
 
     @property
     def Vp(self):
@@ -59,7 +72,7 @@ class Llama(Dims):
     NKV: int = 0                # heads of keys and values: NH / NKV heads of queries read one
     HS: int = 0                 # NH * HS need not be C
     F: int = 0                  # width of the MLP
-    mlp: str = "swiglu"         # or relu2
+    mlp: str = "swiglu"         # or another of MLPS
     qk_norm: bool = False
     norm_weights: bool = True
     embed_norm: bool = False
@@ -73,13 +86,14 @@ class Llama(Dims):
     def text(self):
         """What parse_model takes; names of defaults are left out."""
         words = [f"{key}{getattr(self, name)}" for key, name in LLAMA_SIZES.items()]
-        words += [word for word, (name, value) in LLAMA_WORDS.items() if getattr(self, name) == value]
+        words += [word for word, (name, value) in LLAMA_WORDS.items()
+                  if getattr(self, name) == value != getattr(Llama, name)]
         return "llama:" + ",".join(words + [f"{f.name}={getattr(self, f.name):g}" for f in fields(self)
                                             if f.type is float and getattr(self, f.name) != f.default])
 
 
 LLAMA_SIZES = {"L": "L", "NH": "NH", "NKV": "NKV", "HS": "HS", "C": "C", "F": "F", "T": "maxT", "V": "V"}
-LLAMA_WORDS = {"relu2": ("mlp", "relu2"), "qk_norm": ("qk_norm", True),
+LLAMA_WORDS = {**{word: ("mlp", word) for word in MLPS}, "qk_norm": ("qk_norm", True),
                "no_norm_weights": ("norm_weights", False), "embed_norm": ("embed_norm", True),
                "tied": ("tied", True)}
 LLAMA_NAMES = {     # published shapes, 2048 positions at most; smollm2 and tinyllama have GPT-2's vocabulary
@@ -172,7 +186,7 @@ PARAMS = [
     ("attprojb", True,  lambda d: (d.C * (not d.is_llama),),                "zero",   False),
     ("ln2w",     True,  lambda d: (d.C * (d.block < 2) * d.norm_weights,),  "one",    False),
     ("ln2b",     True,  lambda d: (d.C * (d.block < 2) * (d.norm == 0),),   "zero",   False),
-    ("fcw",      True,  lambda d: (d.F * (1 + (d.mlp == "swiglu")), d.C),   "normal", True),
+    ("fcw",      True,  lambda d: (d.F * (1 + d.gated), d.C),   "normal", True),
     ("fcb",      True,  lambda d: (d.F * (not d.is_llama),),                "zero",   False),
     ("fcprojw",  True,  lambda d: (d.C, d.F),                               "resid",  True),
     ("fcprojb",  True,  lambda d: (d.C * (not d.is_llama),),                "zero",   False),
@@ -356,27 +370,26 @@ def read_array(f, path, dtype, shape):
     return data.reshape(shape)
 
 
-LLAMA_MLP = {1: "swiglu", 2: "relu2"}
 LLAMA_BITS = ("qk_norm", "norm_weights", "embed_norm", "tied")          # of a header's word
 
 
 def llama_header(dims):
     """Words 10 to 18 of a model file's header: the family, sizes, the MLP, bits, and three floats' bits."""
     bits = sum(getattr(dims, name) << i for i, name in enumerate(LLAMA_BITS))
-    mlp = next(number for number, name in LLAMA_MLP.items() if name == dims.mlp)
     floats = np.array([dims.theta, dims.eps, dims.softcap], dtype="<f4").view("<i4")
-    return [1, dims.NKV, dims.HS, dims.F, mlp, bits, *floats]
+    return [1, dims.NKV, dims.HS, dims.F, MLPS[dims.mlp].number, bits, *floats]
 
 
 def llama_of_header(path, header, **sizes):
     family, NKV, HS, F, mlp, bits = (int(v) for v in header[10:16])
     theta, eps, softcap = (float(str(v)) for v in header[16:19].copy().view("<f4"))      # 1e-05, not 9.99e-06
-    fits = family == 1 and mlp in LLAMA_MLP and min(NKV, HS, F) >= 1 and sizes["NH"] % NKV == 0
+    words = {row.number: word for word, row in MLPS.items()}
+    fits = family == 1 and mlp in words and min(NKV, HS, F) >= 1 and sizes["NH"] % NKV == 0
     if not fits or HS % 2 or not (theta > 0 and eps > 0 and softcap >= 0):
         raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}, theta {theta}, "
                               f"eps {eps}, softcap {softcap}: not of family llama")
     flags = {name: bool(bits >> i & 1) for i, name in enumerate(LLAMA_BITS)}
-    return Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=LLAMA_MLP[mlp], theta=theta, eps=eps, softcap=softcap,
+    return Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=words[mlp], theta=theta, eps=eps, softcap=softcap,
                  **flags)
 
 

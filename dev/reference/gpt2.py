@@ -197,7 +197,7 @@ class MuonAndAdamW:
     def taken(d):
         """{name: rows of each of its matrices}"""
         return {"qkvw": [d.NH * d.HS, d.NKV * d.HS, d.NKV * d.HS], "attprojw": [d.C],
-                "fcw": [d.F, d.F] if d.mlp == "swiglu" else [d.F], "fcprojw": [d.C]}
+                "fcw": [d.F, d.F] if d.gated else [d.F], "fcprojw": [d.C]}
 
     def __init__(self, model, hyper, fused=False):
         if not hyper["muon_bf16"]:

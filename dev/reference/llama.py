@@ -4,7 +4,7 @@
     logits, loss = model(x, y)                          # logits (B,T,V), softcapped already
 
 All norms are RMSNorms, no layer has a bias. qkvw has the rows of q's heads, then k's, then v's; query head h
-reads key head h / (NH / NKV). fcw has the rows of SwiGLU's gate, then those it multiplies.
+reads key head h / (NH / NKV). fcw has the rows of a gated activation's gate, then those it acts on.
 
 NanoChat turns heads the other way, and norms q and k behind that. With one half of q's and k's rows negated
 the first is our rotation, and the products q k stay; a rotation keeps the length of a head, so its norm
@@ -64,21 +64,22 @@ class Attention(nn.Module):
         return self.proj(out.transpose(1, 2).reshape(B, T, NH * HS))
 
 
+ACTS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "swiglu": lambda gate, up: F.silu(gate) * up,
+        "relu2": lambda x: F.relu(x).square()}
+
+
 class Block(nn.Module):
     def __init__(self, dims, sdpa):
         super().__init__()
-        self.gated = dims.mlp == "swiglu"
+        self.dims = dims
         self.ln1 = rms_norm(dims, dims.C)
         self.att = Attention(dims, sdpa)
         self.ln2 = rms_norm(dims, dims.C)
-        self.fc = nn.Linear(dims.C, dims.F * (1 + self.gated), bias=False)
+        self.fc = nn.Linear(dims.C, dims.F * (1 + dims.gated), bias=False)
         self.fcproj = nn.Linear(dims.F, dims.C, bias=False)
 
     def mlp(self, x):
-        if self.gated:
-            gate, up = self.fc(x).chunk(2, dim=-1)
-            return self.fcproj(F.silu(gate) * up)
-        return self.fcproj(F.relu(self.fc(x)).square())
+        return self.fcproj(ACTS[self.dims.mlp](*self.fc(x).chunk(1 + self.dims.gated, dim=-1)))
 
     def forward(self, x, table, dropped, place):
         x = x + dropped(self.att(self.ln1(x), table), place)

@@ -191,55 +191,46 @@ static void test_encoder_positions() {
     CHECK_EACH(out, 0.0, wte[std::max(tokens[i / C], 0) * C + i % C] + wpe[places[i / C] * C + i % C]);
 }
 
-// ---- GELU ----
+// ---- activations ----
 
-static void test_gelu(int N, int OC) {
-    const std::string shape = format("gelu N=%d OC=%d", N, OC);
-    const size_t n = (size_t)N * OC;
-    Doubles inp = random_tensor(n, 4.0), out(n), dout = random_tensor(n), dinp(n), without = dout;
-    const Doubles dbias = gradient_of(shape, OC, [&](GradOf<double> grad) {
-        dinp = dout;
-        gelu_backward_inplace_cpu<double>({dinp, grad, nullptr, inp, N, OC}, 0);
-    });
-    const Doubles sums = column_sums_of(dinp, N, OC);
-    CHECK_SAME(dbias, sums, kExact);
-    gelu_backward_inplace_cpu<double>({without, {nullptr, Accumulate::No}, nullptr, inp, N, OC}, 0);
-    CHECK(without == dinp, "%s: dbias changes dinp", shape.c_str());
-    auto loss = [&] { gelu_forward_cpu<double>({out, inp, n}, 0); return dot(out, dout, n); };
-    CHECK_GRADIENT(inp, dinp, loss);
+// Away from 0, where ReLU has a kink: there finite differences are no gradient.
+static void leave_zero(Doubles& x) {
+    for (size_t i = 0; i < x.n; i++) { x[i] += x[i] < 0 ? -0.1 : 0.1; }
 }
 
-// ---- SwiGLU, ReLU squared ----
+// What it gives of (N,F) or gate, up (N,2F), and its gradient: into memory of its own, and in place.
+static void test_activation(Mlp mlp, int N, int F) {
+    const std::string shape = format("%s N=%d F=%d", kMlps[(int)mlp].name, N, F);
+    const int columns = act_columns(mlp, F);
+    Doubles inp = random_tensor((size_t)N * columns, 4.0), out((size_t)N * F), dout = random_tensor(out.n);
+    leave_zero(inp);
+    Doubles dinp(inp.n), inplace = inp;
+    auto forward = [&] { activate_cpu<double>({out, inp, N, F, mlp}, 0); };
+    auto loss = [&] { forward(); return dot(out, dout, out.n); };
+    activate_backward_cpu<double>({dinp, dout, inp, N, F, mlp}, 0);
+    CHECK_GRADIENT(inp, dinp, loss);
+    activate_backward_cpu<double>({inplace, dout, inplace, N, F, mlp}, 0);
+    CHECK(inplace == dinp, "%s: in place, other bits", shape.c_str());
+    if (!is_gated(mlp)) {
+        const Doubles dbias = gradient_of(shape, F, [&](GradOf<double> grad) {
+            inplace = dout;
+            activate_backward_cpu<double>({inplace, inplace, inp, N, F, mlp, grad}, 0);
+        });
+        CHECK(inplace == dinp, "%s: in dout's place, with dbias, other bits", shape.c_str());
+        const Doubles sums = column_sums_of(dinp, N, F);
+        CHECK_SAME(dbias, sums, kExact);
+    }
+    inp[0] = NAN;
+    forward();
+    activate_backward_cpu<double>({dinp, dout, inp, N, F, mlp}, 0);
+    CHECK(isnan(out[0]) && isnan(dinp[0]), "%s of NaN", shape.c_str());
+}
 
-static void test_swiglu(int N, int F) {
-    const std::string shape = format("swiglu N=%d F=%d", N, F);
-    const size_t n = (size_t)N * F;
-    Doubles gate_up = random_tensor(2 * n, 4.0), out(n), dout = random_tensor(n), dgate_up(2 * n);
-    swiglu_backward_cpu<double>({dgate_up, dout, gate_up, N, F}, 0);
-    Doubles inplace = gate_up;
-    swiglu_backward_cpu<double>({inplace, dout, inplace, N, F}, 0);
-    CHECK(inplace == dgate_up, "%s: in place, other bits", shape.c_str());
-    auto loss = [&] { swiglu_forward_cpu<double>({out, gate_up, N, F}, 0); return dot(out, dout, n); };
-    CHECK_GRADIENT(gate_up, dgate_up, loss);
+static void test_silu_far_out() {
     const float far[] = {100.0f, -100.0f, 3e38f, -3e38f, NAN};
     CHECK(silu(far[0]) == 100.0f && silu(far[1]) == 0.0f && silu(far[2]) == far[2] && silu(far[3]) == 0.0f &&
           isnan(silu(far[4])) && silu_derivative(far[0]) == 1.0f && silu_derivative(far[1]) == 0.0f,
           "silu far out");
-}
-
-static void test_relu2(size_t n) {
-    const std::string shape = "relu2";
-    Doubles inp = random_tensor(n, 4.0), out(n), dout = random_tensor(n), dinp(n);
-    for (size_t i = 0; i < n; i++) { inp[i] += inp[i] < 0 ? -0.1 : 0.1; }     // the slope has a kink at 0
-    relu2_backward_cpu<double>({dinp, dout, inp, n}, 0);
-    auto loss = [&] { relu2_forward_cpu<double>({out, inp, n}, 0); return dot(out, dout, n); };
-    CHECK_GRADIENT(inp, dinp, loss);
-    relu2_backward_cpu<double>({dout, dout, inp, n}, 0);
-    CHECK(dout == dinp, "relu2: in place, other bits");
-    inp[0] = NAN;
-    relu2_backward_cpu<double>({dinp, dout, inp, n}, 0);
-    relu2_forward_cpu<double>({inp, inp, n}, 0);
-    CHECK(isnan(dinp[0]) && isnan(inp[0]), "relu2 of NaN");
 }
 
 // ---- QK-norm and rotary positions ----
@@ -392,7 +383,7 @@ static void test_matmul(int N, int C, int OC) {
     const Doubles hidden_sums = column_sums_of(dhidden, N, C);
     CHECK_SAME(dhidden_bias, hidden_sums, kExact);
     auto loss_through_gelu = [&] {
-        gelu_forward_cpu<double>({inp, hidden, hidden.n}, 0);
+        activate_cpu<double>({inp, hidden, N, C, Mlp::Gelu}, 0);
         return loss();
     };
     CHECK_GRADIENT(hidden, dhidden, loss_through_gelu);
@@ -400,15 +391,12 @@ static void test_matmul(int N, int C, int OC) {
 
 // Both linear layers of an MLP without biases: the first with its activation, the second back through it.
 static void test_mlp(Mlp mlp, int N, int C, int F) {
-    const int FCC = mlp == Mlp::SwiGlu ? 2 * F : F;
-    const std::string shape = format("mlp %d N=%d C=%d F=%d", (int)mlp, N, C, F);
+    const int FCC = act_columns(mlp, F);
+    const std::string shape = format("mlp %s N=%d C=%d F=%d", kMlps[(int)mlp].name, N, C, F);
     Doubles inp = random_tensor((size_t)N * C), weight = random_tensor((size_t)FCC * C);
     Doubles weight2 = random_tensor((size_t)C * F), act((size_t)N * F), pre_act((size_t)N * FCC);
     Doubles out(inp.n), dout = random_tensor(inp.n), dact(act.n), product(pre_act.n);
-    auto activate = [&] {
-        if (mlp == Mlp::SwiGlu) { swiglu_forward_cpu<double>({act, pre_act, N, F}, 0); }
-        else { relu2_forward_cpu<double>({act, pre_act, act.n}, 0); }
-    };
+    auto activate = [&] { activate_cpu<double>({act, pre_act, N, F, mlp}, 0); };
     matmul_forward_cpu<double>({product, inp, weight, nullptr, nullptr, nullptr, N, C, FCC}, 0);
     matmul_forward_cpu<double>({act, inp, weight, nullptr, nullptr, pre_act, N, C, FCC, mlp}, 0);
     CHECK_SAME(pre_act, product, kExact);
@@ -416,6 +404,7 @@ static void test_mlp(Mlp mlp, int N, int C, int F) {
     activate();
     CHECK(fused == act, "%s: not the activation of the product", shape.c_str());
 
+    leave_zero(pre_act);
     Doubles inplace = pre_act;
     matmul_backward_input_cpu<double>({inplace, dout, weight2, nullptr, inplace, N, F, C, {}, nullptr, dact,
                                        mlp}, 0);
@@ -491,7 +480,7 @@ static void test_fp8_scale() {
 
 static void test_fp8_cast(int N, int C) {
     const size_t n = (size_t)N * C;
-    const Doubles inp = random_tensor(n, 3.0), pre_gelu = random_tensor(n, 2.0);
+    const Doubles inp = random_tensor(n, 3.0);
     std::vector<uint8_t> out(n), out_t(n);
     Fp8Tensor tensor = {};
     fp8_set_scale(&tensor, 256.0f);             // 448/256 = 1.75: of +-3 many saturate
@@ -545,40 +534,36 @@ static void test_fp8_cast(int N, int C) {
     }
     CHECK(rows == out && columns == out_t, "a weight's rows or columns alone");
 
-    // activations and their gradients: what their own ops give, rounded, and the sums of columns
+    // activations and their gradients: what the ops give, rounded, and the sums of columns
     fp8_set_scale(&tensor, 64.0f);
-    const Doubles gate_up = random_tensor(2 * n, 2.0);
-    Doubles gelu(n), dgelu = inp, swiglu(n), dgate_up(2 * n), relu2(n), drelu2(n);
-    gelu_forward_cpu<double>({gelu, inp, n}, 0);
-    gelu_backward_inplace_cpu<double>({dgelu, {}, nullptr, pre_gelu, N, C}, 0);
-    swiglu_forward_cpu<double>({swiglu, gate_up, N, C}, 0);
-    swiglu_backward_cpu<double>({dgate_up, inp, gate_up, N, C}, 0);
-    relu2_forward_cpu<double>({relu2, inp, n}, 0);
-    relu2_backward_cpu<double>({drelu2, inp, pre_gelu, n}, 0);
-    struct { Fp8Source source; const double *inp, *before; const Doubles& want; int width; } cases[] = {
-        {Fp8Source::Gelu, inp, nullptr, gelu, C}, {Fp8Source::GeluGrad, inp, pre_gelu, dgelu, C},
-        {Fp8Source::Swiglu, gate_up, nullptr, swiglu, C}, {Fp8Source::Relu2, inp, nullptr, relu2, C},
-        {Fp8Source::SwigluGrad, inp, gate_up, dgate_up, 2 * C},
-        {Fp8Source::Relu2Grad, inp, pre_gelu, drelu2, C}};
-    for (const auto& is : cases) {
-        const size_t all = (size_t)N * is.width;
-        std::vector<uint8_t> rows(all), columns(all);
-        auto cast = [&](GradOf<double> dbias) {
-            stats = {};
-            fp8_cast_cpu<double>({rows.data(), columns.data(), &stats, &tensor, dbias, nullptr, is.inp,
-                                  is.before, is.source, N, C}, 0);
-        };
-        if (is.width > C) { cast({}); }             // has no biases
-        else {
-            const Doubles sums = gradient_of(shape, C, cast), want = column_sums_of(is.want, N, C);
-            CHECK_SAME(sums, want, 1e-12);
+    for (const MlpRow& row : kMlps) {
+        const int wide = act_columns(row.mlp, C);
+        const Doubles pre_act = random_tensor((size_t)N * wide, 2.0);
+        Doubles act(n), slope(pre_act.n);
+        activate_cpu<double>({act, pre_act, N, C, row.mlp}, 0);
+        activate_backward_cpu<double>({slope, inp, pre_act, N, C, row.mlp}, 0);
+        for (Fp8Source source : {Fp8Source::Act, Fp8Source::Slope}) {
+            const bool is_act = source == Fp8Source::Act;
+            const Doubles& want = is_act ? act : slope;
+            const size_t width = is_act ? C : wide;
+            std::vector<uint8_t> rows(want.n), columns(want.n);
+            auto cast = [&](GradOf<double> dbias) {
+                stats = {};
+                fp8_cast_cpu<double>({rows.data(), columns.data(), &stats, &tensor, dbias, nullptr,
+                                      is_act ? pre_act : inp, is_act ? nullptr : (const double*)pre_act,
+                                      source, N, C, row.mlp}, 0);
+            };
+            cast({});
+            for (size_t i = 0; i < want.n; i++) {
+                wrong += rows[i] != fp8_encode((float)want[i] * 64.0f) ||
+                         columns[i % width * N + i / width] != rows[i];
+            }
+            CHECK(wrong == 0 && stats.elements == want.n, "%s %s %d: %zu elements are wrong", shape.c_str(),
+                  row.name, (int)source, wrong);
+            if (width > (size_t)C) { continue; }
+            const Doubles sums = gradient_of(shape, C, cast), expected = column_sums_of(want, N, C);
+            CHECK_SAME(sums, expected, 1e-12);
         }
-        for (size_t i = 0; i < all; i++) {
-            wrong += rows[i] != fp8_encode((float)is.want[i] * 64.0f) ||
-                     columns[i % is.width * N + i / is.width] != rows[i];
-        }
-        CHECK(wrong == 0 && stats.elements == all, "%s: source %d: %zu elements are wrong", shape.c_str(),
-              (int)is.source, wrong);
     }
 }
 
@@ -1103,8 +1088,10 @@ int main() {
         check_dies("a negative token", [] { Buckets({-1}, 4); }, {"token -1", "position 0"});
         test_encoder_positions();
     }
-    TEST("gelu") { test_gelu(33, 70); test_gelu(1, 1); }
-    TEST("swiglu, relu2") { test_swiglu(33, 70); test_swiglu(1, 1); test_relu2(999); }
+    TEST("activations") {
+        for (const MlpRow& row : kMlps) { test_activation(row.mlp, 33, 70), test_activation(row.mlp, 1, 1); }
+        test_silu_far_out();
+    }
     TEST("rotation") {
         for (int k = 0; k < 3; k++) {
             test_rotate(2, 9, 3, 1, 20, k > 0, k > 1);
@@ -1125,8 +1112,7 @@ int main() {
         test_matmul(5, 300, 35);                    // sums longer than gemm_cpu takes in one piece: forward,
         test_matmul(6, 20, 509);                    // backward to the input,
         test_matmul(270, 9, 18);                    // backward to the weight
-        test_mlp(Mlp::SwiGlu, 5, 12, 23);
-        test_mlp(Mlp::Relu2, 5, 12, 23);
+        for (const MlpRow& row : kMlps) { test_mlp(row.mlp, 5, 12, 23); }
         test_grad_accumulate(333);
     }
     TEST("attention") {

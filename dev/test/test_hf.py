@@ -822,7 +822,8 @@ def test_family_file():
             assert all(np.array_equal(got[name], params[name]) for name in got)
     good = read("m.bin")
     for at, word, said in ((4, 204, "version 204"), (40, 2, "family 2,"), (44, 3, "NKV 3,"),
-                           (56, 3, "mlp 3,"), (68, 0, "eps 0.0,"), (52, 80, "bytes, exp")):
+                           (56, len(formats.MLPS), f"mlp {len(formats.MLPS)},"), (68, 0, "eps 0.0,"),
+                           (52, 80, "bytes, exp")):
         write("bad.bin", good[:at] + struct.pack("<i", word) + good[at + 4:])
         refused("bad.bin", "x", said=said)
 

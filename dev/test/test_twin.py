@@ -45,7 +45,11 @@ def test_descriptor():
                                  qk_norm=True, norm_weights=False, embed_norm=True, tied=False, theta=1e4,
                                  eps=1e-3, softcap=1.5)
     assert formats.parse_model(dims.text()) == dims
-    for text, said in ((UGLY + ",gelu", "gelu"), (UGLY + ",L3", "second"), ("llama:L2,NH2", "NKV HS C F T V"),
+    for word in formats.MLPS:
+        dims = formats.parse_model(UGLY + "," + word)
+        assert dims.mlp == word and formats.parse_model(dims.text()) == dims
+    assert formats.parse_model(UGLY + ",swiglu").text() == UGLY
+    for text, said in ((UGLY + ",elu", "elu"), (UGLY + ",L3", "second"), ("llama:L2,NH2", "NKV HS C F T V"),
                        (UGLY.replace("NH4", "NH5"), "multiple"), (UGLY.replace("HS12", "HS5"), "even"),
                        (UGLY + ",theta=0", "positive"), (UGLY + ",softcap=-1", "softcap="), ("m13", "even")):
         with pytest.raises(SystemExit, match=said):

@@ -49,9 +49,12 @@ def attention(p, l, x, heads):
     return y @ p["attprojw"][l].T + p["attprojb"][l]
 
 
+ACTS = {"gelu": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3))),
+        "swiglu": lambda gate, up: gate / (1 + np.exp(-gate)) * up, "relu2": lambda x: np.maximum(x, 0) ** 2}
+
+
 def mlp(p, l, x):
-    h = x @ p["fcw"][l].T + p["fcb"][l]
-    h = 0.5 * h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)))
+    h = ACTS["gelu"](x @ p["fcw"][l].T + p["fcb"][l])
     return h @ p["fcprojw"][l].T + p["fcprojb"][l]
 
 
@@ -211,8 +214,7 @@ def family_logits(d, params, tokens):
         y = np.einsum("bhts,bshd->bthd", softmax(scores), v)
         x = x + y.reshape(*x.shape[:2], -1) @ p["attprojw"][l].T
         h = normed(x, "ln2w", l) @ p["fcw"][l].T
-        gate, up = np.split(h, 2, -1)
-        h = gate / (1 + np.exp(-gate)) * up if d.mlp == "swiglu" else np.maximum(h, 0) ** 2
+        h = ACTS[d.mlp](*np.split(h, 1 + d.gated, -1))
         x = x + h @ p["fcprojw"][l].T
     logits = normed(x, "lnfw") @ p["wte" if d.tied else "headw"][:d.V].T
     return d.softcap * np.tanh(logits / d.softcap) if d.softcap else logits

@@ -75,7 +75,7 @@ static double llama_parameters(const int* h) {
     printf("  %s\n", llama_text(c).c_str());
     const Config::Shape& s = c.llama;
     const double C = c.C, norms = s.norm_weights ? 1 : 0;
-    const double attention = (2.0 * c.NH + 2.0 * s.NKV) * s.HS * C, mlp = s.mlp == Mlp::SwiGlu ? 3 : 2;
+    const double attention = (2.0 * c.NH + 2.0 * s.NKV) * s.HS * C, mlp = is_gated(s.mlp) ? 3 : 2;
     const double layer = attention + mlp * s.F * C + norms * (2 * C + (s.qk_norm ? 2 * s.HS : 0));
     return C * h[7] * (s.tied ? 1 : 2) + c.L * layer + norms * C;
 }

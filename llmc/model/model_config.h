@@ -9,7 +9,7 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
 #include "../check.h"           // gives: die, format
 #include "../data/chat_template.h"      // gives: kChatTemplates
 #include "../numbers.h"         // gives: parse_int, round_up
-#include "../ops/op_types.h"    // gives: NormKind, Mlp
+#include "../ops/op_types.h"    // gives: NormKind, Mlp, kMlps
 
 enum class Block { Sequential, Parallel, ParallelTied };        // see gpt2_layer
 enum class Family { Gpt2, Llama };              // see gpt2_layer
@@ -76,8 +76,9 @@ static inline std::string config_error(const Config& c) {
     if (c.is_llama() && (s.F < 8 || s.F > (1 << 20) || s.F % 8 != 0 || c.NH > 4096)) {
         return format("F=%d NH=%d: F must be a multiple of 8 and at most 2^20, NH at most 4096", s.F, c.NH);
     }
-    if (c.is_llama() && (s.mlp == Mlp::Gelu || s.mlp > Mlp::Relu2 || !(s.theta > 0.0f) || !(s.eps > 0.0f) ||
-                         !(s.softcap >= 0.0f) || c.block != Block::Sequential || c.norm != NormKind::Rms)) {
+    const bool known_mlp = (int)s.mlp >= 0 && (int)s.mlp < kMlpCount;
+    if (c.is_llama() && (!known_mlp || !(s.theta > 0.0f) || !(s.eps > 0.0f) || !(s.softcap >= 0.0f) ||
+                         c.block != Block::Sequential || c.norm != NormKind::Rms)) {
         return format("mlp %d, theta=%g, eps=%g, softcap=%g, block %d, norm %d: not of the llama family",
                       (int)s.mlp, s.theta, s.eps, s.softcap, (int)c.block, (int)c.norm);
     }
@@ -100,7 +101,7 @@ static inline std::string llama_text(const Config& c) {
     const Config::Shape& s = c.llama;
     std::string text = format("llama:L%d,NH%d,NKV%d,HS%d,C%d,F%d,T%d,V%d", c.L, c.NH, s.NKV, s.HS, c.C, s.F,
                               c.maxT, c.V);
-    if (s.mlp == Mlp::Relu2) { text += ",relu2"; }
+    if (s.mlp != Mlp::SwiGlu) { text += std::string(",") + kMlps[(int)s.mlp].word; }
     if (s.qk_norm) { text += ",qk_norm"; }
     if (!s.norm_weights) { text += ",no_norm_weights"; }
     if (s.embed_norm) { text += ",embed_norm"; }
@@ -129,7 +130,9 @@ static inline bool config_part(const char* text, const std::string& part, Config
     for (const auto& word : words) {
         if (c->is_llama() && part == word.name) { *word.flag = word.value; return true; }
     }
-    if (c->is_llama() && part == "relu2") { s.mlp = Mlp::Relu2; return true; }
+    for (const MlpRow& row : kMlps) {
+        if (c->is_llama() && part == row.word) { s.mlp = row.mlp; return true; }
+    }
     const size_t digits = std::min(part.find_first_of("-0123456789"), part.size());
     const std::string letters = part.substr(0, digits);
     struct { const char* letters; int* value; bool llama; } fields[] = {

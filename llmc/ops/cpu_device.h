@@ -202,7 +202,7 @@ static inline size_t encoder_backward_scratch_bytes(int B, int T, int C) {
 }
 static inline size_t norm_backward_scratch_bytes(int, int, int) { return 0; }
 static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
-static inline size_t gelu_backward_scratch_bytes(int, int) { return 0; }
+static inline size_t activate_backward_scratch_bytes(int, int) { return 0; }
 static inline size_t rotate_backward_scratch_bytes(int) { return 0; }
 static inline size_t fp8_cast_scratch_bytes(int, int) { return 0; }
 static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {

@@ -325,9 +325,10 @@ template <class Real> void norm_backward_cpu(const NormBackwardOf<Real, Real>& a
     }
 }
 
-// ---- GELU, the tanh form ----
-// gelu(x) = x/2 * (1 + tanh(u)), u = sqrt(2/pi)*(x + 0.044715*x^3). With s = (1 + tanh(u))/2 = 1/(1 + e^-2u),
-// s*(1-s) = e/(1+e)^2 for e = e^-2|u| neither function nor derivative subtracts near-equal numbers.
+// ---- the MLP's activations ----
+// GELU, the tanh form: gelu(x) = x/2 * (1 + tanh(u)), u = sqrt(2/pi)*(x + 0.044715*x^3). With s = (1 +
+// tanh(u))/2 = 1/(1 + e^-2u), s*(1-s) = e/(1+e)^2 for e = e^-2|u| neither function nor derivative subtracts
+// near-equal numbers.
 
 template <class Real> static inline Real gelu_sigmoid(Real x, Real* s_times_1_minus_s) {
     const Real u = (Real)0.79788456080286535588 * (x + (Real)0.044715 * x * x * x);
@@ -350,23 +351,6 @@ template <class Real> static inline Real gelu_derivative(Real x) {
     return s + x * slope * 2 * du;
 }
 
-// out[i] = gelu(inp[i]). out may be the buffer of inp.
-template <class Real> void gelu_forward_cpu(const GeluForwardOf<Real, Real>& a) {
-    #pragma omp parallel for simd
-    for (size_t i = 0; i < a.n; i++) { a.out[i] = gelu(a.inp[i]); }
-}
-
-// d[n,c] *= gelu'(inp[n,c]);   dbias[c] (=, +=) sum over n of the new d[n,c], as stored
-template <class Real> void gelu_backward_inplace_cpu(const GeluBackwardOf<Real, Real>& a) {
-    const int N = a.N, OC = a.OC;
-    const size_t n = (size_t)N * OC;
-    #pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++) { a.d[i] *= gelu_derivative(a.inp[i]); }
-    column_sums(a.dbias, a.d, N, OC);
-}
-
-// ---- SwiGLU and ReLU squared ----
-
 template <class Real> static inline Real sigmoid(Real x) { return 1 / (1 + exp_cpu(-x)); }
 template <class Real> static inline Real silu(Real x) { return x * sigmoid(x); }
 template <class Real> static inline Real silu_derivative(Real x) {
@@ -374,42 +358,75 @@ template <class Real> static inline Real silu_derivative(Real x) {
     return s + x * s * (1 - s);
 }
 
-// out[n,f] = silu(gate[n,f]) * up[n,f]; a row of gate_up is gate, then up
-template <class Real> void swiglu_forward_cpu(const SwigluForwardOf<Real, Real>& a) {
-    const int F = a.F;
-    #pragma omp parallel for
-    for (int n = 0; n < a.N; n++) {
-        const Real *gate = a.gate_up + (size_t)n * 2 * F, *up = gate + F;
-        Real* out = a.out + (size_t)n * F;
-        #pragma omp simd
-        for (int f = 0; f < F; f++) { out[f] = silu(gate[f]) * up[f]; }
+// A struct for each row of GPT2_MLPS. value: what it gives. slope: its derivative; slopes, of a gated one:
+// the gradients of gate and of up, from that of the value.
+struct GeluCpu {
+    static constexpr bool kGated = false;
+    template <class Real> static inline Real value(Real x) { return gelu(x); }
+    template <class Real> static inline Real slope(Real x) { return gelu_derivative(x); }
+};
+struct SwiGluCpu {
+    static constexpr bool kGated = true;
+    template <class Real> static inline Real value(Real gate, Real up) { return silu(gate) * up; }
+    template <class Real> static inline void slopes(Real d, Real gate, Real up, Real* dgate, Real* dup) {
+        *dgate = d * up * silu_derivative(gate);
+        *dup = d * silu(gate);
+    }
+};
+struct Relu2Cpu {                       // x < 0 is false for NaN, which so comes through
+    static constexpr bool kGated = false;
+    template <class Real> static inline Real value(Real x) { return x < 0 ? 0 : x * x; }
+    template <class Real> static inline Real slope(Real x) { return x < 0 ? 0 : 2 * x; }
+};
+#define X(act, ...) static_assert(act##Cpu::kGated == is_gated(Mlp::act), "as its row says");
+GPT2_MLPS(X)
+#undef X
+
+// f(GeluCpu()) and so on
+template <class F> static inline void with_act_cpu(Mlp mlp, F f) {
+    switch (mlp) {
+#define X(act, ...) case Mlp::act: return f(act##Cpu());
+        GPT2_MLPS(X)
+#undef X
     }
 }
 
-// dgate[n,f] = dout[n,f] * up[n,f] * silu'(gate[n,f]);   dup[n,f] = dout[n,f] * silu(gate[n,f])
-template <class Real> void swiglu_backward_cpu(const SwigluBackwardOf<Real, Real>& a) {
-    const int F = a.F;
-    #pragma omp parallel for
-    for (int n = 0; n < a.N; n++) {
-        const Real *gate = a.gate_up + (size_t)n * 2 * F, *up = gate + F, *dout = a.dout + (size_t)n * F;
-        Real *dgate = a.dgate_up + (size_t)n * 2 * F, *dup = dgate + F;
-        #pragma omp simd
-        for (int f = 0; f < F; f++) {
-            const Real g = gate[f], d = dout[f];
-            dgate[f] = d * up[f] * silu_derivative(g);
-            dup[f] = d * silu(g);
+// out[n,f] = act(inp[n,f]), or act(gate[n,f], up[n,f]); a row of inp is then gate, then up
+template <class Real> void activate_cpu(const ActivateOf<Real, Real>& a) {
+    with_act_cpu(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        const int F = a.F, columns = act_columns(a.mlp, F);
+        #pragma omp parallel for
+        for (int n = 0; n < a.N; n++) {
+            const Real *x = a.inp + (size_t)n * columns, *up = x + F;
+            Real* out = a.out + (size_t)n * F;
+            #pragma omp simd
+            for (int f = 0; f < F; f++) {
+                if constexpr (Act::kGated) { out[f] = Act::value(x[f], up[f]); }
+                else { out[f] = Act::value(x[f]); }
+            }
         }
-    }
+    });
 }
 
-// x < 0 is false for NaN, which so comes through.
-template <class Real> void relu2_forward_cpu(const Relu2ForwardOf<Real, Real>& a) {
-    #pragma omp parallel for simd
-    for (size_t i = 0; i < a.n; i++) { a.out[i] = a.inp[i] < 0 ? 0 : a.inp[i] * a.inp[i]; }
-}
-template <class Real> void relu2_backward_cpu(const Relu2BackwardOf<Real, Real>& a) {
-    #pragma omp parallel for simd
-    for (size_t i = 0; i < a.n; i++) { a.dinp[i] = a.dout[i] * (a.inp[i] < 0 ? 0 : 2 * a.inp[i]); }
+// dinp[n,f] = dout[n,f] * act'(inp[n,f]), or the gradients of gate[n,f] and of up[n,f]
+// dbias[f] (=, +=) sum over n of dinp[n,f], as stored
+template <class Real> void activate_backward_cpu(const ActivateBackwardOf<Real, Real>& a) {
+    with_act_cpu(a.mlp, [&](auto act) {
+        typedef decltype(act) Act;
+        const int F = a.F, columns = act_columns(a.mlp, F);
+        #pragma omp parallel for
+        for (int n = 0; n < a.N; n++) {
+            const Real *x = a.inp + (size_t)n * columns, *up = x + F, *dout = a.dout + (size_t)n * F;
+            Real *dx = a.dinp + (size_t)n * columns, *dup = dx + F;
+            #pragma omp simd
+            for (int f = 0; f < F; f++) {
+                if constexpr (Act::kGated) { Act::slopes(dout[f], x[f], up[f], &dx[f], &dup[f]); }
+                else { dx[f] = dout[f] * Act::slope(x[f]); }
+            }
+        }
+    });
+    column_sums(a.dbias, a.dinp, a.N, a.F);
 }
 
 // ---- QK-norm and rotary positions ----
@@ -596,12 +613,7 @@ template <class Real> void matmul_forward_cpu(const MatmulForwardOf<Real, Real>&
         if (a.bias) { for (int o = 0; o < OC; o++) { x_n[o] += a.bias[o]; } }
         if (a.residual) { for (int o = 0; o < OC; o++) { x_n[o] += a.residual[row + o]; } }
     }
-    if (!a.pre_act) { return; }
-    switch (a.mlp) {
-        case Mlp::Gelu: return gelu_forward_cpu<Real>({a.out, x, (size_t)N * OC});
-        case Mlp::SwiGlu: return swiglu_forward_cpu<Real>({a.out, x, N, OC / 2});
-        case Mlp::Relu2: return relu2_forward_cpu<Real>({a.out, x, (size_t)N * OC});
-    }
+    if (a.pre_act) { activate_cpu<Real>({a.out, x, N, is_gated(a.mlp) ? OC / 2 : OC, a.mlp}); }
 }
 
 // x[n,c] = sum over o of dout[n,o]*weight[o,c] + residual[n,c]
@@ -615,12 +627,7 @@ template <class Real> void matmul_backward_input_cpu(const MatmulBackwardInputOf
         #pragma omp parallel for simd
         for (size_t i = 0; i < n; i++) { x[i] += a.residual[i]; }
     }
-    if (!a.pre_act) { return; }
-    switch (a.mlp) {
-        case Mlp::Gelu: return gelu_backward_inplace_cpu<Real>({x, a.dbias, nullptr, a.pre_act, a.N, a.C});
-        case Mlp::SwiGlu: return swiglu_backward_cpu<Real>({a.dinp, x, a.pre_act, a.N, a.C});
-        case Mlp::Relu2: return relu2_backward_cpu<Real>({a.dinp, x, a.pre_act, n});
-    }
+    if (a.pre_act) { activate_backward_cpu<Real>({a.dinp, x, a.pre_act, a.N, a.C, a.mlp, a.dbias}); }
 }
 
 // dweight[o,c] (=, +=) sum over n of dout[n,o]*inp[n,c]
@@ -664,18 +671,13 @@ template <class Real> void fp8_cast_cpu(const Fp8CastOf<Real, Real>& a) {
     if (a.source == Fp8Source::Weight && casts) {
         fp8_set_scale(a.tensor, fp8_scale(float_of(a.stats->amax), 0));
     }
-    const size_t n = (size_t)N * C;
-    std::vector<Real> x(a.inp, a.inp + n);
+    std::vector<Real> x(a.inp, a.inp + (size_t)N * C);
     x.resize((size_t)N * wide);
     Real* y = x.data();
     switch (a.source) {
         case Fp8Source::Plain: case Fp8Source::Weight: break;
-        case Fp8Source::Gelu: gelu_forward_cpu<Real>({y, a.inp, n}); break;
-        case Fp8Source::GeluGrad: gelu_backward_inplace_cpu<Real>({y, {}, nullptr, a.before, N, C}); break;
-        case Fp8Source::Swiglu: swiglu_forward_cpu<Real>({y, a.inp, N, C}); break;
-        case Fp8Source::SwigluGrad: swiglu_backward_cpu<Real>({y, a.inp, a.before, N, C}); break;
-        case Fp8Source::Relu2: relu2_forward_cpu<Real>({y, a.inp, n}); break;
-        case Fp8Source::Relu2Grad: relu2_backward_cpu<Real>({y, a.inp, a.before, n}); break;
+        case Fp8Source::Act: activate_cpu<Real>({y, a.inp, N, C, a.mlp}); break;
+        case Fp8Source::Slope: activate_backward_cpu<Real>({y, a.inp, a.before, N, C, a.mlp}); break;
     }
     std::vector<uint8_t> rows(casts && !a.out ? x.size() : 0);
     uint8_t* out = rows.empty() ? a.out : rows.data();

@@ -37,10 +37,29 @@ enum class ClassifierMode { LossOnly, LossAndGrad };
 // eps).
 enum class NormKind { Layer, Rms };
 
-// The MLP's activation: GELU (Hendrycks, Gimpel 2016); SwiGLU (Shazeer 2020), silu(gate) * up, which takes
-// twice as many columns as it gives; ReLU squared (So and others 2021).
-enum class Mlp { Gelu, SwiGlu, Relu2 };
-constexpr const char* kMlpNames[] = {"GELU", "SwiGLU", "ReLU^2"};
+// The MLP's activation, a row each: its struct, its name in reports, its word in descriptors, and whether it
+// is gated. One that is not gives act(x). A gated one gives act(gate, up), so it reads twice as many columns
+// as it gives: a row is all gates, then all that they act on. The structs are in train_gpt2.cu (6.4) and,
+// with Cpu behind the name, in cpu_ops.h; Python's rows are MLPS in dev/reference/formats.py. Files have a
+// row's number, so new rows come last.
+//     GELU (Hendrycks, Gimpel 2016)      SwiGLU (Shazeer 2020), silu(gate) * up, silu(x) = x / (1 + e^-x)
+//     ReLU squared (So and others 2021), max(x, 0)^2
+#define GPT2_MLPS(X)                                \
+    X(Gelu,     "GELU",     "gelu",     false)      \
+    X(SwiGlu,   "SwiGLU",   "swiglu",   true)       \
+    X(Relu2,    "ReLU^2",   "relu2",    false)
+
+#define X(act, ...) act,
+enum class Mlp { GPT2_MLPS(X) };
+#undef X
+struct MlpRow { Mlp mlp; const char *name, *word; bool gated; };
+#define X(act, ...) {Mlp::act, __VA_ARGS__},
+constexpr MlpRow kMlps[] = {GPT2_MLPS(X)};
+#undef X
+constexpr int kMlpCount = sizeof(kMlps) / sizeof(kMlps[0]);
+constexpr bool is_gated(Mlp mlp) { return kMlps[(int)mlp].gated; }
+// The columns of what the activation reads, where it gives F
+template <class Int> constexpr Int act_columns(Mlp mlp, Int F) { return is_gated(mlp) ? 2 * F : F; }
 
 // Dropout of (N,C): an element becomes 0 with probability dropped/65536. The others are multiplied by
 // `scale`, 65536/(65536 - dropped), which keeps the mean. Row n is row first_row + n of the whole job's

@@ -97,7 +97,7 @@ template <class X, class S> struct NormBackwardOf {
 };
 
 template <class X, class S> struct MatmulForwardOf {    // out = inp weight^T + bias + residual
-    X* out;                             // (N,OC), of SwiGLU (N,OC/2)
+    X* out;                             // (N,OC), of a gated activation (N,OC/2)
     const X *inp, *weight, *bias;       // (N,C) (OC,C) (OC) or null
     const X* residual = nullptr;        // (N,OC) or null; not `out`
     X* pre_act = nullptr;               // (N,OC) or null; else pre_act = the sum and out = the activation of
@@ -105,24 +105,24 @@ template <class X, class S> struct MatmulForwardOf {    // out = inp weight^T + 
     int N, C, OC;
     Mlp mlp = Mlp::Gelu;                // the activation
     template <class F> void outputs(F gives) const {
-        gives("out", out, N, pre_act && mlp == Mlp::SwiGlu ? OC / 2 : OC); gives("pre_act", pre_act, N, OC);
+        gives("out", out, N, pre_act && is_gated(mlp) ? OC / 2 : OC); gives("pre_act", pre_act, N, OC);
     }
 };
 template <class X, class S> struct MatmulBackwardInputOf {        // dinp = dout weight + residual
-    X* dinp;                            // (N,C), of SwiGLU (N,2C)
+    X* dinp;                            // (N,C), of a gated activation (N,2C)
     const X *dout, *weight;             // (N,OC) (OC,C)
     const X* residual = nullptr;        // (N,C) or null: another gradient of the input; not `dinp`
     const X* pre_act = nullptr;         // as dinp, or null; else the layer's input was the activation of
-                                        // pre_act. The product is rounded, and dinp is the gradient of
-                                        // pre_act, without a residual. Except with GELU, pre_act may be dinp
+                                        // pre_act, which it may be, without a residual
     int N, C, OC;
-    GradOf<S> dbias = {};               // (C) or null: column sums of dinp, as stored; of GELU only
+    GradOf<S> dbias = {};               // (C) or null: column sums of dinp, as stored, of an activation that
+                                        // is not gated
     S* scratch = nullptr;               // where dbias is wanted
     X* dact = nullptr;                  // (N,C) scratch for the rounded product. Null: dinp serves, but not
-                                        // where dinp is pre_act or of SwiGLU; of GELU it is null or dinp
+                                        // where it is pre_act or a gated activation's
     Mlp mlp = Mlp::Gelu;                // the activation
     template <class F> void outputs(F gives) const {
-        gives("dinp", dinp, N, pre_act && mlp == Mlp::SwiGlu ? 2 * C : C); gives("dbias", dbias, C);
+        gives("dinp", dinp, N, pre_act ? act_columns(mlp, C) : C); gives("dbias", dbias, C);
     }
 };
 template <class X, class S> struct MatmulBackwardWeightOf {       // dweight (+)= dout^T inp
@@ -154,23 +154,23 @@ template <class X, class S> struct GradAccumulateOf {     // grad (+)= values, r
 // product divides by its operands' powers again. The tensor of a weight gets its scale from its own largest
 // element, which a call without outputs has found; others keep theirs for a step. The logits' gradient has a
 // bound, and so a fixed scale: classifier writes it. What is cast, to e4m3:
-//     Plain     x = inp          Gelu    x = gelu(inp)        GeluGrad    x = inp * gelu'(before)
-//     Weight    x = inp          Relu2   x = max(inp, 0)^2    Relu2Grad   x = inp * 2 max(before, 0)
-//     Swiglu    x = silu(gate) * up: inp is gate, up (N,2C)
-//     SwigluGrad      x (N,2C) = gradients of gate, of up from that of Swiglu's x, inp: before is gate, up
-enum class Fp8Source { Plain, Weight, Gelu, GeluGrad, Swiglu, SwigluGrad, Relu2, Relu2Grad };
+//     Plain     x = inp          Act      x = act(inp), of a gated one act(gate, up): inp is (N,2C)
+//     Weight    x = inp          Slope    x = inp * act'(before). Of a gated one x (N,2C) is the gradients of
+//                                         gate and of up, which are `before`, from that of act, inp
+enum class Fp8Source { Plain, Weight, Act, Slope };
 template <class X, class S> struct Fp8CastOf {
-    // (N,C) (C,N), with SwigluGrad (N,2C) (2C,N): bytes of x * scale, or null. Both null: only amax is taken
+    // (N,C) (C,N), of x (N,2C) likewise: bytes of x * scale, or null. Both null: only amax is taken
     uint8_t *out = nullptr, *out_t = nullptr;
     Fp8Stats* stats = nullptr;          // added to
     Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where bytes are wanted
-    GradOf<S> dbias = {};               // (C) or null: column sums of x; null with SwigluGrad
+    GradOf<S> dbias = {};               // (C) or null: column sums of x; null where x is (N,2C)
     S* scratch = nullptr;               // where dbias is wanted
-    const X* inp;                       // (N,C), with Swiglu (N,2C)
-    const X* before = nullptr;          // of the gradients: (N,C), with SwigluGrad (N,2C); else null
+    const X* inp;                       // (N,C), or gate, up (N,2C)
+    const X* before = nullptr;          // Slope: (N,C), or gate, up (N,2C); else null
     Fp8Source source = Fp8Source::Plain;
     int N, C;                           // multiples of 16
-    int width() const { return source == Fp8Source::SwigluGrad ? 2 * C : C; }       // of out
+    Mlp mlp = Mlp::Gelu;                // Act, Slope: the activation
+    int width() const { return source == Fp8Source::Slope ? act_columns(mlp, C) : C; }      // of x
     template <class F> void outputs(F gives) const {
         gives("out", out, N, width()); gives("out_t", out_t, width(), N);
         gives("amax", stats ? &stats->amax : nullptr, 1); gives("dbias", dbias, C);
@@ -219,44 +219,24 @@ template <class X, class S> struct Fp8ScalesOf {          // after a step: the n
     }
 };
 
-template <class X, class S> struct GeluForwardOf {
-    X* out;                             // (n)
-    const X* inp;                       // (n)
-    size_t n;
-    template <class F> void outputs(F gives) const { gives("out", out, n); }
-};
-template <class X, class S> struct GeluBackwardOf {       // in place: d = d * gelu'(inp)
-    X* d;                               // (N,OC) gradient of the output, then of the input
-    GradOf<S> dbias;                    // (OC) or null: column sums of the new d, as stored
-    S* scratch;
-    const X* inp;                       // (N,OC)
-    int N, OC;
-    template <class F> void outputs(F gives) const { gives("dinp", d, N, OC), gives("dbias", dbias, OC); }
-};
-
-template <class X, class S> struct SwigluForwardOf {      // out = silu(gate) * up, silu(x) = x / (1 + e^-x)
-    X* out;                             // (N,F)
-    const X* gate_up;                   // (N,2F) a row is F of gate, then F of up
+// The MLP's activation alone: out = act(inp), of a gated one act(gate, up)
+template <class X, class S> struct ActivateOf {
+    X* out;                             // (N,F) may be inp, but not of a gated one
+    const X* inp;                       // (N,F), of a gated one (N,2F): gate, up
     int N, F;
+    Mlp mlp;
     template <class Gives> void outputs(Gives gives) const { gives("out", out, N, F); }
 };
-template <class X, class S> struct SwigluBackwardOf {
-    X* dgate_up;                        // (N,2F) may be gate_up
-    const X *dout, *gate_up;            // (N,F) (N,2F)
+template <class X, class S> struct ActivateBackwardOf {   // dinp = dout * act'(inp)
+    X* dinp;                            // as inp, which it may be; or dout, but not of a gated one
+    const X *dout, *inp;                // (N,F), and as in the forward
     int N, F;
-    template <class Gives> void outputs(Gives gives) const { gives("dgate_up", dgate_up, N, 2 * F); }
-};
-template <class X, class S> struct Relu2ForwardOf {       // out = max(inp, 0)^2; NaN stays NaN
-    X* out;                             // (n) may be inp
-    const X* inp;                       // (n)
-    size_t n;
-    template <class F> void outputs(F gives) const { gives("out", out, n); }
-};
-template <class X, class S> struct Relu2BackwardOf {      // dinp = dout * 2 max(inp, 0)
-    X* dinp;                            // (n) may be dout or inp
-    const X *dout, *inp;                // (n)
-    size_t n;
-    template <class F> void outputs(F gives) const { gives("dinp", dinp, n); }
+    Mlp mlp;
+    GradOf<S> dbias = {};               // (F) or null: column sums of dinp, as stored; null of a gated one
+    S* scratch = nullptr;               // where dbias is wanted
+    template <class Gives> void outputs(Gives gives) const {
+        gives("dinp", dinp, N, act_columns(mlp, F)); gives("dbias", dbias, F);
+    }
 };
 
 // Rotary positions (Su and others, "RoFormer", 2021) by halves, as in Hugging Face's Llama; before that
@@ -533,12 +513,8 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
     X(fp8_transpose, Fp8Transpose)                  \
     X(fp8_matmul, Fp8Matmul)                        \
     X(fp8_scales, Fp8Scales)                        \
-    X(gelu_forward, GeluForward)                    \
-    X(gelu_backward_inplace, GeluBackward)          \
-    X(swiglu_forward, SwigluForward)                \
-    X(swiglu_backward, SwigluBackward)              \
-    X(relu2_forward, Relu2Forward)                  \
-    X(relu2_backward, Relu2Backward)                \
+    X(activate, Activate)                           \
+    X(activate_backward, ActivateBackward)          \
     X(rotate_forward_inplace, RotateForward)        \
     X(rotate_backward_inplace, RotateBackward)      \
     X(attention_forward, AttentionForward)          \

@@ -94,7 +94,7 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double flops = gpu.tflops * 1e12, bytes = gpu.gb_per_s * 1e9;
     const Config::Shape s = c.shape();
     const double L = c.L, C = c.C, F = s.F, B = batch.B, T = batch.T, N = B * T;
-    const double Q = (double)c.NH * s.HS, K = (double)s.NKV * s.HS, FC = s.mlp == Mlp::SwiGlu ? 2 * F : F;
+    const double Q = (double)c.NH * s.HS, K = (double)s.NKV * s.HS, FC = act_columns(s.mlp, F);
     double fp8_layers = 0;
     for (int l = 0; batch.fp8 && l < c.L; l++) { fp8_layers += fp8_layer(l, c.L); }
 
