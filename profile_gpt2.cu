@@ -91,6 +91,7 @@ WORK(Classifier) {
     const double grad = a.mode == ClassifierMode::LossOnly ? 0 : a.fp8_grad ? 1 : kX;
     return {(kX + grad) * a.N * a.Vp, 0};
 }
+WORK(MarkLikeliest) { return {kX * a.N * a.Vp, 0}; }
 WORK(LossSum) { return {kS * a.N, 0}; }
 WORK(LaneSum) {
     return {(double)a.n * (kS * a.num_chain + width(a.pieces) * a.num_pieces + width(a.out)), 0};

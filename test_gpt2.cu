@@ -983,7 +983,8 @@ static void test_stalled_disk(const Config& c) {
     atomic_commit(&file);
     settings.B = 2, settings.T = c.maxT, settings.val_batches = 1, settings.max_steps = "1";
     RandomModel model(c, default_options(), run.B);
-    DataLoader loader;
+    RunData data;
+    DataLoader& loader = data.val;
     dataloader_init(&loader, path.c_str(), run.B, run.T, false, 0, c.V);
     static int lines, hasty;                    // written to the logs; of these, in haste
     lines = hasty = 0;
@@ -1012,7 +1013,8 @@ static void test_stalled_disk(const Config& c) {
         patient = Job::becomes_patient(comm_state);
     });
     while (!stalled) { usleep(1000); }
-    CHECK(validate(&model, &loader, &logger, 1), "the validation fails");
+    data.bits = {NAN};
+    CHECK(validate(&model, &data, &logger, 1), "the validation fails");
     disk.join();
     CHECK(patient, "a job would end while rows are read for validation");
     reports.first = 1, reports.end = 2;         // step 1 waits for its report
@@ -2701,6 +2703,23 @@ static void test_classifier(int N, int V, int Vp, float softcap = 0.0f) {
     }
 }
 
+// The second row's target is the last of three that are as likely, and the others' the first.
+static void test_mark_likeliest(int V, int Vp) {
+    Case k(format("mark_likeliest V=%d Vp=%d", V, Vp));
+    const int N = 4, targets[N] = {V / 2, V - 1, 0, V - 1};
+    Doubles logits = k.random(N * Vp, 1.0);
+    for (int n = 0; n < N; n++) {
+        for (int v = V; v < Vp; v++) { logits[n * Vp + v] = 1e4; }      // padding must not matter
+        logits[n * Vp + targets[n]] = 50;
+    }
+    logits[Vp] = logits[Vp + V / 2] = logits[V / 2 + 1] = logits[2 * Vp + V - 1] = 50;
+    check(k, [&](auto at) {
+        op<MarkLikeliestOf>(at, {at.s("losses", InOut(Doubles{1, 2, 3, 4}, 1e-12)),
+                                 at.x("logits", InOut(logits, 1e-12)),
+                                 at.exact("targets", std::vector<int>(targets, targets + N)), N, V, Vp});
+    });
+}
+
 // The gradient as bytes; the logits stay.
 static void test_fp8_classifier(int N, int V, int Vp, float softcap = 0.0f) {
     Case k(format("classifier, FP8 N=%d V=%d Vp=%d softcap %g", N, V, Vp, softcap));
@@ -3227,6 +3246,8 @@ static void test_kernels() {
     TEST("kernels: classifier and loss") {
         test_rows_alone(5, 9, 40);
         test_rows_alone(300, 70, 1000);            // rows that occur often; more columns than threads
+        test_mark_likeliest(509, 512);
+        test_mark_likeliest(67, 128);
         test_classifier(7, 509, 512);
         test_classifier(5, 67, 128);
         test_classifier(7, 509, 512, 4.0f);

@@ -2442,6 +2442,26 @@ static void classifier(const Classifier& a, Stream stream) {
     }
 }
 
+// A block looks for a token that is likelier than the row's target, or as likely and before it. The logits
+// are read once more, in evaluations alone. NaN marks nothing.
+__global__ void mark_likeliest_kernel(MarkLikeliest a) {
+    const int row = blockIdx.x, target = a.targets[row];
+    const floatX* x_row = a.logits + (size_t)row * a.Vp;
+    const float own = (float)x_row[target];
+    bool beaten = false;
+    for (int c = threadIdx.x; c < a.V; c += blockDim.x) {
+        const float x = (float)x_row[c];
+        beaten |= !(x < own || (x == own && c >= target));
+    }
+    beaten = __syncthreads_or(beaten);
+    if (threadIdx.x == 0 && !beaten) { a.losses[row] = -a.losses[row]; }
+}
+
+static void mark_likeliest(const MarkLikeliest& a, Stream stream) {
+    OpScope scope(a, stream);
+    mark_likeliest_kernel<<<a.N, 512, 0, stream>>>(a);
+}
+
 // == 6.6 loss ==
 // mean (+)= weight * sum of losses. One block; the sum is exact to double precision, in a fixed order.
 __global__ void loss_sum_kernel(float* mean, const float* losses, float weight, Accumulate acc, int N) {
@@ -5994,7 +6014,8 @@ static void head_losses(const Pass& pass, const Head& head, float weight, int co
                 .softcap = c.shape().softcap}, pass.stream());
 }
 
-// An evaluation's losses: those of `count` positions of the N that the forward was over. The LM head, 31 % of
+// An evaluation's losses, as mark_likeliest leaves them: of `count` positions of the N that the forward was
+// over. The LM head, 31 % of
 // 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
 // shapes occur, each of whole tiles.
 static void gpt2_counted_losses(GPT2* model, int N, int count) {
@@ -6007,8 +6028,10 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
                      .wpe = nullptr, .B = 1, .T = rows, .C = c.C}, model->stream);   // rows of lnf
     head.lnf.data = counted;
     for (int first = 0; first < count; first += part) {
-        const int n = std::min(part, rows - first);
-        head_losses({model, 1, n}, head_part(head, first, c.C), 0.0f, std::min(n, count - first));
+        const int n = std::min(part, rows - first), live = std::min(n, count - first);
+        const Head h = head_part(head, first, c.C);
+        head_losses({model, 1, n}, h, 0.0f, live);
+        mark_likeliest({h.losses, h.logits, h.targets, live, c.V, c.Vp}, model->stream);
     }
 }
 
@@ -6894,23 +6917,24 @@ static bool validation_loss(float* loss, GPT2* model, DataLoader* loader, int so
 
 // Prints and logs the validation loss. That of a mixture is the mean of its sources' losses, by their shares.
 // False: it is not finite.
-static bool validate(GPT2* model, DataLoader* loader, Logger* logger, int64_t step) {
+static bool validate(GPT2* model, RunData* data, Logger* logger, int64_t step) {
     SourceLosses each;
-    double loss = 0.0;
-    for (const DataSource& source : data_sources(*loader)) {
+    double loss = 0.0, bits = 0.0;
+    for (const DataSource& source : data_sources(data->val)) {
         float own;
-        if (!validation_loss(&own, model, loader, (int)each.size())) { return true; }
-        each.push_back({source.name, own});
+        if (!validation_loss(&own, model, &data->val, (int)each.size())) { return true; }
+        each.push_back({source.name, own, own * data->bits[each.size()]});
         loss += source.share * own;
+        bits += source.share * each.back().bits;
     }
     if (each.size() == 1) { each.clear(); }
     DiskWait disk;
-    report_val(*logger, run_task() == Task::Train ? step : -1, loss, each);
-    logger_val(logger, step, loss, each);
+    report_val(*logger, run_task() == Task::Train ? step : -1, loss, each, bits);
+    logger_val(logger, step, loss, each, bits);
     return report_finite("the validation loss is", loss);
 }
 
-// sums: for each row of the set, the summed loss of its completion. Ranks take batches in turns. Gradients
+// sums: for each row of the set what evalset_sum gives. Ranks take batches in turns. Gradients
 // and weights do not change. False: a signal ended it early.
 static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet* set) {
     const size_t room = (size_t)set->B * set->T, batches = set->batches.size();
@@ -6946,7 +6970,7 @@ static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t st
     DiskWait disk;
     report_eval(score);
     logger_eval(logger, step, score);
-    return report_finite("losses of the evaluation are", score.loss);
+    return report_finite("losses of the evaluation are", score.measures[0].value);
 }
 
 // Draws tokens for llmc/run/samples.h. A step's texts have random numbers of their own.
@@ -7041,7 +7065,7 @@ static void train(Training* t) {
         if (val_due || eval_due || sample_due || save_due) { report(0); }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // the steps up to here
-        if (val_due) { validate(model, &t->data.val, &t->logger, step); }
+        if (val_due) { validate(model, &t->data, &t->logger, step); }
         if (eval_due) { evaluate(model, &t->data.questions, &t->logger, step); }
         if (sample_due) { generate(t); }
 
@@ -7059,7 +7083,7 @@ static void train(Training* t) {
     check_ranks(model, t->step);                // a model on which the ranks disagree is not saved
     save(t);                                    // first: the rest takes time
     if (t->saves) { saver_advance(&t->saver, true); }
-    if (run.val_every > 0) { validate(model, &t->data.val, &t->logger, t->step); }
+    if (run.val_every > 0) { validate(model, &t->data, &t->logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->data.questions, &t->logger, t->step); }
     if (run.sample_every > 0) { generate(t); }
     if (run.verbose >= 0) { report_end(reports.report, t->logger.best_val, t->logger.best_step); }
@@ -7075,7 +7099,7 @@ static bool validate_alone(Training* t) {
         shown(run.val_data).c_str(), (long long)data_val_rows(loader), (long long)loader.samples_per_epoch,
         run.T);
     fflush(stdout);
-    return validate(&t->model, &t->data.val, &t->logger, 0);
+    return validate(&t->model, &t->data, &t->logger, 0);
 }
 
 // -x 0 with --prompt, or chat.

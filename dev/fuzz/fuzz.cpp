@@ -458,7 +458,7 @@ static void fuzz_descriptor(Bytes input) {
     double elements = 0.0;                              // sizes must not wrap: as numbers that cannot
     const std::vector<ParamSpec> specs = param_table(c);
     const Layout layout = param_layout(specs, c.L, Split(), false, false);
-    for (const ParamSpec& s : specs) { elements += (double)s.rows * (double)s.cols * s.copies; }
+    for (const ParamSpec& s : specs) { elements += (double)s.rows * (double)s.cols * s.layers.size(); }
     PROPERTY((double)layout.state_elems >= elements * 0.999999, "%zu elements", layout.state_elems);
     ActSpec acts[NUM_ACTS];
     const size_t bytes = act_specs(acts, c, 1, c.maxT, {});

@@ -281,7 +281,8 @@ def check_questions(ours, model, count=24):
     want = [np.mean(means.argmin(1) == labels), np.mean(sums.argmin(1) == labels),
             means[np.arange(count), labels].mean()]
     said = ours.evaluated("-h", 1, "-b", 3, "--eval-data", ours.path("questions.bin"))
-    got = re.search(r"^eval acc_norm (\S+) \| acc (\S+) \| loss (\S+)$", said, re.M).groups()
+    form = r"^eval acc_norm (\S+) \+- .* \| acc (\S+) \+- .* \| loss (\S+) \+- "
+    got = re.search(form, said, re.M).groups()
     far = max(abs(float(a) - b) for a, b in zip(got, want))
     check(far <= 2e-5, f"export: acc_norm, acc, loss of questions {' '.join(got)}: {far:.1e} off, limit 2e-5")
 

@@ -744,6 +744,15 @@ static void test_classifier(int N, int V, int Vp, float softcap = 0.0f) {
 }
 
 // Targets that are not counted: as if these rows were not there, but for zeros in their gradients.
+static void test_mark_likeliest() {
+    const double logits[] = {1, 3, 3, 9, 3, 1, 3, 9, -1, -2, -3, 9};       // (3,4), the last column padding
+    const int targets[] = {1, 2, 0};
+    double losses[] = {0.5, 0.25, 0};
+    mark_likeliest_cpu<double>({losses, logits, targets, 3, 3, 4}, 0);
+    CHECK(losses[0] == -0.5 && losses[1] == 0.25 && std::signbit(losses[2]), "%g %g %g", losses[0], losses[1],
+          losses[2]);
+}
+
 static void test_classifier_uncounted(float softcap) {
     const int N = 6, V = 61, Vp = 64;
     const float scale = 8.0f;
@@ -1146,6 +1155,7 @@ int main() {
         test_fp8_scales();
     }
     TEST("classifier") {
+        test_mark_likeliest();
         test_classifier(33, 509, 512);
         test_classifier(1, 509, 512);
         test_classifier(3, 128, 128);

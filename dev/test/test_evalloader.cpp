@@ -283,6 +283,17 @@ static EvalScore score_of(const EvalSet& set, const Sums& sums) {
     return evalset_score(&set, in_order);
 }
 
+// error: -1 if it is not looked at
+static void check_measure(const EvalScore& score, const char* name, double value, double error = -1) {
+    for (const EvalMeasure& m : score.measures) {
+        if (strcmp(m.name, name)) { continue; }
+        CHECK(fabs(m.value - value) < 1e-9, "%s is %.9f", name, m.value);
+        CHECK(error < 0 || fabs(m.error - error) < 1e-9, "%s's error is %.9f", name, m.error);
+        return;
+    }
+    CHECK(false, "no %s", name);
+}
+
 static void test_score() {
     TEST("completions that the model reads as equal are one row, and the first of them is taken") {
         const Words x = {1, 2}, y = {2, 1}, z = {1, 2, 3};
@@ -300,27 +311,41 @@ static void test_score() {
             }
             // chosen: 0 (y), 2 (the first y), 3, 0
             const EvalScore s = score_of(set, {{0, 1, 2, 3}, {4, 3, 2, 1}, {4, 3, 2, 1}, {0, 9, 9, 9}});
-            CHECK(s.acc == 0.25 && s.acc_norm == 0.25, "acc %f, acc_norm %f", s.acc, s.acc_norm);
-            CHECK(s.loss == (0.5 + 2.0 + 1.0 + 0.0) / 4, "loss %f", s.loss);
+            for (const char* name : {"acc", "acc_norm"}) { check_measure(s, name, 0.25, sqrt(0.1875 / 4)); }
+            check_measure(s, "loss", (0.5 + 2.0 + 1.0 + 0.0) / 4, sqrt((5.25 / 4 - 0.765625) / 4));
             for (double bad : {(double)NAN, (double)INFINITY}) {        // even of one that is not asked for
                 const EvalScore n = score_of(set, {{0, bad, 2, 3}, {4, 3, 2, 1}, {4, 3, 2, 1}, {0, 9, 9, 9}});
-                CHECK(isnan(n.acc) && isnan(n.acc_norm) && isnan(n.loss) && isnan(n.word_ppl) && n.asked == 4,
-                      "acc %f, loss %f", n.acc, n.loss);
+                for (const EvalMeasure& m : n.measures) {
+                    CHECK(isnan(m.value) && isnan(m.error), "%s %f +- %f", m.name, m.value, m.error);
+                }
             }
         }
     }
-    TEST("questions of one completion have a loss and a perplexity, and no part in the accuracy") {
+    TEST("questions of one completion have a loss, a perplexity and the share that is likeliest") {
         const Texts alone = {0, {{5}, {1, 2}}};
         const EvalSet none = set_of(file_of({alone, {0, {{6}, {1}}}}), 10, 2, 4);
-        const EvalScore s = score_of(none, {{4}, {1}});
-        CHECK(s.asked == 0 && isnan(s.acc) && isnan(s.acc_norm), "acc %f", s.acc);
-        CHECK(s.loss == 1.5 && fabs(s.word_ppl - exp(2.5)) < 1e-9, "loss %f, %f", s.loss, s.word_ppl);
+        for (double sign : {1.0, -1.0}) {
+            const EvalScore s = score_of(none, {{sign * 4}, {1}});
+            CHECK(s.measures.size() == 3, "%zu measures", s.measures.size());
+            check_measure(s, "acc", (sign < 0) / 2.0, (sign < 0) * sqrt(0.25 / 2));
+            check_measure(s, "loss", 1.5, 0.5 / sqrt(2.0));
+            check_measure(s, "word_ppl", exp(2.5), exp(2.5) * 1.5 / sqrt(2.0));
+        }
         // two completions: the second; five: the last, and the third by means
         const std::vector<Texts> mixed = {
             alone, {1, {{5}, {1}, {2}}}, {2, {{5}, {1}, {2}, {3, 4}, {4}, {6}}}};
-        const EvalScore m = score_of(set_of(file_of(mixed), 10, 2, 4), {{9}, {3, 2}, {3, 3, 4, 3, 2.5}});
-        CHECK(m.asked == 2 && m.acc == 0.5 && m.acc_norm == 1.0, "acc %f, acc_norm %f", m.acc, m.acc_norm);
-        CHECK(m.loss == (4.5 + 2 + 2) / 3 && fabs(m.word_ppl - exp(5.0)) < 1e-9, "loss %f", m.loss);
+        const EvalScore m = score_of(set_of(file_of(mixed), 10, 2, 4), {{-9}, {3, -2}, {3, 3, 4, 3, 2.5}});
+        check_measure(m, "acc", 0.5);
+        check_measure(m, "acc_norm", 1.0);
+        check_measure(m, "loss", (4.5 + 2 + 2) / 3);
+    }
+    TEST("a sum has a minus sign if each of its losses has one") {
+        const EvalSet set = set_of(file_of({{0, {{5}, {1, 2}}}, {0, {{6}, {1}}}, {0, {{7}, {2}}}}), 10, 3, 4);
+        std::vector<double> sums(3);
+        const float losses[4] = {-1, -2, 3, -0.0f};
+        CHECK_IS(evalset_sum(&set, set.batches[0], losses, sums.data()), (size_t)4);
+        check_measure(evalset_score(&set, sums), "acc", 2.0 / 3);
+        check_measure(evalset_score(&set, sums), "loss", 4.5 / 3);
     }
     TEST("facts tell sets apart") {
         const EvalSet none = {};

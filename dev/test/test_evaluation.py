@@ -3,18 +3,20 @@
 The judge is twins.py. Files of questions, their rows, batches and the score are test_evalloader.cpp's; here
 all of it meets a model.
 """
+import math
+import os
 import random
 import re
 
 import pytest
 
-from checks import read, write
+from checks import ROOT, read, run_program, write
 from trainer import (B, LOG_LINE, T, assert_close, exact, log_lines, metrics, model_path, nan_model, on_cpu,
                      run, run_ok, tolerance, write_questions, write_shard)
-from twins import doubles, np, row_losses, token_losses, trained, uneven_rows, wide_model, windows
+from twins import doubles, logits, np, row_losses, token_losses, trained, uneven_rows, wide_model, windows
 
 pytestmark = pytest.mark.numeric
-EVAL = re.compile(r"^eval acc_norm (\S+) \| acc (\S+) \| loss (\S+)$", re.M)
+EVAL = re.compile(r"^eval acc_norm (\S+) \+- \S+ \| acc (\S+) \+- \S+ \| loss (\S+) \+- \S+$", re.M)
 LONG = 100                                              # positions of the model that answers
 
 
@@ -88,7 +90,8 @@ def test_validation_in_training():
 
 @pytest.mark.parametrize("kind, flags, printed", [
     ("tel", {"-v": 1}, "val loss nan"),
-    ("eval", {"-h": 1, "--eval-data": "q.bin", "-j": None}, "eval acc_norm nan | acc nan | loss nan")])
+    ("eval", {"-h": 1, "--eval-data": "q.bin", "-j": None},
+     "eval acc_norm nan +- nan | acc nan +- nan | loss nan +- nan")])
 def test_nan(kind, flags, printed):
     """Losses that are no numbers, which choose no answer: a warning in training, a failure where they are
     all."""
@@ -98,6 +101,27 @@ def test_nan(kind, flags, printed):
         assert result.code == code and printed in result.out
         assert re.search("warning: .* not finite", result.err)
     assert {line.split()[1] for line in log_lines("nan" + kind, kind)} == {kind + ":nan"}
+
+
+def test_bits_per_byte():
+    """Rows of one target are all tokens but the first. An end-of-text token has a loss, and no bytes."""
+    texts = ["A café's “menu” lists tea, coffee and antidisestablishmentarianism.\n", "Another one."]
+    write("t.txt", "<|endoftext|>\n".join(texts))
+    for V in (50257, 256):
+        words = ["t.txt", "-o", "t", "--val-tokens", "0", "--bytes", str(int(V == 256))]
+        assert run_program([os.path.join(ROOT, "build/tokenize"), *words])[0] == 0
+        targets = os.path.getsize("t_train.bin") // 2 - 512 - 1
+        model = wide_model("wide.bin", f"L1,NH1,C16,T8,V{V}")
+        flags = {"-e": model, "-t": 1, "-b": 4, "-m": 100, "-i": None, "-j": "t_train.bin", "-x": 0}
+        said = run_ok(flags).out
+        loss, bits = map(float, re.search(r"^val loss (\S+) \| ppl \S+ \| bpb (\S+)$", said, re.M).groups())
+        assert_close([bits], [loss / math.log(2) * targets / len("".join(texts).encode())], 1e-4, f"V={V}")
+        run_ok({**flags, "-x": 1, "-v": 1, "-l": 0, "-i": "val.bin", "-o": f"bits{V}"})
+        logged = [row["val_bpb"] for row in metrics(f"bits{V}") if "val_bpb" in row]
+        assert_close(logged, [bits] * 2, tolerance(1e-4, 0.02), "metrics.jsonl")
+        mixture = run_ok({**flags, "-j": "t_train.bin:1,val.bin:3"}).out
+        of = [float(number) for number in re.findall(r"\| bpb (\S+)", mixture)]
+        assert_close(of[:2], [0.25 * of[1] + 0.75 * of[2], bits], 2e-4, "a mixture's mean, and its source's")
 
 
 # ---- questions ----
@@ -169,18 +193,45 @@ def test_questions():
 
 
 def test_one_completion():
-    """LAMBADA's form has no accuracy: a mean loss a token, and the perplexity of the whole completion. Their
-    values, and questions whose end is what they share, are test_evalloader.cpp's."""
-    path, _ = answering_model()
-    write_questions("one.bin", [([n, 2, 3], [[5] * n]) for n in range(1, 7)], [0] * 6)
+    """LAMBADA's form: a mean loss a token, the perplexity of the whole completion, and how many completions
+    are what the model would write."""
+    path, model = answering_model()
+    questions = [(context, completions[:1]) for context, completions in made_up_questions(model, 6)]
+    write_questions("one.bin", questions, [0] * 6)
     result = run_ok({"-e": path, "-b": 4, "-t": LONG, "-x": 1, "-l": 0, "-h": 1, "--eval-data": "one.bin",
                      "-o": "one"})
-    [first] = re.findall(r"^eval loss (\S+) \| word_ppl (\S+)$", result.out, re.M)
+    sums, means = judged(model, questions, LONG)
+    want = means.mean(), np.exp(sums.mean())
+    said = r"^eval loss (\S+) \+- \S+ \| word_ppl (\S+) \+- \S+ \| acc (\S+) \+- (\S+)$"
+    [first] = re.findall(said, result.out, re.M)
+    assert_close([float(first[0])], want[:1], tolerance(1e-5, 0.05), "loss")
+    near = tolerance(1e-5, 0.05) * max(len(completions[0]) for _, completions in questions)
+    assert_close([np.log(float(first[1]))], [np.log(want[1])], near, "word_ppl")
     assert "eval acc" not in result.out and not log_lines("one", "eval")
     got = [(row["step"], row["eval_loss"], row["eval_word_ppl"]) for row in metrics("one")
            if "eval_loss" in row]
     assert [row[0] for row in got] == [1]
-    assert_close(np.log(got[0][1:]), np.log([float(number) for number in first]), 1e-5, "metrics.jsonl")
+    assert_close(np.log(got[0][1:]), np.log([float(number) for number in first[:2]]), 1e-5, "metrics.jsonl")
+
+    written = []
+    for context, _ in made_up_questions(model, 60):
+        tokens, sure = context[-20:], True
+        for _ in range(2):
+            values = logits(*model, [tokens])[0, -1]
+            second, best = np.argsort(values)[-2:]
+            sure = sure and values[best] - values[second] > 0.1
+            tokens = tokens + [int(best)]
+        if sure:
+            last = tokens[-1] if len(written) % 3 else int(second)
+            written.append((tokens[:-2], [[tokens[-2], last]]))
+    assert len(written) > 9
+    write_questions("written.bin", written, [0] * len(written))
+    share = 1 - len(written[::3]) / len(written)
+    for b in (1, 7):
+        asked = {"-e": path, "-b": b, "-t": LONG, "-x": 0, "-h": 1, "--eval-data": "written.bin", "-j": None}
+        [got] = re.findall(said, run_ok(asked).out, re.M)
+        wanted = [share, math.sqrt(share * (1 - share) / len(written))]
+        assert_close([float(number) for number in got[2:]], wanted, 1e-6, "acc and its error")
 
 
 def test_questions_in_training():

@@ -1226,9 +1226,9 @@ static void test_logger() {
         const std::string begin = "s:0 trl:11.023457 lr:6.000000e-05 norm:2.2500\ns:1 tel:10.500000\n";
         CHECK_TEXT(read_text(run + "/main.log"), begin);
         logger_train(&log, {3000000000, -NAN, 0.0, INFINITY, 1ll << 40, 1, 1});
-        logger_eval(&log, 2, {4, 0.125, 0.25, 3.5, 99.0});
-        logger_eval(&log, 3, {0, NAN, NAN, 3.5, 64.5});     // no accuracy: nothing in main.log
-        logger_val(&log, 4, 2.5, {{"a\"_*.bin", 2}, {"b", NAN}});  // a mixture's sources: nor these
+        logger_eval(&log, 2, {{{"acc_norm", 0.25, 0.5}, {"acc", 0.125, NAN}}});
+        logger_eval(&log, 3, {{{"word_ppl", 64.5, 1}}});            // no acc_norm: nothing in main.log
+        logger_val(&log, 4, 2.5, {{"a\"_*.bin", 2}, {"b", NAN}}, 1.5);      // a mixture's sources: nor these
         logger_free(&log);
         logger_free(&log);
         CHECK_TEXT(read_text(run + "/main.log"),
@@ -1239,9 +1239,11 @@ static void test_logger() {
                    "\"ms\": 12.5, \"tokens_per_s\": 1310720}\n{\"step\": 1, \"val_loss\": 10.5}\n"
                    "{\"step\": 3000000001, \"loss\": null, \"lr\": 0, \"norm\": null, "
                    "\"tokens\": 1099511627776, \"ms\": 1, \"tokens_per_s\": 1}\n"
-                   "{\"step\": 2, \"eval_acc_norm\": 0.25, \"eval_acc\": 0.125, \"eval_loss\": 3.5}\n"
-                   "{\"step\": 3, \"eval_loss\": 3.5, \"eval_word_ppl\": 64.5}\n"
-                   "{\"step\": 4, \"val_loss\": 2.5, \"val_losses\": {\"a\\\"_*.bin\": 2, \"b\": null}}\n");
+                   "{\"step\": 2, \"eval_acc_norm\": 0.25, \"eval_acc_norm_error\": 0.5, "
+                   "\"eval_acc\": 0.125, \"eval_acc_error\": null}\n"
+                   "{\"step\": 3, \"eval_word_ppl\": 64.5, \"eval_word_ppl_error\": 1}\n"
+                   "{\"step\": 4, \"val_loss\": 2.5, \"val_losses\": {\"a\\\"_*.bin\": 2, \"b\": null}, "
+                   "\"val_bpb\": 1.5}\n");
         CHECK_TEXT(read_text(run + "/run.json"), "{\n\"settings\": " + flags_json(flags) +
                    ",\n\"program\": \"test \\\"host\\\"\"\n}\n");
     }
@@ -1393,7 +1395,8 @@ static void test_report() {
             report_add(&r, {9999, 10.5, 6e-4, 12.345, 10000000, 1000, 0});
             report_line(&r);
             report_val(Logger(), 3, NAN);
-            report_val(Logger(), -1, 800, {{"a_*.bin", 2}, {"b\n", NAN}});
+            report_val(Logger(), -1, 800, {{"a_*.bin", 2, 0.25}, {"b\n", NAN}});
+            report_eval({{{"acc_norm", 0.25, 0.05}, {"word_ppl", 5000, NAN}}});
         });
         CHECK_TEXT(c.out,
             "step 2/10 | loss 4.000000  | lr 2.50e-01 | norm 1.00  | 5000.0 ms | 200 tok/s | ETA 0:00:08\n"
@@ -1401,7 +1404,8 @@ static void test_report() {
             "end: loss nan\n3000 tokens in 0:01:01\nmean step time 1500.0 ms, 667 tokens/s over 2 steps\n"
             "step 10000/18865 | loss 10.500000 | lr 6.00e-04 | norm 12.35 | 1000.0 ms | 1000 tok/s | "
             "MFU 50.0%\nval loss nan @3\nval loss 800.000000 | ppl inf\n"
-            "    loss 2.000000 | ppl 7.39 | a_*.bin\n    loss nan | b\\n\n");
+            "    loss 2.000000 | ppl 7.39 | bpb 0.2500 | a_*.bin\n    loss nan | b\\n\n"
+            "eval acc_norm 0.250000 +- 0.050000 | word_ppl 5000.00 +- nan\n");
     }
     TEST("report: the live block's sparkline") {
         CHECK_TEXT(progress_sparkline({3, 1, 2, 3}), "\u2588\u2581\u2584\u2588");

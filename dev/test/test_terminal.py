@@ -86,7 +86,8 @@ def test_stopped_and_resumed():
         tokens = f"{8 * (end - begin)} tokens in \\S+ since step {begin}; {8 * end} tokens in all"
         assert re.search(f"^{tokens}$", out, re.M)
         vals = [val for val in vals if val[1] < begin]
-        for loss, step, said in re.findall(r"^val loss (\S+) @(\d+) \((.*)\) \| ppl \S+$", out, re.M):
+        said_of = r"^val loss (\S+) @(\d+) \((.*)\) \| ppl \S+ \| bpb \S+$"
+        for loss, step, said in re.findall(said_of, out, re.M):
             (best, at), by = min(vals), re.search(r"[-+]\S+\d", said)[0]
             assert said == (f"best, {by}" if float(loss) < best else f"{by}, best @{at}")
             assert abs(float(by) - (float(loss) - best)) < 1e-4

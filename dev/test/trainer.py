@@ -53,7 +53,7 @@ class Result:
 
     def source_losses(self):
         """(loss, name) of each source of a mixture, of one validation after the other."""
-        found = re.findall(r"^    loss (\S+)(?: \| ppl \S+)? \| (.*)$", self.out, re.M)
+        found = re.findall(r"^    loss (\S+)(?: \| ppl \S+)?(?: \| bpb \S+)? \| (.*)$", self.out, re.M)
         return [(float(loss), name) for loss, name in found]
 
     def skips(self):

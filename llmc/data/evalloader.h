@@ -11,7 +11,8 @@ A question has a row for each completion: the context, then the completion, whos
 `context last` (1, WinoGrande) a row is the completion, then the context, whose losses alone count: they say
 which of several beginnings makes the same end likeliest. The model reads a row without its last token. `acc`
 takes the completion with the lowest sum as the answer, `acc_norm` the one with the lowest mean; the first of
-several equal ones. A question with one completion (LAMBADA) has a loss and no answer. A row of more than
+several equal ones. A question with one completion (LAMBADA) has a loss, and is right if each token of the
+completion is the likeliest: a loss with a minus sign says so of its token. A row of more than
 T + 1 tokens loses its beginning. Completions of a question that look equal to the model share one row: at two
 positions of a batch their losses could differ in the last bit.
 
@@ -69,10 +70,12 @@ struct EvalSet {
     std::vector<EvalBatch> batches;
 };
 
-// asked: how many questions have several completions; acc and acc_norm are of these, or NaN. loss: the mean
-// loss of the right completion, averaged over questions. word_ppl: the exponential of the average of its
-// summed loss. All four are NaN if a loss is not finite.
-struct EvalScore { int64_t asked; double acc, acc_norm, loss, word_ppl; };
+// acc and acc_norm are shares of the questions that have several completions. If there are none, acc is the
+// share of those that are right. loss: the mean loss of the right completion, averaged over questions.
+// word_ppl: the exponential of the average of its summed loss. All are NaN if a loss is not finite.
+struct EvalMeasure { const char* name; double value, error; };      // error: the standard error
+
+struct EvalScore { std::vector<EvalMeasure> measures; };            // in the order in which they are said
 
 // ---- the file ----
 
@@ -290,52 +293,63 @@ static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* 
     return count;
 }
 
-// Adds up the losses of each row that count, in order. Returns how many losses these were.
+// Adds up the losses of each row that count, in order. A sum has a minus sign if each of its losses has one.
+// Returns how many losses these were.
 static inline size_t evalset_sum(const EvalSet* set, const EvalBatch& batch, const float* losses,
                                  double* sums /*(rows)*/) {
     const float* const begin = losses;
     for (int b = 0; b < batch.rows; b++) {
         const EvalRow& row = set->rows[(size_t)(batch.first + b)];
+        bool likeliest = true;
         sums[b] = 0.0;
-        for (int t = evalset_first(set, row); t < row.positions; t++) { sums[b] += *losses++; }
+        for (int t = evalset_first(set, row); t < row.positions; t++, losses++) {
+            likeliest &= std::signbit(*losses);
+            sums[b] += fabs(*losses);
+        }
+        if (likeliest) { sums[b] = -sums[b]; }
     }
     return (size_t)(losses - begin);
 }
 
 // ---- the score ----
 
+struct EvalMean {
+    double sum = 0.0, squares = 0.0, n = 0.0;
+    void add(double x) { sum += x, squares += x * x, n++; }
+    double value() const { return sum / n; }
+    double error() const { return sqrt(std::max(0.0, squares / n - value() * value()) / n); }
+};
+
 static inline EvalScore evalset_score(const EvalSet* set, const std::vector<double>& sums /*(rows)*/) {
     const size_t n = set->questions.size();
     std::vector<double> sum(n * kEvalMostChoices, INFINITY), mean = sum;    // (questions,choices)
-    EvalScore score = {0, NAN, NAN, NAN, NAN};
-    for (const EvalQuestion& q : set->questions) { score.asked += q.choices > 1; }
+    EvalMean right, right_norm, likeliest, loss, whole;
+    double poison = 0.0;
     for (size_t i = 0; i < set->rows.size(); i++) {
         const EvalRow& row = set->rows[i];
         const size_t at = (size_t)row.question * kEvalMostChoices + (size_t)row.choice;
-        if (!isfinite(sums[i])) { return score; }               // the minimum of NaN would be some choice
-        sum[at] = sums[i];
-        mean[at] = sums[i] / (row.positions - evalset_first(set, row));
+        if (!isfinite(sums[i])) { poison = NAN; }               // the minimum of NaN would be some choice
+        likeliest.add(sums[i] <= 0);                            // a sum of 0 may have lost its sign
+        sum[at] = fabs(sums[i]);
+        mean[at] = sum[at] / (row.positions - evalset_first(set, row));
     }
-    int64_t right = 0, right_norm = 0;
-    double loss = 0.0, loss_sum = 0.0;
     for (size_t i = 0; i < n; i++) {
         const EvalQuestion& q = set->questions[i];
         const size_t at = i * kEvalMostChoices, label = (size_t)q.label;
-        auto lowest = [&](const std::vector<double>& of) {
-            return (size_t)(std::min_element(&of[at], &of[at] + kEvalMostChoices) - &of[at]);
+        auto is_lowest = [&](const std::vector<double>& of) {
+            return (size_t)(std::min_element(&of[at], &of[at] + kEvalMostChoices) - &of[at]) == label;
         };
-        right += q.choices > 1 && lowest(sum) == label;
-        right_norm += q.choices > 1 && lowest(mean) == label;
-        loss += mean[at + (size_t)q.same_as[label]];
-        loss_sum += sum[at + (size_t)q.same_as[label]];
+        if (q.choices > 1) { right.add(is_lowest(sum)), right_norm.add(is_lowest(mean)); }
+        loss.add(mean[at + (size_t)q.same_as[label]]);
+        whole.add(sum[at + (size_t)q.same_as[label]]);
     }
-    if (score.asked) {
-        score.acc = (double)right / (double)score.asked;
-        score.acc_norm = (double)right_norm / (double)score.asked;
-    }
-    score.loss = loss / (double)n;
-    score.word_ppl = exp(loss_sum / (double)n);
-    return score;
+    auto measure = [&](const char* name, const EvalMean& m) {
+        return EvalMeasure{name, m.value() + poison, m.error() + poison};
+    };
+    const EvalMeasure of_loss = measure("loss", loss);
+    if (right.n > 0) { return {{measure("acc_norm", right_norm), measure("acc", right), of_loss}}; }
+    const double ppl = exp(whole.value()) + poison;
+    return {{of_loss, {"word_ppl", ppl, ppl * whole.error()}, measure("acc", likeliest)}};
 }
 
 // Positions that the model computes, padding included.

@@ -906,6 +906,14 @@ template <class Real> void classifier_cpu(const ClassifierOf<Real, Real>& a) {
     }
 }
 
+// losses[n] = -losses[n] where targets[n] is the first of the largest logits
+template <class Real> void mark_likeliest_cpu(const MarkLikeliestOf<Real, Real>& a) {
+    for (int n = 0; n < a.N; n++) {
+        const Real* logits = a.logits + (size_t)n * a.Vp;
+        if (std::max_element(logits, logits + a.V) == logits + a.targets[n]) { a.losses[n] = -a.losses[n]; }
+    }
+}
+
 // mean (=, +=) weight * sum over n of losses[n], added in order
 template <class Real> void loss_sum_cpu(const LossSumOf<Real, Real>& a) {
     double sum = 0.0;

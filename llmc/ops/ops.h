@@ -332,6 +332,13 @@ template <class X, class S> struct ClassifierOf {       // softmax and cross-ent
         gives("fp8_inverse", fp8_tensor ? &fp8_tensor->inverse : nullptr, 1);
     }
 };
+template <class X, class S> struct MarkLikeliestOf {    // a loss gets a minus sign where no token is likelier
+    S* losses;                          // (N) of the targets, at least 0
+    const X* logits;                    // (N,Vp)
+    const int* targets;                 // (N) of equally likely tokens the first one counts
+    int N, V, Vp;
+    template <class F> void outputs(F gives) const { gives("losses", losses, N); }
+};
 template <class X, class S> struct LossSumOf {            // mean (+)= weight * sum of losses
     S* mean;                            // one value
     const S* losses;                    // (N)
@@ -520,6 +527,7 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
     X(attention_forward, AttentionForward)          \
     X(attention_backward, AttentionBackward)        \
     X(classifier, Classifier)                       \
+    X(mark_likeliest, MarkLikeliest)                \
     X(loss_sum, LossSum)                            \
     X(lane_sum, LaneSum)                            \
     X(square_sums, SquareSums)                      \

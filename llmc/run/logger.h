@@ -201,32 +201,36 @@ static inline void logger_train(Logger* log, const TrainMetrics& m, const std::s
 }
 
 // The validation losses of a mixture's sources, by their short names; empty for data that are no mixture.
-typedef std::vector<std::pair<std::string, double>> SourceLosses;
+// bits: of each byte of the text; NaN: there is no tokenizer.
+struct SourceLoss { std::string name; double loss, bits = NAN; };
+typedef std::vector<SourceLoss> SourceLosses;
 
-// main.log has no line of the sources.
-static inline void logger_val(Logger* log, int64_t step, double loss, const SourceLosses& sources = {}) {
+// main.log has no line of the sources, nor bits.
+static inline void logger_val(Logger* log, int64_t step, double loss, const SourceLosses& sources = {},
+                              double bits = NAN) {
     if (loss < log->best_val) { log->best_val = loss, log->best_step = step; }
     std::string json = format("{\"step\": %lld, \"val_loss\": ", (long long)step) + json_number(loss);
     for (size_t k = 0; k < sources.size(); k++) {
-        json += (k ? ", " : ", \"val_losses\": {") + json_quote(sources[k].first) + ": ";
-        json += json_number(sources[k].second);
+        json += (k ? ", " : ", \"val_losses\": {") + json_quote(sources[k].name) + ": ";
+        json += json_number(sources[k].loss);
     }
+    if (!sources.empty()) { json += "}"; }
+    if (isfinite(bits)) { json += ", \"val_bpb\": " + json_number(bits); }
     logger_line(log, format("s:%lld tel:%s", (long long)step, logger_number("%.6f", loss).c_str()),
-                json + (sources.empty() ? "}" : "}}"));
+                json + "}");
 }
 
-// Questions without a choice (LAMBADA) have no accuracy, and so no line in main.log.
-static inline void logger_eval(Logger* log, int64_t step, const EvalScore& m) {
-    if (!m.asked) {
-        logger_line(log, "", format("{\"step\": %lld, \"eval_loss\": %s, \"eval_word_ppl\": %s}",
-                                    (long long)step, json_number(m.loss).c_str(),
-                                    json_number(m.word_ppl).c_str()));
-        return;
+// main.log has acc_norm, and no line of questions without a choice (LAMBADA).
+static inline void logger_eval(Logger* log, int64_t step, const EvalScore& score) {
+    std::string text, json = format("{\"step\": %lld", (long long)step);
+    for (const EvalMeasure& m : score.measures) {
+        if (!strcmp(m.name, "acc_norm")) {
+            text = format("s:%lld eval:%s", (long long)step, logger_number("%.6f", m.value).c_str());
+        }
+        json += format(", \"eval_%s\": ", m.name) + json_number(m.value);
+        json += format(", \"eval_%s_error\": ", m.name) + json_number(m.error);
     }
-    logger_line(log, format("s:%lld eval:%s", (long long)step, logger_number("%.6f", m.acc_norm).c_str()),
-                format("{\"step\": %lld, \"eval_acc_norm\": %s, \"eval_acc\": %s, \"eval_loss\": %s}",
-                       (long long)step, json_number(m.acc_norm).c_str(), json_number(m.acc).c_str(),
-                       json_number(m.loss).c_str()));
+    logger_line(log, text, json + "}");
 }
 
 static inline void logger_run(Logger* log, const FlagTable& table, const Facts& info) {

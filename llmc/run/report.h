@@ -184,37 +184,41 @@ static inline void report_show(Report* r) {
                          report_eta(*r).c_str()), report_fields(fields, terminal_columns(80) - 1));
 }
 
-static inline std::string report_perplexity(double loss) {
-    return isfinite(loss) ? format(loss < 20 ? " | ppl %.2f" : " | ppl %.2e", exp(loss)) : "";
+// The loss as perplexity, and as bits per byte.
+static inline std::string report_units(double loss, double bits) {
+    if (!isfinite(loss)) { return ""; }
+    return format(loss < 20 ? " | ppl %.2f" : " | ppl %.2e", exp(loss)) +
+           (isfinite(bits) ? format(" | bpb %.4f", bits) : "");
 }
 
 // A validation after `step` steps of a run; step -1: of a model alone. Each source of a mixture has a line of
 // its own. Scripts look for `val loss X`.
 static inline void report_val(const Logger& log, int64_t step, double loss,
-                              const SourceLosses& sources = {}) {
+                              const SourceLosses& sources = {}, double bits = NAN) {
     progress_clear();
     printf("val loss %s", logger_number("%.6f", loss).c_str());
     if (step >= 0) { printf(" @%lld", (long long)step); }
     const double more = loss - log.best_val;
     if (isfinite(more) && more < 0) { printf(" (best, %.4f)", more); }
     else if (isfinite(more)) { printf(" (%+.4f, best @%lld)", more, (long long)log.best_step); }
-    printf("%s\n", report_perplexity(loss).c_str());
-    for (const auto& source : sources) {
-        printf("    loss %s%s | %s\n", logger_number("%.6f", source.second).c_str(),
-               report_perplexity(source.second).c_str(), shown(source.first).c_str());
+    printf("%s\n", report_units(loss, bits).c_str());
+    for (const SourceLoss& source : sources) {
+        printf("    loss %s%s | %s\n", logger_number("%.6f", source.loss).c_str(),
+               report_units(source.loss, source.bits).c_str(), shown(source.name).c_str());
     }
     fflush(stdout);
 }
 
 // Scripts look for `eval acc_norm X`.
 static inline void report_eval(const EvalScore& score) {
-    const std::string loss = logger_number("%.6f", score.loss);
-    if (score.asked) {
-        printf("eval acc_norm %s | acc %s | loss %s\n", logger_number("%.6f", score.acc_norm).c_str(),
-               logger_number("%.6f", score.acc).c_str(), loss.c_str());
-    } else {
-        printf("eval loss %s | word_ppl %s\n", loss.c_str(), logger_number("%.2f", score.word_ppl).c_str());
+    const char* before = "eval";
+    for (const EvalMeasure& m : score.measures) {
+        const char* digits = m.value < 1000 ? "%.6f" : "%.2f";
+        printf("%s %s %s +- %s", before, m.name, logger_number(digits, m.value).c_str(),
+               logger_number(digits, m.error).c_str());
+        before = " |";
     }
+    printf("\n");
     fflush(stdout);
 }
 

@@ -28,6 +28,7 @@ struct RunData {
     std::vector<std::string> tokenizer_files;   // tokenizer.bin and .json, if the run has its own
     std::vector<int> prompt;            // behind the token that begins a text; empty: no text is written
     std::string sample;                 // of the training data: shows later whether they changed
+    std::vector<double> bits;           // of each validation source: see data_bits
     int64_t max_steps = 0;              // of the run: -x, or those of an epoch
     bool answers = false;               // chat RUN: the model has learned conversations
 
@@ -72,7 +73,7 @@ static inline void data_open_tokenizer(RunData* d, int V) {
         warn("there is no tokenizer.bin of %s beside its shards: texts are printed as token ids",
              tokenizer_name(own.named).c_str());
     }
-    if (run_writes_text() && !lacks) { text_init(&d->tokenizer, V, own.file); }
+    if ((run_writes_text() || run_validates()) && !lacks) { text_init(&d->tokenizer, V, own.file); }
 }
 
 static inline void data_open_training(RunData* d, int V) {
@@ -101,6 +102,26 @@ static inline int64_t data_val_rows(const DataLoader& loader) {
     int64_t rows = 0;
     for (const DataSource& source : data_sources(loader)) { rows += data_val_rows(source); }
     return rows;
+}
+
+// What a source's validation loss is multiplied by to have bits per byte: tokens that count for each byte of
+// their text, over ln 2. End of text has no bytes. NaN: there is no tokenizer.
+static inline double data_bits(RunData* d, int source) {
+    const Tokenizer& tok = d->tokenizer;
+    DataPrefetch* p = d->val.prefetch;          // its worker has read a batch, and waits
+    std::vector<int> inputs((size_t)run.T), targets((size_t)run.T);
+    double counted = 0, bytes = 0;
+    std::swap(p->source, source);
+    for (int64_t row = 0; row < data_val_rows(p->sources[(size_t)p->source]); row++) {
+        die_if(data_read_row(p, row, inputs.data(), targets.data()));
+        for (int token : targets) {
+            const size_t id = (size_t)token;            // -1, which does not count, is above all
+            counted += token >= 0;
+            if (id < tok.bytes.size() && id != tok.eot) { bytes += (double)tok.bytes[id].size(); }
+        }
+    }
+    std::swap(p->source, source);
+    return bytes > 0 ? counted / bytes / log(2.0) : NAN;
 }
 
 // A model that is trained on conversations is one that chats: config->chat.
@@ -132,6 +153,9 @@ static inline void data_open(RunData* d, Config* config) {
         evalset_init(&d->questions, run.eval_data, V, run.B, run.T);
     }
     data_open_tokenizer(d, V);
+    for (size_t k = 0; run_validates() && k < data_sources(d->val).size(); k++) {
+        d->bits.push_back(d->tokenizer.bytes.empty() ? NAN : data_bits(d, (int)k));
+    }
     if (!run_writes_text()) { return; }
     const Tokenizer* tokenizer = d->text_task().tokenizer;
     if (run.chat) { text_check_encodes(tokenizer, "chat", V); }
