@@ -12,16 +12,17 @@ Run:
     ./train_gpt2cu eval runs/d12                validation loss of that run's last model; --prompt TEXT: text
     ./train_gpt2cu --help
 
-Sections, in the order in which data flows (search for "// == "):
-     1 includes            2 types and limits       3 shapes and tables    4 device runtime
-     5 device helpers      6 ops                    7 model                8 a step: start reading here
+Sections (search for "// == "):
+     1 includes            2 types                  3 limits               4 device runtime
+     5 device helpers      6 ops                    7 model: its tables    8 a step
      9 writing text       10 checkpoint            11 setting up a run    12 training loop
     13 main
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 activations, bias, products with
      activations (sm90), FP8  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
      6.10 decoding: writes text, token by token  6.11 rotation
-Sections 4 and 5 are headers in llmc/. Read llmc/ops/ops.h first: it lists what each op takes and gives.
+Sections 4 and 5 are headers in llmc/. Read train_step in section 8 first, then the tables in section 7, then
+llmc/ops/ops.h and the ops of section 6 that you need.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
 vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
 l, and h for a head; bt is b*T+t.
@@ -65,7 +66,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, checkpoint_resume, resumed_check
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
-// == 2 types and limits ==
+// == 2 types ==
 // floatX is the type of weights and activations. LayerNorm's parameters, statistics, losses, norms and
 // optimizer state are fp32 in every build.
 #if defined(GPT2_CPU) || defined(ENABLE_FP32)
@@ -94,6 +95,8 @@ typedef MasterValue<floatX, float>::type masterX;       // beside a bf16 weight 
 GPT2_OPS(X)
 #undef X
 static_assert(sizeof(muonX) == sizeof(floatX), "gpt2_arrays counts its buffers by bytes_floatX");
+
+// == 3 limits ==
 // FP16 multiplies the loss by a scale, so that small gradients do not become zero. The loss is a mean over a
 // step's tokens, so the scale starts at their number, rounded up to a power of two, or at kFirstLossScale if
 // that is more. It doubles after kLossScaleSteps good steps and halves on overflow. kMaxLossScale keeps it
@@ -107,228 +110,6 @@ static struct TestHooks {
     size_t shared_memory = SIZE_MAX;        // bytes that a block may ask for
     int norm_blocks = INT_MAX;              // of the norms' backward: with a few, each takes many rounds
 } hooks;
-
-// == 3 shapes and tables ==
-// The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
-// memory report, tests) walks over these. llmc/model/layout.h explains the columns.
-
-// Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
-static size_t bytes_floatX = sizeof(floatX);
-constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX = kFp16 ? 4 : 2;
-
-// The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
-// zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
-// autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
-// ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), a
-// tied block has no second norm (`second` is 0), and Llama's family neither wpe (`learned`) nor biases
-// (`added`); its norms may lack weights (`weighted`). Each layer asks for its rows, so a tensor may also be
-// one of some layers. QC, QKVC and FCC: the columns of q, of qkv and of fch; F: those of act. kind: names the
-// optimizer and its rate (layout.h). parts: a layer's matrix may be several, one below the other, each with a
-// name and a height; --optimizer muon updates them one by one. id: the key of the random numbers that its
-// first values are drawn with; it never changes, whatever tensors are added.
-//    name      type    where   rows    cols    init        kind    live    parts  id
-#define GPT2_PARAMS(X)                                                                                       \
-    X(wte,      floatX, Global, Vp,     C,      Normal,     Embedding, V,   NONE,  0)                        \
-    X(wpe,      floatX, Global, learned * maxT, C, Normal, Embedding, learned * maxT, NONE, 1)               \
-    X(ln1w,     float,  Block,  weighted, C,    One,        Norm,   weighted, NONE, 2)                       \
-    X(ln1b,     float,  Block,  biased, C,      Zero,       Norm,   biased, NONE,  3)                        \
-    X(qkvw,     floatX, Block,  QKVC,   C,      Normal,     Matrix, QKVC,   QKV,   4)                        \
-    X(qkvb,     floatX, Block,  added,  QKVC,   Zero,       Bias,   added,  NONE,  5)                        \
-    X(attprojw, floatX, Block,  C,      QC,     Projection, Matrix, C,      WHOLE, 6)                        \
-    X(attprojb, floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  7)                        \
-    X(ln2w,     float,  Block,  second * weighted, C, One, Norm, second * weighted, NONE, 8)                 \
-    X(ln2b,     float,  Block,  second * biased, C, Zero,   Norm,   second * biased, NONE, 9)                \
-    X(fcw,      floatX, Block,  FCC,    C,      Normal,     Matrix, FCC,    FC,    10)                       \
-    X(fcb,      floatX, Block,  added,  FCC,    Zero,       Bias,   added,  NONE,  11)                       \
-    X(fcprojw,  floatX, Block,  C,      F,      Projection, Matrix, C,      WHOLE, 12)                       \
-    X(fcprojb,  floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  13)                       \
-    X(lnfw,     float,  Global, weighted, C,    One,        Norm,   weighted, NONE, 14)                      \
-    X(lnfb,     float,  Global, biased, C,      Zero,       Norm,   biased, NONE,  15)                       \
-    X(qnw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 16)                       \
-    X(knw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 17)                       \
-    X(headw,    floatX, Global, untied * Vp, C, Zero,       Head,   untied * V, NONE, 18)
-
-// A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
-// recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
-// ENDS(r) is SAVED(r), but with FP8 only the first and the last layer have copies: the others keep bytes. A
-// model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
-// tensors have no elements. IN(other): the tensor lies in the memory of another row, and lives until another
-// tensor is written there; a DEBUG build mostly fills it with NaN first. Names that are 0 or 1: `sequential`
-// and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`;
-// `embed_norm`, a norm behind the embedding; `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by
-// row; NAME_t8 the same, transposed. Bytes of weights are kept for all layers only at -r 0; otherwise each
-// forward and backward casts a layer's weights when it comes to the layer.
-//    name        type    where   kept    elements
-#define GPT2_ACTS(X)                                                                                        \
-    X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                   \
-    X(raw,        floatX, Global, ALWAYS, embed_norm * N * C)           /* (B,T,C) rows of wte */           \
-    X(raw_rstd,   float,  Global, ALWAYS, embed_norm * N)               /* (B,T) */                         \
-    X(ln1,        floatX, Block,  ENDS(2),  N * C)          /* (B,T,C) */                                   \
-    X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                     \
-    X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                \
-    X(qkv,        floatX, Block,  SAVED(3), N * QKVC)       /* (B,T,NH+2*NKV,HS) */                         \
-    X(qk_rstd,    float,  Block,  ALWAYS, qk_norm * N * (NH + NKV))     /* (B,T,NH+NKV) */                  \
-    X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */        \
-    X(atty,       floatX, Block,  SAVED(3), N * QC)         /* (B,T,NH,HS) attention's output */            \
-    X(x_mid,      floatX, Block,  sequential ? SAVED(3) : 1, N * C)     /* (B,T,C) after attention */       \
-    X(ln2,        floatX, Block,  ENDS(2),  second * N * C)                                                 \
-    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
-    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
-    X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,F) before act; gated (B,T,2F) */        \
-    X(act,        floatX, Block,  ENDS(1),  N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
-    X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
-    X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
-    X(lnf_mean,   float,  Global, ALWAYS, N)                                                                \
-    X(lnf_rstd,   float,  Global, ALWAYS, N)                                                                \
-    X(logits,     floatX, Global, ALWAYS, head_rows(o, B * T) * Vp) /* (rows,Vp), then their gradient */    \
-    X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                     \
-    X(dx,         floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */   \
-    X(dbranch,    floatX, Global, ALWAYS, trains * dropout * N * C)     /* dx through a branch's dropout */ \
-    X(dbranch2,   floatX, Global, ALWAYS, trains * dropout * parallel * N * C)                              \
-    X(narrow,     floatX, Global, ALWAYS, N * std::max(C, QC))          /* never two of these at once: */   \
-    X(waiting,    floatX, Global, IN(narrow), N * C)        /* (B,T,C) a branch that a norm will add */     \
-    X(counted,    floatX, Global, IN(narrow), N * C)        /* an evaluation's rows of lnf */               \
-    X(dlnf,       floatX, Global, IN(narrow), N * C)                                                        \
-    X(dln1,       floatX, Global, IN(narrow), N * C)                                                        \
-    X(datty,      floatX, Global, IN(narrow), N * QC)                                                       \
-    X(dbranch_8,  uint8_t, Global, dropout ? ALWAYS : IN(narrow), fp8 * N * C)      /* -r 3: waiting, too */ \
-    X(narrow2,    floatX, Global, ALWAYS, parallel * N * C)                                                 \
-    X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                            \
-    X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                               \
-    X(wide,       floatX, Global, ALWAYS, trains * N * std::max(F, QKVC))                                   \
-    X(dact,       floatX, Global, IN(wide), trains * N * F)             /* (B,T,F) */                       \
-    X(dqkv,       floatX, Global, IN(wide), trains * N * QKVC)          /* (B,T,NH+2*NKV,HS) */             \
-    X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                   \
-    X(ln1_t8,     uint8_t, Block, SAVED(2), fp8 * N * C)    /* (C,B,T) */                                   \
-    X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                            \
-    X(ln2_t8,     uint8_t, Block, SAVED(2), fp8 * second * N * C)                                           \
-    X(act_t8,     uint8_t, Block, SAVED(1), fp8 * N * F)    /* (F,B,T) */                                   \
-    X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                               \
-    X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                \
-    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * std::max({FCC, QKVC, fp8_head * Vp}))                  \
-    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * F)                                                  \
-    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * FCC)                                                \
-    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * QKVC)                                               \
-    X(dlogits_8,  uint8_t, Global, IN(rows8), fp8_head * N * Vp)                                            \
-    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * std::max({C, FCC, QKVC}))                              \
-    X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                               \
-    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * FCC)                                             \
-    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * QKVC)                                            \
-    X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)                                           \
-    X(qkvw_8,     uint8_t, Block, SAVED(1), fp8 * QKVC * C) /* (QKVC,C) */                                  \
-    X(qkvw_t8,    uint8_t, Block, SAVED(1), fp8 * QKVC * C) /* (C,QKVC) */                                  \
-    X(fcw_8,      uint8_t, Block, SAVED(1), fp8 * FCC * C)                                                  \
-    X(fcw_t8,     uint8_t, Block, SAVED(1), fp8 * FCC * C)                                                  \
-    X(fcprojw_8,  uint8_t, Block, SAVED(1), fp8 * C * F)                                                    \
-    X(fcprojw_t8, uint8_t, Block, SAVED(1), fp8 * C * F)                                                    \
-    X(headw_8,    uint8_t, Global, ALWAYS, fp8_head * Vp * C)           /* wte's, or headw's */             \
-    X(headw_t8,   uint8_t, Global, ALWAYS, fp8_head * Vp * C)
-
-#define X(name, ...) PARAM_##name,
-enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
-#undef X
-#define X(name, ...) ACT_##name,
-enum ActId { GPT2_ACTS(X) NUM_ACTS };
-#undef X
-
-// One pointer per tensor; a Block's points to one layer's copy (act_views).
-struct Acts {
-#define X(name, type, ...) type* name;
-    GPT2_ACTS(X)
-#undef X
-};
-static_assert(sizeof(Acts) == NUM_ACTS * sizeof(void*), "act_views addresses the fields by row");
-
-// Columns of q, of qkv, of what the MLP's first linear layer gives, and of what its second one takes.
-struct Widths { size_t QC, QKVC, FCC, F; };
-static Widths model_widths(const Config& c) {
-    const Config::Shape s = c.shape();
-    const size_t HS = s.HS, F = s.F;
-    return {c.NH * HS, (c.NH + 2 * s.NKV) * HS, act_columns(s.mlp, F), F};
-}
-
-// The rows of the parameters as numbers, as layer l has them, and as the whole model has them.
-static std::vector<ParamSpec> param_rows(const Config& c, int l) {
-    const Config::Shape s = c.layer(l);
-    const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, HS = s.HS;
-    const auto [QC, QKVC, FCC, F] = model_widths(c);
-    const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
-    const size_t learned = !c.is_llama(), added = !c.is_llama(), untied = !s.tied;
-    const size_t weighted = s.norm_weights, qk_norm = s.qk_norm && weighted;
-    const Parts NONE = {}, WHOLE = {{"", 0}}, QKV = {{"q", QC}, {"k", s.NKV * HS}, {"v", s.NKV * HS}};
-    const Parts FC = is_gated(s.mlp) ? Parts{{"gate", F}, {"up", F}} : WHOLE;
-    const Init Zero = Init::Zero, One = Init::One, Normal = Init::Normal;
-    const Init Projection = c.is_llama() ? Init::Zero : Init::Residual;
-    std::vector<ParamSpec> specs;
-#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, parts_, id_)                              \
-    static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
-    specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, init_, Kind::kind_,       \
-                               live_, parts_, id_));
-    GPT2_PARAMS(X)
-#undef X
-    return specs;
-}
-static std::vector<ParamSpec> param_table(const Config& c) {
-    std::vector<ParamSpec> specs;
-    for (int l = 0; l < c.L; l++) { param_layer(&specs, param_rows(c, l), l); }
-    param_offsets(&specs, c.L);
-    return specs;
-}
-
-// What a run may choose; fixed after gpt2_allocate.
-struct Options : ModelSettings {
-    bool trains = true;         // else forward only: gradients and optimizer have no memory
-    bool grads_bf16 = false;    // gradients of tensors with two dimensions in bf16, rounded with dither
-    bool state_bf16 = false;    // m and v in bf16, rounded stochastically
-    bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
-    bool muon = false;          // for the layers' matrices; AdamW for the others
-    int muon_steps = 5;         // of Newton-Schulz
-    size_t muon_bytes = (size_t)576 << 20;      // that Muon may work in: see muon_share
-    float loss_scale = kFirstLossScale;         // FP16: the first one
-    uint64_t seed = 0;
-    int text_rows = 0;          // texts that can be written at once; 0: none
-    Sampling sampling = {};     // how their tokens are drawn
-    Split split = {};           // this rank's part of the job
-    int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
-    bool graphs = true;         // on one GPU a micro-step is a CUDA graph
-    size_t state_bytes() const { return state_bf16 ? 2 : sizeof(float); }       // of an element of m or v
-};
-
-// Of N rows of logits, those that are in memory at once.
-static int head_rows(const Options& o, int N) {
-    return std::min(N, round_up(ceil_div(N, o.head_chunks), 64));
-}
-
-// Fills specs, for a pass over (B,T), and returns where the activations end if they begin at `offset`.
-static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Options& o, size_t offset = 0) {
-    const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
-    const auto [QC, QKVC, FCC, F] = model_widths(c);
-    const size_t NKV = c.shape().NKV, qk_norm = c.shape().qk_norm;
-    const size_t embed_norm = c.shape().embed_norm;
-    const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
-    const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
-    const size_t fp8 = o.fp8, fp8_head = o.fp8_head;
-    const int ALWAYS = trains ? c.L : 1;
-    auto SAVED = [=](int level) { return o.recompute < level ? ALWAYS : 1; };
-    auto ENDS = [=](int level) { return fp8 ? std::min(2, SAVED(level)) : SAVED(level); };
-    int i = 0;
-#define IN(other) act_in(ACT_##other)
-#define X(name_, type_, where_, kept_, elems_)                                                               \
-    specs[i++] = act_spec(#name_, bytes_##type_, elems_, Where::where_, kept_, specs, &offset);
-    GPT2_ACTS(X)
-#undef X
-#undef IN
-    return offset;
-}
-
-static Acts act_views(char* base, const ActSpec* specs, int l) {
-    Acts views;
-    for (int i = 0; i < NUM_ACTS; i++) {
-        const int copy = std::min(l, specs[i].copies - 1);
-        ((void**)&views)[i] = base + specs[i].offset + copy * specs[i].stride * specs[i].elem_bytes;
-    }
-    return views;
-}
 
 // == 4 device runtime, 5 device helpers ==
 // In the CPU build, device.h gives the ops, too, by the same names and in plain C++: all of section 6.
@@ -4741,7 +4522,229 @@ static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
 
 #endif  // GPT2_CPU
 
-// == 7 model ==
+// == 7 model: shapes and tables ==
+// The model is two tables. Everything that walks over tensors (allocation, init, AdamW, norm, checkpoints,
+// memory report, tests) walks over these. llmc/model/layout.h explains the columns.
+
+// Bytes of an element of the tables' types. --plan in the CPU build counts with a BF16 program's.
+static size_t bytes_floatX = sizeof(floatX);
+constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX = kFp16 ? 4 : 2;
+
+// The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
+// zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
+// autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
+// ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), a
+// tied block has no second norm (`second` is 0), and Llama's family neither wpe (`learned`) nor biases
+// (`added`); its norms may lack weights (`weighted`). Each layer asks for its rows, so a tensor may also be
+// one of some layers. QC, QKVC and FCC: the columns of q, of qkv and of fch; F: those of act. kind: names the
+// optimizer and its rate (layout.h). parts: a layer's matrix may be several, one below the other, each with a
+// name and a height; --optimizer muon updates them one by one. id: the key of the random numbers that its
+// first values are drawn with; it never changes, whatever tensors are added.
+//    name      type    where   rows    cols    init        kind    live    parts  id
+#define GPT2_PARAMS(X)                                                                                       \
+    X(wte,      floatX, Global, Vp,     C,      Normal,     Embedding, V,   NONE,  0)                        \
+    X(wpe,      floatX, Global, learned * maxT, C, Normal, Embedding, learned * maxT, NONE, 1)               \
+    X(ln1w,     float,  Block,  weighted, C,    One,        Norm,   weighted, NONE, 2)                       \
+    X(ln1b,     float,  Block,  biased, C,      Zero,       Norm,   biased, NONE,  3)                        \
+    X(qkvw,     floatX, Block,  QKVC,   C,      Normal,     Matrix, QKVC,   QKV,   4)                        \
+    X(qkvb,     floatX, Block,  added,  QKVC,   Zero,       Bias,   added,  NONE,  5)                        \
+    X(attprojw, floatX, Block,  C,      QC,     Projection, Matrix, C,      WHOLE, 6)                        \
+    X(attprojb, floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  7)                        \
+    X(ln2w,     float,  Block,  second * weighted, C, One, Norm, second * weighted, NONE, 8)                 \
+    X(ln2b,     float,  Block,  second * biased, C, Zero,   Norm,   second * biased, NONE, 9)                \
+    X(fcw,      floatX, Block,  FCC,    C,      Normal,     Matrix, FCC,    FC,    10)                       \
+    X(fcb,      floatX, Block,  added,  FCC,    Zero,       Bias,   added,  NONE,  11)                       \
+    X(fcprojw,  floatX, Block,  C,      F,      Projection, Matrix, C,      WHOLE, 12)                       \
+    X(fcprojb,  floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  13)                       \
+    X(lnfw,     float,  Global, weighted, C,    One,        Norm,   weighted, NONE, 14)                      \
+    X(lnfb,     float,  Global, biased, C,      Zero,       Norm,   biased, NONE,  15)                       \
+    X(qnw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 16)                       \
+    X(knw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 17)                       \
+    X(headw,    floatX, Global, untied * Vp, C, Zero,       Head,   untied * V, NONE, 18)
+
+// A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
+// recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
+// ENDS(r) is SAVED(r), but with FP8 only the first and the last layer have copies: the others keep bytes. A
+// model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
+// tensors have no elements. IN(other): the tensor lies in the memory of another row, and lives until another
+// tensor is written there; a DEBUG build mostly fills it with NaN first. Names that are 0 or 1: `sequential`
+// and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`;
+// `embed_norm`, a norm behind the embedding; `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by
+// row; NAME_t8 the same, transposed. Bytes of weights are kept for all layers only at -r 0; otherwise each
+// forward and backward casts a layer's weights when it comes to the layer.
+//    name        type    where   kept    elements
+#define GPT2_ACTS(X)                                                                                        \
+    X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                   \
+    X(raw,        floatX, Global, ALWAYS, embed_norm * N * C)           /* (B,T,C) rows of wte */           \
+    X(raw_rstd,   float,  Global, ALWAYS, embed_norm * N)               /* (B,T) */                         \
+    X(ln1,        floatX, Block,  ENDS(2),  N * C)          /* (B,T,C) */                                   \
+    X(ln1_mean,   float,  Block,  ALWAYS, N)                /* (B,T) */                                     \
+    X(ln1_rstd,   float,  Block,  ALWAYS, N)                                                                \
+    X(qkv,        floatX, Block,  SAVED(3), N * QKVC)       /* (B,T,NH+2*NKV,HS) */                         \
+    X(qk_rstd,    float,  Block,  ALWAYS, qk_norm * N * (NH + NKV))     /* (B,T,NH+NKV) */                  \
+    X(att_lse,    float,  Block,  ALWAYS, N * NH)           /* (B,NH,T) log-sum-exp of the scores */        \
+    X(atty,       floatX, Block,  SAVED(3), N * QC)         /* (B,T,NH,HS) attention's output */            \
+    X(x_mid,      floatX, Block,  sequential ? SAVED(3) : 1, N * C)     /* (B,T,C) after attention */       \
+    X(ln2,        floatX, Block,  ENDS(2),  second * N * C)                                                 \
+    X(ln2_mean,   float,  Block,  ALWAYS, sequential * N)               /* else ln1's: the same rows */     \
+    X(ln2_rstd,   float,  Block,  ALWAYS, sequential * N)                                                   \
+    X(fch,        floatX, Block,  SAVED(3), N * FCC)        /* (B,T,F) before act; gated (B,T,2F) */        \
+    X(act,        floatX, Block,  ENDS(1),  N * F)          /* (B,T,F) after it; GPT-2: F = 4C */           \
+    X(x_out,      floatX, Block,  ALWAYS, N * C)            /* (B,T,C) after the layer */                   \
+    X(lnf,        floatX, Global, ALWAYS, N * C)                                                            \
+    X(lnf_mean,   float,  Global, ALWAYS, N)                                                                \
+    X(lnf_rstd,   float,  Global, ALWAYS, N)                                                                \
+    X(logits,     floatX, Global, ALWAYS, head_rows(o, B * T) * Vp) /* (rows,Vp), then their gradient */    \
+    X(losses,     float,  Global, ALWAYS, N)                /* (B,T) */                                     \
+    X(dx,         floatX, Global, ALWAYS, trains * N * C)   /* (B,T,C) gradient of the residual stream */   \
+    X(dbranch,    floatX, Global, ALWAYS, trains * dropout * N * C)     /* dx through a branch's dropout */ \
+    X(dbranch2,   floatX, Global, ALWAYS, trains * dropout * parallel * N * C)                              \
+    X(narrow,     floatX, Global, ALWAYS, N * std::max(C, QC))          /* never two of these at once: */   \
+    X(waiting,    floatX, Global, IN(narrow), N * C)        /* (B,T,C) a branch that a norm will add */     \
+    X(counted,    floatX, Global, IN(narrow), N * C)        /* an evaluation's rows of lnf */               \
+    X(dlnf,       floatX, Global, IN(narrow), N * C)                                                        \
+    X(dln1,       floatX, Global, IN(narrow), N * C)                                                        \
+    X(datty,      floatX, Global, IN(narrow), N * QC)                                                       \
+    X(dbranch_8,  uint8_t, Global, dropout ? ALWAYS : IN(narrow), fp8 * N * C)      /* -r 3: waiting, too */ \
+    X(narrow2,    floatX, Global, ALWAYS, parallel * N * C)                                                 \
+    X(waiting2,   floatX, Global, IN(narrow2), parallel * N * C)                                            \
+    X(dln2,       floatX, Global, parallel ? IN(narrow2) : IN(narrow), N * C)                               \
+    X(wide,       floatX, Global, ALWAYS, trains * N * std::max(F, QKVC))                                   \
+    X(dact,       floatX, Global, IN(wide), trains * N * F)             /* (B,T,F) */                       \
+    X(dqkv,       floatX, Global, IN(wide), trains * N * QKVC)          /* (B,T,NH+2*NKV,HS) */             \
+    X(ln1_8,      uint8_t, Block, IN(ln1), fp8 * N * C)     /* (B,T,C) */                                   \
+    X(ln1_t8,     uint8_t, Block, SAVED(2), fp8 * N * C)    /* (C,B,T) */                                   \
+    X(ln2_8,      uint8_t, Block, IN(ln2), fp8 * second * N * C)                                            \
+    X(ln2_t8,     uint8_t, Block, SAVED(2), fp8 * second * N * C)                                           \
+    X(act_t8,     uint8_t, Block, SAVED(1), fp8 * N * F)    /* (F,B,T) */                                   \
+    X(lnf_8,      uint8_t, Global, IN(lnf), fp8_head * N * C)                                               \
+    X(lnf_t8,     uint8_t, Global, ALWAYS, fp8_head * N * C)                                                \
+    X(rows8,      uint8_t, Global, ALWAYS, fp8 * N * std::max({FCC, QKVC, fp8_head * Vp}))                  \
+    X(act_8,      uint8_t, Global, IN(rows8), fp8 * N * F)                                                  \
+    X(dfch_8,     uint8_t, Global, IN(rows8), fp8 * N * FCC)                                                \
+    X(dqkv_8,     uint8_t, Global, IN(rows8), fp8 * N * QKVC)                                               \
+    X(dlogits_8,  uint8_t, Global, IN(rows8), fp8_head * N * Vp)                                            \
+    X(columns8,   uint8_t, Global, ALWAYS, fp8 * N * std::max({C, FCC, QKVC}))                              \
+    X(dbranch_t8, uint8_t, Global, IN(columns8), fp8 * N * C)                                               \
+    X(dfch_t8,    uint8_t, Global, IN(columns8), fp8 * N * FCC)                                             \
+    X(dqkv_t8,    uint8_t, Global, IN(columns8), fp8 * N * QKVC)                                            \
+    X(dlogits_t8, uint8_t, Global, IN(logits), fp8_head * N * Vp)                                           \
+    X(qkvw_8,     uint8_t, Block, SAVED(1), fp8 * QKVC * C) /* (QKVC,C) */                                  \
+    X(qkvw_t8,    uint8_t, Block, SAVED(1), fp8 * QKVC * C) /* (C,QKVC) */                                  \
+    X(fcw_8,      uint8_t, Block, SAVED(1), fp8 * FCC * C)                                                  \
+    X(fcw_t8,     uint8_t, Block, SAVED(1), fp8 * FCC * C)                                                  \
+    X(fcprojw_8,  uint8_t, Block, SAVED(1), fp8 * C * F)                                                    \
+    X(fcprojw_t8, uint8_t, Block, SAVED(1), fp8 * C * F)                                                    \
+    X(headw_8,    uint8_t, Global, ALWAYS, fp8_head * Vp * C)           /* wte's, or headw's */             \
+    X(headw_t8,   uint8_t, Global, ALWAYS, fp8_head * Vp * C)
+
+#define X(name, ...) PARAM_##name,
+enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
+#undef X
+#define X(name, ...) ACT_##name,
+enum ActId { GPT2_ACTS(X) NUM_ACTS };
+#undef X
+
+// One pointer per tensor; a Block's points to one layer's copy (act_views).
+struct Acts {
+#define X(name, type, ...) type* name;
+    GPT2_ACTS(X)
+#undef X
+};
+static_assert(sizeof(Acts) == NUM_ACTS * sizeof(void*), "act_views addresses the fields by row");
+
+// Columns of q, of qkv, of what the MLP's first linear layer gives, and of what its second one takes.
+struct Widths { size_t QC, QKVC, FCC, F; };
+static Widths model_widths(const Config& c) {
+    const Config::Shape s = c.shape();
+    const size_t HS = s.HS, F = s.F;
+    return {c.NH * HS, (c.NH + 2 * s.NKV) * HS, act_columns(s.mlp, F), F};
+}
+
+// The rows of the parameters as numbers, as layer l has them, and as the whole model has them.
+static std::vector<ParamSpec> param_rows(const Config& c, int l) {
+    const Config::Shape s = c.layer(l);
+    const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, HS = s.HS;
+    const auto [QC, QKVC, FCC, F] = model_widths(c);
+    const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
+    const size_t learned = !c.is_llama(), added = !c.is_llama(), untied = !s.tied;
+    const size_t weighted = s.norm_weights, qk_norm = s.qk_norm && weighted;
+    const Parts NONE = {}, WHOLE = {{"", 0}}, QKV = {{"q", QC}, {"k", s.NKV * HS}, {"v", s.NKV * HS}};
+    const Parts FC = is_gated(s.mlp) ? Parts{{"gate", F}, {"up", F}} : WHOLE;
+    const Init Zero = Init::Zero, One = Init::One, Normal = Init::Normal;
+    const Init Projection = c.is_llama() ? Init::Zero : Init::Residual;
+    std::vector<ParamSpec> specs;
+#define X(name_, type_, where_, rows_, cols_, init_, kind_, live_, parts_, id_)                              \
+    static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
+    specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, init_, Kind::kind_,       \
+                               live_, parts_, id_));
+    GPT2_PARAMS(X)
+#undef X
+    return specs;
+}
+static std::vector<ParamSpec> param_table(const Config& c) {
+    std::vector<ParamSpec> specs;
+    for (int l = 0; l < c.L; l++) { param_layer(&specs, param_rows(c, l), l); }
+    param_offsets(&specs, c.L);
+    return specs;
+}
+
+// What a run may choose; fixed after gpt2_allocate.
+struct Options : ModelSettings {
+    bool trains = true;         // else forward only: gradients and optimizer have no memory
+    bool grads_bf16 = false;    // gradients of tensors with two dimensions in bf16, rounded with dither
+    bool state_bf16 = false;    // m and v in bf16, rounded stochastically
+    bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
+    bool muon = false;          // for the layers' matrices; AdamW for the others
+    int muon_steps = 5;         // of Newton-Schulz
+    size_t muon_bytes = (size_t)576 << 20;      // that Muon may work in: see muon_share
+    float loss_scale = kFirstLossScale;         // FP16: the first one
+    uint64_t seed = 0;
+    int text_rows = 0;          // texts that can be written at once; 0: none
+    Sampling sampling = {};     // how their tokens are drawn
+    Split split = {};           // this rank's part of the job
+    int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
+    bool graphs = true;         // on one GPU a micro-step is a CUDA graph
+    size_t state_bytes() const { return state_bf16 ? 2 : sizeof(float); }       // of an element of m or v
+};
+
+// Of N rows of logits, those that are in memory at once.
+static int head_rows(const Options& o, int N) {
+    return std::min(N, round_up(ceil_div(N, o.head_chunks), 64));
+}
+
+// Fills specs, for a pass over (B,T), and returns where the activations end if they begin at `offset`.
+static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Options& o, size_t offset = 0) {
+    const size_t N = (size_t)B * T, C = c.C, NH = c.NH, Vp = c.Vp;
+    const auto [QC, QKVC, FCC, F] = model_widths(c);
+    const size_t NKV = c.shape().NKV, qk_norm = c.shape().qk_norm;
+    const size_t embed_norm = c.shape().embed_norm;
+    const size_t sequential = c.block == Block::Sequential, parallel = !sequential;
+    const size_t second = c.block != Block::ParallelTied, trains = o.trains, dropout = o.dropout > 0.0;
+    const size_t fp8 = o.fp8, fp8_head = o.fp8_head;
+    const int ALWAYS = trains ? c.L : 1;
+    auto SAVED = [=](int level) { return o.recompute < level ? ALWAYS : 1; };
+    auto ENDS = [=](int level) { return fp8 ? std::min(2, SAVED(level)) : SAVED(level); };
+    int i = 0;
+#define IN(other) act_in(ACT_##other)
+#define X(name_, type_, where_, kept_, elems_)                                                               \
+    specs[i++] = act_spec(#name_, bytes_##type_, elems_, Where::where_, kept_, specs, &offset);
+    GPT2_ACTS(X)
+#undef X
+#undef IN
+    return offset;
+}
+
+static Acts act_views(char* base, const ActSpec* specs, int l) {
+    Acts views;
+    for (int i = 0; i < NUM_ACTS; i++) {
+        const int copy = std::min(l, specs[i].copies - 1);
+        ((void**)&views)[i] = base + specs[i].offset + copy * specs[i].stride * specs[i].elem_bytes;
+    }
+    return views;
+}
+
+// == 7.1 memory, and tensors by name ==
 // One batch: on the device, or in a staging slot of pinned memory, with the same layout.
 struct Inputs {
     int *tokens, *targets;      // (B,T)
@@ -5345,7 +5348,6 @@ static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B,
 }
 
 // ---- a layer's tensors ----
-// (Read the pages first, gpt2_layer and gpt2_layer_backward, and come back for what they take.)
 // What a product multiplies: the input of a linear layer, its weight, or the gradient of its output. With
 // --matmul-dtype fp8 the product reads bytes (llmc/ops/fp8.h) instead of data. It reads both operands along
 // the dimension that it sums over, so an operand has its bytes twice, once transposed.

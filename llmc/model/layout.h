@@ -1,5 +1,5 @@
 /*
-Where a model's tensors lie in memory. The rows of its two tables (train_gpt2.cu, section 3) become specs.
+Where a model's tensors lie in memory. The rows of its two tables (train_gpt2.cu, section 7) become specs.
 The buckets of parameters, gradients and optimizer state follow from the specs, and so do each rank's shards.
 
     const std::vector<ParamSpec> rows = {
