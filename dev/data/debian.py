@@ -1,7 +1,9 @@
 """English documentation out of Debian's packages: a corpus that anyone can make again with apt.
 
-apt-get download needs no root. The documents (HTML, text, POD, reStructuredText) come in the order of their
-sha256, which is as good as a shuffle. A document that two packages share comes once.
+apt-get download needs no root. debian-docs.versions has the versions of Debian 12's packages, of which
+docs/data.md says what they make. Where the archive has them no more, others come, and a line says so. The
+documents (HTML, text, POD, reStructuredText) come in the order of their sha256, which is as good as a
+shuffle. A document that two packages share comes once.
 """
 import concurrent.futures.process
 import gzip
@@ -42,6 +44,7 @@ LEFT_OUT = re.compile(r"/(_sources|_static|changelog[^/]*|copyright|NEWS[^/]*|ge
                       r"(?!en[-_])[a-z]{2}[-_][a-z]{2}|"                 # fr-FR, half translated
                       r"rfc\d+\.html(\.gz)?)(/|$)", re.I)               # an RFC is there as text, too
 PAGE_BREAK = re.compile(r"(?m)^[^\n]*\[Page \w+\](?:\s*\n)?(?:[^\S\n]*(RFC)[^\n]*\n+)?")   # foot, next head
+VERSIONS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "debian-docs.versions")
 SMALLEST, LARGEST = 400, 2_000_000          # bytes of a document: less says little, more is a table or a log
 UNREAD = 10 * LARGEST                       # a larger file has no document of this size
 COMMON = frozenset("the of and to a in is that for it as be are with this on or not can if you by".split())
@@ -63,18 +66,28 @@ def download_packages(patterns, folder):
     if not packages:
         raise Problem("apt knows none of the documentation packages", "apt-get update, as root")
     os.makedirs(folder, exist_ok=True)
+    with open(VERSIONS, encoding="ascii") as f:
+        pinned = dict(line.split("=", 1) for line in f.read().split())
+    others = 0
     for package in packages:
         if os.path.exists(os.path.join(folder, package + ".done")):
             continue
         print(f"apt-get download {package}", flush=True)
-        got = subprocess.run(["apt-get", "download", "-q", package], cwd=folder, capture_output=True,
-                             text=True, check=False)
-        if got.returncode:
+        for version in [f"={pinned[package]}"] * (package in pinned) + [""]:
+            got = subprocess.run(["apt-get", "download", "-q", package + version], cwd=folder,
+                                 capture_output=True, text=True, check=False)
+            if not got.returncode:
+                others += not version
+                break
+        else:
             said = (got.stderr.strip() or "it failed").splitlines()[-1]
             raise Problem(f"apt-get download {package}: {said}",
                           "apt-get update, as root; the same command goes on from here")
         with open(os.path.join(folder, package + ".done"), "w", encoding="ascii"):
             pass                                # apt verifies what it downloads before it ends
+    if others or len(packages) < len(pinned):
+        print(f"note: {others} of {len(packages)} packages, of {len(pinned)}, are not of the versions of "
+              "debian-docs.versions: so their tokens are others")
     return deb_files(folder)
 
 

