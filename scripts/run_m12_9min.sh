@@ -36,17 +36,13 @@ run=runs/${model}_9min
 
 cd "$here/.."
 : >"$run/scores.txt"
-ask() {         # SET FILE: its score, and the standard error of a share of so many questions
+ask() {         # SET FILE: its scores with their standard errors
     if [ ! -e "$questions/$1/$2" ]; then
         echo "note: there is no $questions/$1/$2: python3 dev/data/get.py $1 makes it" >&2
         return
     fi
     ./train_gpt2cu eval "$run" --micro-batch 64 --evaluate 1 --eval-data "$questions/$1/$2" |
-        awk -v set="$1" '
-        function share(p) { return sprintf("%.4f +- %.4f", p, sqrt(p * (1 - p) / n)) }
-        /^questions: / { n = $2 + 0 }
-        /^eval acc_norm / { print set ": acc_norm " share($3) ", acc " share($6) ", " n " questions" }
-        /^eval loss / { print set ": " substr($0, 6) }' | tee -a "$run/scores.txt"
+        sed -n "s/^eval /$1: /p" | tee -a "$run/scores.txt"
 }
 echo "== questions"
 ask hellaswag hellaswag_val.bin

@@ -147,7 +147,7 @@ NUMBERS = {"parameters": r"([\d,]+): (\d+) layers, \d+ heads, C=(\d+), (?:F=(\d+
 def recipes():
     copy("scripts/pretrain.sh", *("scripts/" + name for name in RECIPES))
     write("train_gpt2cu", '#!/bin/sh\n[ $1 != eval ] || echo "questions: 100, 400 rows in 2 batches\n'
-          'eval acc_norm 0.250000 | acc 0.360000 | loss 5.3"\nfor word; do echo "$word"; done\n')
+          'eval acc_norm 0.250000 +- 0.0433 | acc 0.360000 +- 0.0480"\nfor word; do echo "$word"; done\n')
     write("dev/data/hellaswag/hellaswag_val.bin", "")
     for run in ("m12", "d12"):
         os.makedirs(f"runs/{run}_9min")                 # where the trainer would write
@@ -275,7 +275,7 @@ def test_nine_minutes(recipes):
         assert round(int(flags["--max-steps"]) * float(ms) / 60e3, 1) == 9.0
         assert flags["--output-dir"] == f"runs/{env.get('model', 'm12')}_9min"
         assert f"{int(flags['--max-steps']) * int(flags['--total-batch']) / 1e6:.2f}e6" in text
-    scores = b"hellaswag: acc_norm 0.2500 +- 0.0433, acc 0.3600 +- 0.0480, 100 questions\n"
+    scores = b"hellaswag: acc_norm 0.250000 +- 0.0433 | acc 0.360000 +- 0.0480\n"
     assert [read(f"runs/{model}_9min/scores.txt") for model in ("m12", "d12")] == [scores, scores]
     assert err.count("python3 dev/data/get.py lambada makes it") == 1 and "hf.py export runs/d12" in called()
     code, _, err = recipe(name, model="d13")
