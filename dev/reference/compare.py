@@ -40,13 +40,14 @@ import reference
 import numpy as np
 import torch
 import torch.nn.functional as F
-from formats import (NAMES, AtomicWriter, MAGIC_TENSORS, dropout_factors, header_words, parse_model,
+from formats import (NAMES, MAGIC_TENSORS, dropout_factors, header_words, parse_model,
                      read_checkpoint, read_tensors, round_params, write_checkpoint, write_shard)
 from gpt2 import (get_params, load_params, make_optimizer, new_model, random_params, setup_device,
                   tensor_list, undropped)
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 sys.path.append(os.path.join(ROOT, "dev/test"))
+from outputs import whole_file
 from trainer import write_questions
 
 TYPE = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16"}
@@ -148,7 +149,7 @@ class Ours:
     def tensors(self, micro_steps=1, *flags, model=""):
         """Logits, loss and gradients of the batch."""
         batch, out = self.path("batch.bin"), self.path("ours.bin")
-        with AtomicWriter(batch) as f:
+        with whole_file(batch) as f:
             header_words(MAGIC_TENSORS, 2, *self.x.shape).tofile(f)
             np.stack([self.x, self.y]).astype("<i4").tofile(f)
         self.run(self.test, "dump-grads", model or self.model, batch, out, micro_steps, *flags, *self.exact)
