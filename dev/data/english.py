@@ -239,4 +239,10 @@ def main(clones, *questions):
 
 
 if __name__ == "__main__":
+    names = ("hellaswag", "arc-easy", "lambada")
+    if not sys.argv[2:] or not os.path.isdir(sys.argv[1]) or any(
+            pair.split("=")[0] not in names or not os.path.isfile(pair.partition("=")[2])
+            for pair in sys.argv[2:]):
+        sys.exit("error: english.py takes a folder of clones, and SET=FILE for some of " + ", ".join(names) +
+                 "\nhint: get.py english makes the shards")
     main(*sys.argv[1:])
