@@ -2490,11 +2490,11 @@ static void test_fp8_attention(int B, int T, int NH, int NKV, int HS) {
         auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4));
         op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS});
         op<AttentionBackwardOf>(at, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS});
-        op<AttentionBackwardOf>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS,
+        op<AttentionBackwardOf>(at, {nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, {},
                                    at.exact_out("bytes", std::vector<uint8_t>(all)),
                                    at.exact("tensor", tensor), at.exact("stats", std::vector<Fp8Stats>(1))});
         op<AttentionBackwardOf>(at, {at.x("dqk", Of(Doubles(all, 0.5))), scratch, dout, out, qkv, lse, B, T,
-                                   NH, NKV, HS, at.exact("v bytes", std::vector<uint8_t>(all, 0x38)),
+                                   NH, NKV, HS, {}, at.exact("v bytes", std::vector<uint8_t>(all, 0x38)),
                                    at.exact("tensor", tensor),
                                    at.exact("v stats", std::vector<Fp8Stats>(1)), true});
     });
@@ -2559,7 +2559,7 @@ static void test_fp8_nan() {
             call(norm);
             auto* scratch = at.s("scratch", Scratch(attention_backward_scratch_bytes(1, N, 1) / 4));
             op<AttentionBackwardOf>(at, {nullptr, scratch, x, out, at.x("qkv", In(3 * N * C)),
-                                       at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, 1, C,
+                                       at.s("lse", In(N, 0.1, 5.0)), 1, N, 1, 1, C, {},
                                        at.exact("attention bytes", bytes), t, at.exact("attention", zero)});
         });
         for (const char* name : {"cast", "norm", "attention"}) {

@@ -4119,10 +4119,11 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     const floatX *new_key = q + (size_t)(a.NH + kv - h) * HS, *new_value = new_key + C;
     floatX *keys = a.keys + head, *values = a.values + head;
     const float scale = kLog2e / sqrtf((float)HS);
+    const Span seen = a.mask.keys(t).within(t + 1);                     // its last is t
 
     // 1. While the kernel before runs: the keys and values so far.
     next_kernel_may_begin();
-    for (int u = threadIdx.x; u < t; u += blockDim.x) {
+    for (int u = seen.first + threadIdx.x; u < seen.last; u += blockDim.x) {
         for (int i = 0; i < HS; i += 128 / (int)sizeof(floatX)) {
             prefetch_l2(keys + u * C + i);
             prefetch_l2(values + u * C + i);
@@ -4144,11 +4145,12 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     float query[kElements], out[kElements] = {}, max = -FLT_MAX, sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kElements; j++) { query[j] = element(q, j); }
-    for (int first = warp * kDecodeAtOnce; first <= t; first += kDecodeSplits * kDecodeAtOnce) {
+    const int warp_first = seen.first + warp * kDecodeAtOnce;
+    for (int first = warp_first; first <= seen.last; first += kDecodeSplits * kDecodeAtOnce) {
         float scores[kDecodeAtOnce], v[kDecodeAtOnce][kElements], new_max = max;
 #pragma unroll
         for (int b = 0; b < kDecodeAtOnce; b++) {
-            const size_t at = min(first + b, t) * C;
+            const size_t at = min(first + b, seen.last) * C;
             float dot = 0.0f;
 #pragma unroll
             for (int j = 0; j < kElements; j++) {
@@ -4156,7 +4158,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
                 dot = fmaf(query[j], element(keys + at, j), dot);
             }
             scores[b] = warp_sum(dot) * scale;
-            if (first + b > t) { scores[b] = -INFINITY; }
+            if (first + b > seen.last) { scores[b] = -INFINITY; }
             new_max = fmaxf(new_max, scores[b]);
         }
         const float rescale = exp2_fast(max - new_max);
@@ -5372,7 +5374,7 @@ struct Operand {
 // weight: (OC,C). bias: (OC), null in the LM head.
 struct Linear { Operand weight; const floatX* bias; int C, OC; Grad dweight, dbias; };
 struct Norm { const float *weight, *bias; float *mean, *rstd; Grad dweight, dbias; };
-struct Attention { float* lse; floatX *keys, *values; };       // keys, values: of the cache, or null
+struct Attention { float* lse; floatX *keys, *values; Mask mask; };     // keys, values: of the cache, or null
 // table: rotation_table's, null without rotary positions. The others are QK-norm's.
 struct Rotation {
     const float* table;
@@ -5537,7 +5539,7 @@ struct Pass {
         y.act.kept = kept(y.act.bytes ? ACT_act_t8 : ACT_act, l);
         y.qkv.kept = kept(ACT_qkv, l), y.fch.kept = kept(ACT_fch, l), y.atty.kept = kept(ACT_atty, l);
         y.att = {a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
-                 cache ? cache->values + l * cache->layer_stride : nullptr};
+                 cache ? cache->values + l * cache->layer_stride : nullptr, Mask{}};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
         y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd);
         y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv, a.qkvw_8, a.qkvw_t8);
@@ -5714,7 +5716,7 @@ struct Forward : Pass {
                                 .NH = config().NH, .NKV = s.NKV, .HS = s.HS, .eps = s.eps}, stream());
     }
 
-    // out = causal self-attention of qkv
+    // out = self-attention of qkv
     void attention(const Operand& out, const Operand& qkv, const Attention& att) {
         if (floatX* to = begins(out)) { attend(to, qkv.data, att); }
     }
@@ -5726,7 +5728,7 @@ struct Forward : Pass {
                         stream());
         }
         attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = config().NH,
-                           .NKV = s.NKV, .HS = s.HS}, stream());
+                           .NKV = s.NKV, .HS = s.HS, .mask = att.mask}, stream());
     }
 
     // out = act(fch), without the product
@@ -5884,7 +5886,7 @@ struct Backward : Pass {
         const int OC = (config().NH + 2 * s.NKV) * s.HS;
         AttentionBackward a = {.dqkv = fresh(memory(dqkv)), .scratch = scratch, .dout = datty,
                                .out = atty.data, .qkv = qkv.data, .lse = att.lse, .B = B, .T = T,
-                               .NH = config().NH, .NKV = s.NKV, .HS = s.HS};
+                               .NH = config().NH, .NKV = s.NKV, .HS = s.HS, .mask = att.mask};
         if (dqkv.bytes) { a.fp8 = fresh(dqkv.bytes), a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
         a.only_v = rotation.table;
         ::attention_backward(a, stream());
@@ -6488,7 +6490,7 @@ struct Decoding : Forward {
         const Config::Shape s = config().shape();
         decode_attention({.out = out, .keys = att.keys, .values = att.values, .qkv = qkv,
                           .positions = d->positions, .N = N(), .T = model->T, .NH = config().NH,
-                          .NKV = s.NKV, .HS = s.HS}, stream());
+                          .NKV = s.NKV, .HS = s.HS, .mask = att.mask}, stream());
     }
 };
 

@@ -635,6 +635,21 @@ static void test_fp8_scales() {
 
 // ---- attention ----
 
+// What loops over tiles take for granted of a mask. Kernels that own keys ask queries(), all else keys().
+static void test_mask(const Mask& mask, int T) {
+    for (int q = 0; q < T; q++) {
+        const Span keys = mask.keys(q).within(T);
+        CHECK(keys.has(q) && keys.last == q, "query %d sees %d to %d", q, keys.first, keys.last);
+        for (int k = 0; k < T; k++) {
+            CHECK(mask.keys(q).has(k) == keys.has(k) && mask.queries(k).has(q) == keys.has(k),
+                  "query %d, key %d", q, k);
+        }
+        if (q == 0) { continue; }
+        CHECK(mask.first_key(q - 1) <= mask.first_key(q) && mask.last_query(q - 1) <= mask.last_query(q),
+              "a bound falls at %d", q);
+    }
+}
+
 static void test_attention(int B, int T, int NH, int NKV, int HS) {
     const std::string shape = format("attention B=%d T=%d NH=%d NKV=%d HS=%d", B, T, NH, NKV, HS);
     const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
@@ -650,8 +665,8 @@ static void test_attention(int B, int T, int NH, int NKV, int HS) {
     Fp8Tensor tensor = {};
     Fp8Stats stats = {};
     fp8_set_scale(&tensor, 64.0f);
-    attention_backward_cpu<double>({nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, bytes.data(),
-                                    &tensor, &stats}, 0);
+    attention_backward_cpu<double>({nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, {},
+                                    bytes.data(), &tensor, &stats}, 0);
     size_t wrong = 0;
     for (size_t i = 0; i < all; i++) { wrong += bytes[i] != fp8_encode((float)dqkv[i] * 64.0f); }
     CHECK(wrong == 0 && stats.elements == all, "%s: %zu bytes of %lld are wrong", shape.c_str(), wrong,
@@ -659,8 +674,8 @@ static void test_attention(int B, int T, int NH, int NKV, int HS) {
     Doubles dqk(all);                           // bytes of v alone
     std::vector<uint8_t> of_v(all);
     stats = {};
-    attention_backward_cpu<double>({dqk, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, of_v.data(),
-                                    &tensor, &stats, true}, 0);
+    attention_backward_cpu<double>({dqk, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, {},
+                                    of_v.data(), &tensor, &stats, true}, 0);
     for (size_t i = 0; i < all; i++) {
         const bool is_v = i / HS % (NH + 2 * NKV) >= (size_t)(NH + NKV);
         wrong += is_v ? of_v[i] != bytes[i] : of_v[i] != 0 || dqk[i] != dqkv[i];
@@ -1125,6 +1140,7 @@ int main() {
         test_grad_accumulate(333);
     }
     TEST("attention") {
+        test_mask({}, 70);
         test_attention(2, 33, 2, 2, 20);
         test_attention(1, 1, 2, 2, 20);
         test_attention(1, 64, 1, 1, 3);

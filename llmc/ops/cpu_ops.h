@@ -725,10 +725,10 @@ template <class Real> void bias_backward_cpu(const BiasBackwardOf<Real, Real>& a
     column_sums(a.dbias, a.dout, a.N, a.OC, a.of_qkv);
 }
 
-// ---- causal self-attention ----
+// ---- self-attention ----
 // q, k, v of position t and query head h are the HS values at qkv[b,t,h,:], qkv[b,t,NH+kv,:] and
 // qkv[b,t,NH+NKV+kv,:], with kv = h / (NH / NKV).
-// s[t,u] = q[t].k[u] / sqrt(HS) for u <= t;   lse[t] = log(sum over u of exp(s[t,u]))
+// s[t,u] = q[t].k[u] / sqrt(HS) for u in mask.keys(t);   lse[t] = log(sum over u of exp(s[t,u]))
 // p[t,u] = exp(s[t,u] - lse[t]);   out[t] = sum over u of p[t,u]*v[u]
 // No (T,T) matrix is kept. Keys are taken kKeys at a time so that the exponentials vectorise.
 
@@ -753,12 +753,13 @@ template <class Real> void attention_forward_cpu(const AttentionForwardOf<Real, 
             const Real* k = a.qkv + b * T * row + (size_t)(NH + h / (NH / NKV)) * HS;
             const Real* v = k + (size_t)NKV * HS;
             for (int t = 0; t < T; t++) {
+                const Span seen = a.mask.keys(t).within(T);
                 const Real* q_t = q + t * row;
                 Real* out_t = a.out + (((size_t)b * T + t) * NH + h) * HS;
                 for (int i = 0; i < HS; i++) { out_t[i] = 0; }
                 Real max = (Real)-INFINITY, sum = 0;
-                for (int u0 = 0; u0 <= t; u0 += kKeys) {
-                    const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
+                for (int u0 = seen.first; u0 <= seen.last; u0 += kKeys) {
+                    const int keys = seen.last + 1 - u0 < kKeys ? seen.last + 1 - u0 : kKeys;
                     Real p[kKeys], old_max = max, tile_sum = 0;
                     for (int u = 0; u < keys; u++) {
                         p[u] = scale * dot_cpu(q_t, k + (u0 + u) * row, HS);
@@ -787,8 +788,8 @@ template <class Real> void attention_forward_cpu(const AttentionForwardOf<Real, 
 
 // With p from lse and D[t] = sum over i of dout[t,i]*out[t,i] (= sum over u of p[t,u]*dp[t,u]):
 // dp[t,u] = dout[t].v[u];   ds[t,u] = p[t,u] * (dp[t,u] - D[t]) / sqrt(HS)
-// dq[t] = sum over u <= t of ds[t,u]*k[u]
-// dk[u] = sum over t >= u of ds[t,u]*q[t];   dv[u] = sum over t >= u of p[t,u]*dout[t]
+// dq[t] = sum over u of ds[t,u]*k[u], and over each t that sees u:
+// dk[u] = sum of ds[t,u]*q[t];   dv[u] = sum of p[t,u]*dout[t]
 // dk and dv sum over the query heads that read them, one after the other. fp8: the bytes of these, or of dv.
 template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real, Real>& a) {
     const int B = a.B, T = a.T, NH = a.NH, NKV = a.NKV, HS = a.HS, group = NH / NKV;
@@ -803,19 +804,20 @@ template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real
             const Real *k = a.qkv + keys_at, *v = k + (size_t)NKV * HS;
             Real *dk = dqkv + keys_at, *dv = dk + (size_t)NKV * HS;
 
-            // Every query adds to its own dq, and to dk and dv of all rows up to it: they start at zero.
+            // Every query adds to its own dq, and to dk and dv of all keys that it sees: they start at zero.
             for (int t = 0; t < T; t++) {
                 for (int i = 0; i < HS; i++) { dk[t * row + i] = dv[t * row + i] = 0; }
             }
             for (int ht = 0; ht < group * T; ht++) {        // query heads, and in them rows
                 const int h = kv * group + ht / T, t = ht % T;
                 const size_t at = (((size_t)b * T + t) * NH + h) * HS, stat = ((size_t)b * NH + h) * T + t;
+                const Span seen = a.mask.keys(t).within(T);
                 const Real *q_t = a.qkv + first + t * row + (size_t)h * HS, *dout_t = a.dout + at;
                 Real* dq_t = dqkv + first + t * row + (size_t)h * HS;
                 for (int i = 0; i < HS; i++) { dq_t[i] = 0; }
                 const Real D = a.scratch[stat] = dot_cpu(dout_t, a.out + at, HS);
-                for (int u0 = 0; u0 <= t; u0 += kKeys) {
-                    const int keys = t + 1 - u0 < kKeys ? t + 1 - u0 : kKeys;
+                for (int u0 = seen.first; u0 <= seen.last; u0 += kKeys) {
+                    const int keys = seen.last + 1 - u0 < kKeys ? seen.last + 1 - u0 : kKeys;
                     // p and ds of this query and a tile of keys, then what they add to the gradients.
                     Real p[kKeys], ds[kKeys];
                     for (int u = 0; u < keys; u++) {
@@ -1115,7 +1117,8 @@ template <class Real> void decode_matmul_cpu(const DecodeMatmulOf<Real, Real>& a
     }
 }
 
-// keys[n,t] = k and values[n,t] = v of this position t; out = softmax(q.k[u]/sqrt(HS), u <= t) v[u], by heads
+// keys[n,t] = k and values[n,t] = v of this position t; out = softmax(q.k[u]/sqrt(HS)) v[u], by heads, over
+// the u that t sees
 template <class Real> void decode_attention_cpu(const DecodeAttentionOf<Real, Real>& a) {
     const int NH = a.NH, NKV = a.NKV, HS = a.HS;
     const size_t C = (size_t)NKV * HS;
@@ -1135,15 +1138,16 @@ template <class Real> void decode_attention_cpu(const DecodeAttentionOf<Real, Re
             const size_t head = (size_t)n * a.T * C + (size_t)(h / (NH / NKV)) * HS;
             const Real *k = a.keys + head, *v = a.values + head;
             Real* out = a.out + ((size_t)n * NH + h) * HS;
+            const Span seen = a.mask.keys(t).within(t + 1);
             std::vector<Real> p(t + 1);
             Real max = (Real)-INFINITY;
-            for (int u = 0; u <= t; u++) {
+            for (int u = seen.first; u <= seen.last; u++) {
                 p[u] = scale * dot_cpu(q, k + u * C, HS);
                 max = p[u] > max ? p[u] : max;
             }
             double sum = 0.0;
             for (int i = 0; i < HS; i++) { out[i] = 0; }
-            for (int u = 0; u <= t; u++) {
+            for (int u = seen.first; u <= seen.last; u++) {
                 p[u] = exp_cpu(p[u] - max);
                 sum += p[u];
                 #pragma omp simd

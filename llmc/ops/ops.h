@@ -280,7 +280,25 @@ template <class X, class S> struct RotateBackwardOf {   // of a forward without 
     }
 };
 
-// Causal self-attention of NH heads. Their keys and values have NKV heads: query head h reads those of head
+// What a token may see is decided here alone: attention's kernels, their twins and decoding ask. Today it is
+// causal: a token sees itself and all before it. Loops over tiles need three things of any mask:
+//     a query sees itself, nothing later, and no gap: the keys from first_key to its own position
+//     first_key and last_query never fall from one position to the next
+//     a key is seen by the queries from its own position to last_query, and by no other
+// A bound that no position reaches, INT_MIN or INT_MAX, is none. The compiler then drops its comparisons.
+struct Span {                           // positions first to last of a row of tokens
+    int first, last;
+    LLMC_HD bool has(int i) const { return i >= first && i <= last; }
+    LLMC_HD Span within(int T) const { return {first > 0 ? first : 0, last < T ? last : T - 1}; }
+};
+struct Mask {
+    LLMC_HD int first_key(int) const { return INT_MIN; }        // of a query
+    LLMC_HD int last_query(int) const { return INT_MAX; }       // of a key
+    LLMC_HD Span keys(int query) const { return {first_key(query), query}; }
+    LLMC_HD Span queries(int key) const { return {key, last_query(key)}; }
+};
+
+// Self-attention of NH heads. Their keys and values have NKV heads: query head h reads those of head
 // h / (NH / NKV). A row of qkv has NH heads of queries, then NKV of keys, then NKV of values.
 // attention_heads_error: why such heads cannot run, or nothing.
 static inline std::string attention_heads_error(int NH, int NKV) {
@@ -293,6 +311,7 @@ template <class X, class S> struct AttentionForwardOf {
     S* lse;                             // (B,NH,T) log-sum-exp of the scores
     const X* qkv;                       // (B,T,NH+2*NKV,HS)
     int B, T, NH, NKV, HS;
+    Mask mask = {};
     template <class F> void outputs(F gives) const {
         gives("out", out, B, T, NH, HS); gives("lse", lse, B, NH, T);
     }
@@ -303,6 +322,7 @@ template <class X, class S> struct AttentionBackwardOf {
     const X *dout, *out, *qkv;          // (B,T,NH,HS) (B,T,NH,HS) (B,T,NH+2*NKV,HS)
     const S* lse;                       // (B,NH,T)
     int B, T, NH, NKV, HS;
+    Mask mask = {};                     // the forward's
     uint8_t* fp8 = nullptr;             // (B,T,NH+2*NKV,HS) or null; else the bytes of dqkv * scale in e4m3
     const Fp8Tensor* tensor = nullptr;  // with fp8: read
     Fp8Stats* stats = nullptr;          // with fp8: added to
@@ -473,12 +493,13 @@ template <class X, class S> struct DecodeMatmulOf {       // out = inp weight^T 
     int N, C, OC;                       // C a multiple of 8
     template <class F> void outputs(F gives) const { gives("out", out, N, OC); }
 };
-template <class X, class S> struct DecodeAttentionOf {    // of each row's query over its positions up to this
+template <class X, class S> struct DecodeAttentionOf {    // of each row's query, over positions that it sees
     X* out;                             // (N,NH,HS)
     X *keys, *values;                   // (N,T,NKV,HS): those of this position are stored first
     const X* qkv;                       // (N,NH+2*NKV,HS)
     const int* positions;               // (N) below T
     int N, T, NH, NKV, HS;
+    Mask mask = {};
     template <class F> void outputs(F gives) const {
         gives("out", out, N, NH, HS); gives("keys", keys, N, T, NKV, HS);
         gives("values", values, N, T, NKV, HS);
