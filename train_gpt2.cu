@@ -2686,8 +2686,9 @@ static void muon_update(const MuonUpdate& a, Stream stream) {
 }
 
 // == 6.9 attention ==
-// Causal self-attention of each head, straight on the packed output of the qkv linear layer:
-//     S = Q K^T / sqrt(HS)     P = softmax(S) over keys <= query     O = P V
+// Self-attention of each head, straight on the packed output of the qkv linear layer:
+//     S = Q K^T / sqrt(HS)     P = softmax(S) over the keys that the query sees     O = P V
+// Mask (ops.h) says what a query sees: itself, nothing later, and earlier keys without a gap.
 // Forward:  qkv (B,T,NH+2*NKV,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,NH+2*NKV,HS) =
@@ -2737,14 +2738,21 @@ template <class Rows> struct Pair {
 
 enum class Own { Queries, Keys };
 
+// Whether the rows of a tile, all together, see its columns: not one pair, some pairs, or all.
+enum class Cover { None, Part, All };
+
 // Rows a head of the backward's scratch: T, padded to whole tiles of every kernel.
 LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 128; }
 
 // The work of a thread block: Shape::kOwned rows of one head on side kOwn, and a walk over the tiles of the
 // other side, Shape::kTile rows each. The walk starts at the diagonal; it goes left if the block owns
-// queries, down if it owns keys. So only its first tiles are masked, and in the forward every row's maximum
-// is finite from its first tile on. A block that owns keys walks over each query head of the group, one after
-// the other, so its sums have a fixed order.
+// queries, down if it owns keys, as far as one of its rows sees:
+//
+//     diagonal | tiles that all rows see | `far` tiles that only some rows see, or see in part
+//
+// Only the two ends are masked; a causal mask has no far end. As every query sees itself, in the forward its
+// maximum is finite from the first tile on. A block that owns keys walks over each query head of the group,
+// one after the other, so its sums have a fixed order.
 //
 // A grid is (heads of a section, blocks of a head, sections). Blocks start in this order, x first, so in a
 // section the longest walks come first. A section's K and V (32 heads at T=1024, HS=64) stay in the L2 while
@@ -2754,17 +2762,18 @@ constexpr int kSectionBytes = 8 << 20;
 template <Own kOwn, class Shape> struct AttentionBlock {
     static constexpr bool kQueries = kOwn == Own::Queries;
     int T, NH, NKV, HS;
+    Mask mask;
     bool exists;
     int b;
     int h;                      // a head of queries: the block's own, or the first of the group
     int kv;                     // its head of keys and values
     int row0;                   // the first row of its own
-    int tiles;                  // of a head that the walk sees
+    int tile0, tiles, far;      // of a head: the lowest tile of the walk; how many; of these, at its far end
     int steps;                  // of the walk: a tile each
 
     template <class Args>
     __device__ __forceinline__ explicit AttentionBlock(const Args& a)
-        : T(a.T), NH(a.NH), NKV(a.NKV), HS(a.HS) {
+        : T(a.T), NH(a.NH), NKV(a.NKV), HS(a.HS), mask(a.mask) {
         const int own_heads = kQueries ? NH : NKV, group = NH == NKV ? 1 : NH / NKV;
         const int bh = blockIdx.z * gridDim.x + blockIdx.x, head = bh % own_heads;
         exists = bh < a.B * own_heads;
@@ -2773,15 +2782,33 @@ template <Own kOwn, class Shape> struct AttentionBlock {
         kv = kQueries && group > 1 ? head / group : head;
         const int blocks = gridDim.y, rank = blockIdx.y;    // 0: the longest walk
         row0 = (kQueries ? blocks - 1 - rank : rank) * Shape::kOwned;
-        tiles = kQueries ? ceil_div(min(row0 + Shape::kOwned, T), Shape::kTile)
-                         : ceil_div(T, Shape::kTile) - row0 / Shape::kTile;
+        const Span top = sees(row0), bottom = sees(min(row0 + Shape::kOwned, T) - 1);
+        const Span some = Span{top.first, bottom.last}.within(T);
+        tile0 = some.first / Shape::kTile;
+        tiles = ceil_div(some.last + 1, Shape::kTile) - tile0;
+        if (kQueries) { far = bottom.first <= 0 ? 0 : ceil_div(bottom.first, Shape::kTile) - tile0; }
+        else { far = top.last >= T - 1 ? 0 : tile0 + tiles - (top.last + 1) / Shape::kTile; }
         steps = tiles * (kQueries ? 1 : group);
     }
+
+    // What one of the block's rows sees of the other side.
+    __device__ __forceinline__ Span sees(int row) const {
+        return kQueries ? mask.keys(row) : mask.queries(row);
+    }
+    // What `rows` rows from `row` on see of a tile of `columns` columns from `column` on.
+    __device__ __forceinline__ Cover cover(int row, int rows, int column, int columns) const {
+        const Span top = sees(row), bottom = sees(row + rows - 1);
+        const int last = column + columns - 1;
+        if (column > bottom.last || last < top.first) { return Cover::None; }
+        return column >= bottom.first && last <= top.last ? Cover::All : Cover::Part;
+    }
+    // Whether a tile lies at the far end. left: how many tiles of its head are still to come, and this one.
+    __device__ __forceinline__ bool is_far(int left) const { return far > 0 && left <= far; }
 
     // Of a step: how many heads behind the walk's first its tile is, and the tile's first row.
     __device__ __forceinline__ int head(int it) const { return kQueries || it < tiles ? 0 : it / tiles; }
     __device__ __forceinline__ int row(int it) const {
-        return (kQueries ? tiles - 1 - it : row0 / Shape::kTile + it - head(it) * tiles) * Shape::kTile;
+        return (tile0 + (kQueries ? tiles - 1 - it : it - head(it) * tiles)) * Shape::kTile;
     }
 
     // A head's rows in qkv or dqkv (B,T,NH+2*NKV,HS), and in out or dout (B,T,NH,HS). In qkv Q's head is h,
@@ -2932,11 +2959,12 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     plain_clear(o[warp], a.HS, lane);
 
     float row_max = -INFINITY, row_sum = 0.0f;              // row_sum: this lane's share
-    for (int k0 = 0; k0 <= query; k0 += kWarp) {
+    const Span seen = block.sees(query);                    // its last is the query
+    for (int k0 = max(seen.first, 0) / kWarp * kWarp; k0 <= seen.last; k0 += kWarp) {
         // S, and the softmax so far: earlier sums are rescaled to the new maximum
         const int key = k0 + lane;
         const float dot = plain_dots(q[warp], block.k(a.qkv), k0, lane);
-        const float s = key <= query ? dot * scale : -INFINITY;
+        const float s = seen.has(key) ? dot * scale : -INFINITY;
         const float new_max = fmaxf(row_max, warp_max(s));
         const float correction = expf(row_max - new_max), p = expf(s - new_max);
         row_max = new_max;
@@ -2979,17 +3007,16 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
         if (lane == 0) { block.stats(a.scratch)[row] = stats; }
     }
 
-    const int begin = kQueries ? 0 : row / kWarp * kWarp, end = kQueries ? row + 1 : a.T;
+    const Span seen = block.sees(row).within(a.T);
     for (int head = 0; head * block.tiles < block.steps; head++) {
         const Pair<InputRows> other = block.other(a).head(head);
         const float2* all_stats = block.stats(a.scratch) + head * padded_T(a.T);
-        for (int first = begin; first < end; first += kWarp) {
+        for (int first = seen.first / kWarp * kWarp; first <= seen.last; first += kWarp) {
             // P, dP and dS
-            const int query = kQueries ? row : first + lane, key = kQueries ? first + lane : row;
-            if (!kQueries) { stats = all_stats[min(query, a.T - 1)]; }
+            if (!kQueries) { stats = all_stats[min(first + lane, a.T - 1)]; }
             const float s = plain_dots(own_a[warp], other.a, first, lane) * scale;
             const float dp = plain_dots(own_b[warp], other.b, first, lane);
-            const float p = key <= query && query < a.T ? expf(s - stats.x) : 0.0f;
+            const float p = seen.has(first + lane) ? expf(s - stats.x) : 0.0f;
             const float ds = p * (dp - stats.y);
 
             // dQ += dS K, or dV += P^T dO and dK += dS^T Q
@@ -3038,21 +3065,16 @@ template <int kGroups, class F> __device__ __forceinline__ void for_rows(F f) {
     }
 }
 
-// Whether every key of a tile comes after every query. row0, column0: what the tile's first row and column
-// are in the sequence.
-template <Own kOwn> __device__ __forceinline__ bool all_future(int row0, int rows, int column0, int columns) {
-    return kOwn == Own::Queries ? column0 > row0 + rows - 1 : column0 + columns - 1 < row0;
-}
-
-// S becomes -inf where the key comes after the query, so that P is 0 there.
-template <Own kOwn, int kGroups, int kN>
-__device__ __forceinline__ void mask_future(Tile<kGroups, kN>& s, int row0, int column0, int lane) {
-    const bool all_past = kOwn == Own::Queries ? column0 + 8 * kN - 1 <= row0
-                                                : column0 >= row0 + 16 * kGroups - 1;
-    if (all_past) { return; }
+// S becomes -inf where the query does not see the key, so that P is 0 there. row0, column0: what the tile's
+// first row and column are in the sequence.
+template <int kGroups, int kN, class Block>
+__device__ __forceinline__ void hide(Tile<kGroups, kN>& s, const Block& block, int row0, int column0,
+                                     int lane) {
+    if (block.cover(row0, 16 * kGroups, column0, 8 * kN) == Cover::All) { return; }
     for_tile(s, [&](float& x, int m, int n, int i) {
-        const int row = row0 + tile_row(m, i, lane), column = column0 + tile_column(n, i, lane);
-        if (kOwn == Own::Queries ? column > row : row > column) { x = -INFINITY; }
+        const Span seen = block.sees(row0 + tile_row(m, i, lane));
+        const int column = column0 + tile_column(n, i, lane);
+        if (column < seen.first || column > seen.last) { x = -INFINITY; }
     });
 }
 
@@ -3449,12 +3471,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     for (int it = 0; it < block.steps; it++) {
         const int stage = shared.wait(block, it, other), k0 = block.row(it);
         if (it == 0) { load_fragments<kHS>(q_frag, q_rows, lane); }
-        if (all_future<Own::Queries>(row0, Shape::kRows, k0, kTile)) { continue; }      // for this warp
+        if (block.cover(row0, Shape::kRows, k0, kTile) == Cover::None) { continue; }    // for this warp
 
         // S = Q K^T
         Tile<kGroups, kTile / 8> s = {};
         mma_times_rows<kHS>(s, q_frag, shared.a[stage], lane);
-        mask_future<Own::Queries>(s, row0, k0, lane);
+        hide(s, block, row0, k0, lane);
 
         // P = exp(S - maximum so far). Earlier sums are rescaled to a new maximum
         softmax.template add<false>(s, scale_log2);
@@ -3508,7 +3530,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
             load_fragments<kHS>(a_frag, a_rows, lane);
             load_fragments<kHS>(b_frag, b_rows, lane);
         }
-        if (all_future<kOwn>(row0, Shape::kRows, column0, kTile)) { continue; }         // for this warp
+        if (block.cover(row0, Shape::kRows, column0, kTile) == Cover::None) { continue; }   // for this warp
 
         // S and dP
         Tile<kGroups, kTile / 8> s = {}, dp = {};
@@ -3521,7 +3543,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         }
 
         // P in place of S, dS in place of dP
-        mask_future<kOwn>(s, row0, column0, lane);
+        hide(s, block, row0, column0, lane);
         if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
         probabilities(s, stats, scale_log2);
         score_gradients(dp, s, stats);
@@ -3756,14 +3778,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     OnlineSoftmax<1> softmax;
 
     // The tile on the diagonal: S, mask, P
-    static_assert(Shape::kTile == Shape::kOwned, "the first tile has a key for each row");
+    static_assert(Shape::kTile == Shape::kOwned, "the diagonal is one tile, with a key for each row");
     mbarrier_wait(&shared.own_full, 0);
     int stage = shared.wait(0);
     wgmma_fence();
     wgmma_rows<Shape>(s, q, shared.a[stage]);
     wgmma_end<0>(s);
     shared.release(block, 0, other);
-    mask_future<Own::Queries>(s, row0, block.row0, lane);
+    hide(s, block, row0, block.row0, lane);
     softmax.template add<true>(s, scale_log2);
     to_fragments(p_frag, s);
 
@@ -3774,6 +3796,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_rows<Shape>(s, q, shared.a[stage]);
         wgmma_columns<Shape>(o, p_frag, shared.b[stage]);
         wgmma_end<1>(s);
+        if (block.is_far(block.steps - it)) { hide(s, block, row0, block.row(it), lane); }
         const bool rescale = softmax.template add<true>(s, scale_log2);
         wgmma_end<0>(o, p_frag);
         shared.release(block, it, other);
@@ -3805,7 +3828,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                                    const __grid_constant__ CUtensorMap qkv_map,
                                    const __grid_constant__ CUtensorMap dout_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    static_assert(!Shape::kCopiers && Shape::kTile == 64, "only a head's first tile is masked");
+    static_assert(!Shape::kCopiers && Shape::kTile == Shape::kOwned, "a head's diagonal is one tile");
     constexpr bool kQueries = kOwn == Own::Queries;
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<2, Shape>*)sm90_bytes;
@@ -3826,7 +3849,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     typename Shape::Scores s, dp;
     typename Shape::Fragments p_frag, ds_frag;
     mbarrier_wait(&shared.own_full, 0);
-    for (int it = 0, diagonal = 0; it < block.steps; it++) {
+    for (int it = 0, next_head = 0; it < block.steps; it++) {
         // S and dP start together; P is calculated from S while dP is under way
         const int stage = shared.wait(it);
         if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
@@ -3834,9 +3857,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_rows<Shape>(s, shared.own[0], shared.a[stage]);
         wgmma_rows<Shape>(dp, shared.own[1], shared.b[stage]);
         wgmma_end<1>(s);
-        if (it == diagonal) {                           // of the next head, too
-            mask_future<kOwn>(s, warp_row, 0, lane);
-            diagonal += block.tiles;
+        if (it == next_head) {                          // on the diagonal
+            hide(s, block, row0, block.row0, lane);
+            next_head += block.tiles;
+        } else if (block.is_far(next_head - it)) {
+            hide(s, block, row0, block.row(it), lane);
         }
         probabilities(s, stats, scale_log2);
 

@@ -24,7 +24,7 @@ A program that includes this header also ends in die() when memory runs out or a
 #include <dirent.h>     // gives: opendir, readdir
 #include <errno.h>      // gives: errno
 #include <fcntl.h>      // gives: open, fcntl
-#include <limits.h>     // gives: INT_MAX, PATH_MAX
+#include <limits.h>     // gives: INT_MIN, INT_MAX, PATH_MAX
 #include <math.h>       // gives: isfinite, exp, INFINITY
 #include <signal.h>     // gives: sigaction, raise
 #include <stdarg.h>     // gives: va_list

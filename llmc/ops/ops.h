@@ -285,7 +285,8 @@ template <class X, class S> struct RotateBackwardOf {   // of a forward without 
 //     a query sees itself, nothing later, and no gap: the keys from first_key to its own position
 //     first_key and last_query never fall from one position to the next
 //     a key is seen by the queries from its own position to last_query, and by no other
-// A bound that no position reaches, INT_MIN or INT_MAX, is none. The compiler then drops its comparisons.
+// A bound that no position reaches, INT_MIN or INT_MAX, is none. The compiler then drops its comparisons. The
+// last tile of a row of tokens asks for positions from T on, too, and ignores what it is told.
 struct Span {                           // positions first to last of a row of tokens
     int first, last;
     LLMC_HD bool has(int i) const { return i >= first && i <= last; }
