@@ -5399,14 +5399,26 @@ struct Operand {
 // weight: (OC,C). bias: (OC), null in the LM head.
 struct Linear { Operand weight; const floatX* bias; int C, OC; Grad dweight, dbias; };
 struct Norm { const float *weight, *bias; float *mean, *rstd; Grad dweight, dbias; };
-struct Attention { float* lse; floatX *keys, *values; Mask mask; };     // keys, values: of the cache, or null
-// table: rotation_table's, null without rotary positions. The others are QK-norm's.
+struct Heads {
+    int NH, NKV, HS;                    // of queries, of keys and values, a head's size
+    int columns() const { return (NH + 2 * NKV) * HS; }         // of qkv
+};
+struct Attention {
+    Heads heads;
+    Mask mask;
+    float* lse;
+    floatX *keys, *values;              // of the cache, or null
+};
+// table: rotation_table's, null without rotary positions. rstd and the weights are QK-norm's.
 struct Rotation {
+    Heads heads;
+    float eps;
     const float* table;
     float* rstd;
     const float *q_weight, *k_weight;
     Grad dq_weight, dk_weight;
 };
+struct Activation { Mlp mlp; int F; };  // F: the columns that it gives
 
 // The residual stream at one point: a sum, and the branches that the last addition added to it. A branch ends
 // with a linear layer. norm_backward computes the gradient of the sum, and with it dout and dbias of these
@@ -5422,6 +5434,7 @@ struct Layer {
     Operand qkv, fch;                   // (B,T,NH+2*NKV,HS) (B,T,F), where it is gated (B,T,2F)
     Attention att;
     Rotation rotation;
+    Activation activation;
     Norm w_ln1, w_ln2;
     Linear w_qkv, w_attproj, w_fc, w_fcproj;
     // Gradients. Of what fcproj and attproj give: x_out's and x_mid's, or of a parallel block both x_out's
@@ -5480,8 +5493,6 @@ struct Pass {
     Grad grad(ParamId id, int l) const {
         return micro && exists(id, l) ? gpt2_grad(model, id, l, *micro) : Grad{};
     }
-    // To write an operand. A forward's verb asks `begins` for it.
-    static floatX* memory(const Operand& y) { return (floatX*)y.data; }
     // To be called before a tensor is written. A DEBUG build fills the memory with NaN, in the size of the
     // largest tensor that lies there.
     template <class T> T* fresh(T* tensor) const {
@@ -5563,8 +5574,11 @@ struct Pass {
         y.ln2.kept = kept(y.ln2.bytes ? ACT_ln2_t8 : ACT_ln2, l);
         y.act.kept = kept(y.act.bytes ? ACT_act_t8 : ACT_act, l);
         y.qkv.kept = kept(ACT_qkv, l), y.fch.kept = kept(ACT_fch, l), y.atty.kept = kept(ACT_atty, l);
-        y.att = {a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
-                 cache ? cache->values + l * cache->layer_stride : nullptr, Mask{}};
+        const Config::Shape s = config().layer(l);
+        const Heads heads = {config().NH, s.NKV, s.HS};
+        y.att = {heads, Mask{}, a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
+                 cache ? cache->values + l * cache->layer_stride : nullptr};
+        y.activation = {s.mlp, s.F};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
         y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd);
         y.w_qkv = linear_of(PARAM_qkvw, PARAM_qkvb, l, first + kQkv, a.qkvw_8, a.qkvw_t8);
@@ -5580,7 +5594,7 @@ struct Pass {
         y.dqkv = operand(a.dqkv, first + kQkv, kDout, a.dqkv_8, a.dqkv_t8);
         y.dln1 = a.dln1, y.dln2 = a.dln2, y.datty = a.datty, y.dact = a.dact;
         if (config().is_llama()) {
-            y.rotation = {model->rotation, config().shape().qk_norm ? a.qk_rstd : nullptr,
+            y.rotation = {heads, s.eps, model->rotation, s.qk_norm ? a.qk_rstd : nullptr,
                           param<float>(PARAM_qnw, l), param<float>(PARAM_knw, l), grad(PARAM_qnw, l),
                           grad(PARAM_knw, l)};
         }
@@ -5598,9 +5612,8 @@ struct Pass {
         if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.data, .N = N(), .C = C}), stream()); }
     }
     // What the MLP's activation gives, as bytes, from what it reads
-    Fp8Cast activation_cast(const Operand& out, const floatX* fch) const {
-        const Config::Shape s = config().shape();
-        return cast_to(out, {.inp = fch, .source = Fp8Source::Act, .N = N(), .C = s.F, .mlp = s.mlp});
+    Fp8Cast activation_cast(const Operand& out, const floatX* fch, const Activation& f) const {
+        return cast_to(out, {.inp = fch, .source = Fp8Source::Act, .N = N(), .C = f.F, .mlp = f.mlp});
     }
     // bytes or bytes_t, or both, of a weight whose largest element stats have; neither: finds that element
     void cast_weight(const Linear& w, uint8_t* bytes, uint8_t* bytes_t) const {
@@ -5616,18 +5629,6 @@ struct Pass {
     Dropout dropout(uint32_t mask) const {
         const GPT2& m = *model;
         return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
-    }
-    double norm_eps() const { return config().is_llama() ? config().llama.eps : kNormEps; }
-    static NormOutput<floatX, float> norm_output(const Operand& y, const Norm& w) {
-        if (!y.bytes) { return {memory(y), w.weight, w.bias}; }
-        return {nullptr, w.weight, w.bias, y.bytes, y.tensor, y.stats};
-    }
-    // Arguments for: out, and out2 if it is not {}, = norms of x
-    NormForward norms(const Operand& out, const Sum& x, const Norm& w, const Operand& out2,
-                      const Norm& w2) const {
-        return {.y = {norm_output(out, w), norm_output(out2, w2)}, .mean = w.mean, .rstd = w.rstd,
-                .sum = nullptr, .inp = x.data, .branch = {}, .dropout = {}, .kind = config().norm, .N = N(),
-                .C = config().C, .eps = norm_eps()};
     }
 };
 
@@ -5652,12 +5653,25 @@ struct Forward : Pass {
         : Pass(pass), waits(drops()), waiting_memory{acts(0).waiting, acts(0).waiting2} {}
 
     // Where a verb writes its output; null, and the verb does nothing: the output is as the forward wrote it.
-    floatX* begins(const Operand& out) const { return recomputes && out.kept ? nullptr : memory(out); }
+    // What a verb reads is const, so it has no other way to its output.
+    floatX* begins(const Operand& out) const { return recomputes && out.kept ? nullptr : (floatX*)out.data; }
     floatX* begins(const Sum& out) const { return recomputes && out.kept ? nullptr : out.data; }
 
     // Parameters of a bucket may still be on their way from other ranks.
     virtual void await(int bucket) {
         if (model->layout.has(bucket)) { gpt2_await_params(model, bucket); }
+    }
+
+    NormOutput<floatX, float> norm_output(const Operand& y, const Norm& w) const {
+        if (!y.bytes) { return {begins(y), w.weight, w.bias}; }
+        return {nullptr, w.weight, w.bias, y.bytes, y.tensor, y.stats};
+    }
+    // Arguments for: out, and out2 if it is not {}, = norms of x
+    NormForward norms(const Operand& out, const Sum& x, const Norm& w, const Operand& out2,
+                      const Norm& w2) const {
+        return {.y = {norm_output(out, w), norm_output(out2, w2)}, .mean = w.mean, .rstd = w.rstd,
+                .sum = nullptr, .inp = x.data, .branch = {}, .dropout = {}, .kind = config().norm, .N = N(),
+                .C = config().C, .eps = config().is_llama() ? config().llama.eps : kNormEps};
     }
 
     // x = token plus position embedding, or its norm
@@ -5706,18 +5720,17 @@ struct Forward : Pass {
     }
 
     // out = act(fch), fch = inp weight^T + bias; act: the MLP's activation
-    void linear_activate(const Operand& out, const Operand& fch, const Operand& inp, const Linear& w) {
-        if (floatX* to = begins(fch)) { product_activate(out, to, inp, w); }
-        else if (begins(out)) { activate(out, fch.data); }
+    void linear_activate(const Operand& out, const Operand& fch, const Operand& inp, const Linear& w,
+                         const Activation& f) {
+        if (floatX* to = begins(fch)) { product_activate(out, to, inp, w, f); }
+        else { activate(out, fch.data, f); }
     }
-    virtual void product_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) {
-        if (!inp.bytes) {
-            matmul_forward({.out = fresh(memory(out)), .inp = inp.data, .weight = w.weight.data,
-                            .bias = w.bias, .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC,
-                            .mlp = config().shape().mlp}, stream());
-            return cast(out, config().shape().F);
-        }
-        fp8_product(fch, inp, w, nullptr, activation_cast(out, fch));
+    virtual void product_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w,
+                                  const Activation& f) {
+        if (inp.bytes) { return fp8_product(fch, inp, w, nullptr, activation_cast(out, fch, f)); }
+        matmul_forward({.out = fresh(begins(out)), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
+                        .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC, .mlp = f.mlp}, stream());
+        cast(out, f.F);
     }
 
     // out = before + (inp weight^T + bias)
@@ -5735,10 +5748,10 @@ struct Forward : Pass {
     void rotate(const Operand& qkv, const Rotation& r) {
         floatX* to = r.table ? begins(qkv) : nullptr;
         if (!to) { return; }
-        const Config::Shape s = config().shape();
+        const auto [NH, NKV, HS] = r.heads;
         rotate_forward_inplace({.qkv = to, .rstd = r.rstd, .q_weight = r.q_weight, .k_weight = r.k_weight,
-                                .table = r.table, .positions = positions, .N = N(), .T = T,
-                                .NH = config().NH, .NKV = s.NKV, .HS = s.HS, .eps = s.eps}, stream());
+                                .table = r.table, .positions = positions, .N = N(), .T = T, .NH = NH,
+                                .NKV = NKV, .HS = HS, .eps = r.eps}, stream());
     }
 
     // out = self-attention of qkv
@@ -5746,21 +5759,21 @@ struct Forward : Pass {
         if (floatX* to = begins(out)) { attend(to, qkv.data, att); }
     }
     virtual void attend(floatX* out, const floatX* qkv, const Attention& att) {
-        const Config::Shape s = config().shape();
+        const auto [NH, NKV, HS] = att.heads;
         if (cache) {
             cache_store({.keys = att.keys, .values = att.values, .qkv = qkv, .rows = cache->texts,
-                         .count = cache->count, .T = model->T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS},
-                        stream());
+                         .count = cache->count, .T = model->T, .NH = NH, .NKV = NKV, .HS = HS}, stream());
         }
-        attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = config().NH,
-                           .NKV = s.NKV, .HS = s.HS, .mask = att.mask}, stream());
+        attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = NH, .NKV = NKV,
+                           .HS = HS, .mask = att.mask}, stream());
     }
 
     // out = act(fch), without the product
-    void activate(const Operand& out, const floatX* fch) {
-        const Config::Shape s = config().shape();
-        if (out.bytes) { return fp8_cast(activation_cast(out, fch), stream()); }
-        ::activate({fresh(memory(out)), fch, N(), s.F, s.mlp}, stream());
+    void activate(const Operand& out, const floatX* fch, const Activation& f) {
+        floatX* to = begins(out);
+        if (!to) { return; }
+        if (out.bytes) { return fp8_cast(activation_cast(out, fch, f), stream()); }
+        ::activate({fresh(to), fch, N(), f.F, f.mlp}, stream());
     }
 
     // linear of bytes. then: what is cast from out in the same kernel; {}: nothing
@@ -5787,7 +5800,7 @@ static void gpt2_layer(Forward& e, int l) {
     e.attention(a.atty, a.qkv, a.att);                      // (B,T,NH,HS)
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
     e.norm(a.ln2, a.x_mid, a.w_ln2);                        // (B,T,C)
-    e.linear_activate(a.act, a.fch, a.ln2, a.w_fc);         // (B,T,F)
+    e.linear_activate(a.act, a.fch, a.ln2, a.w_fc, a.activation);       // (B,T,F)
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);      // (B,T,C)
 }
 
@@ -5800,7 +5813,7 @@ static void parallel_layer(Forward& e, int l) {
     e.linear(a.qkv, a.ln1, a.w_qkv);
     e.attention(a.atty, a.qkv, a.att);
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);
-    e.linear_activate(a.act, a.fch, tied ? a.ln1 : a.ln2, a.w_fc);
+    e.linear_activate(a.act, a.fch, tied ? a.ln1 : a.ln2, a.w_fc, a.activation);
     e.linear_add(a.x_out, a.x_mid, a.act, a.w_fcproj);
 }
 
@@ -5854,6 +5867,9 @@ struct Backward : Pass {
         if (sum) { grad_accumulate({grad(id, 0), sum, model->param_specs[id].elems}, stream()); }
     }
 
+    // To write an operand. A backward runs once, so it always writes.
+    static floatX* memory(const Operand& y) { return (floatX*)y.data; }
+
     void begin_layer(int l) {
         bucket = model->layout.layer(l), weights_left = model->layout.matrices[l], postpones = l == 0;
     }
@@ -5888,30 +5904,30 @@ struct Backward : Pass {
     // w is fcproj, whose weight's gradient comes first. dact = dout weight, and from it and fch comes dfch,
     // which may be fch. dbias: dfch's column sums, the gradient of the bias of fc
     void linear_activate_backward(const Operand& dfch, const Operand& dout, const Operand& act,
-                                  const Linear& w, const Operand& fch, const Grad& dbias, floatX* dact) {
+                                  const Linear& w, const Operand& fch, const Activation& f,
+                                  const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
-        const Mlp mlp = config().shape().mlp;
         fresh(dact);
         if (dout.bytes) {
             const Fp8Cast then = {.dbias = dbias, .inp = dact, .before = fch.data,
-                                  .source = Fp8Source::Slope, .N = N(), .C = w.C, .mlp = mlp};
+                                  .source = Fp8Source::Slope, .N = N(), .C = f.F, .mlp = f.mlp};
             return fp8_product(dact, dout, w, nullptr, cast_to(dfch, then));
         }
         matmul_backward_input({.dinp = memory(dfch), .dout = dout.data, .weight = w.weight.data,
                                .pre_act = fch.data, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
-                               .scratch = scratch, .dact = dact, .mlp = mlp}, stream());
-        cast(dfch, act_columns(mlp, w.C));
+                               .scratch = scratch, .dact = dact, .mlp = f.mlp}, stream());
+        cast(dfch, act_columns(f.mlp, f.F));
     }
 
     // dqkv from datty, and its column sums, the gradient of the bias of qkv. With rotary positions q and k
     // are not done before rotate_backward, so of them there are no bytes yet
     void attention_backward(const Operand& dqkv, const floatX* datty, const Operand& atty, const Operand& qkv,
                             const Attention& att, const Grad& dbias, const Rotation& rotation = {}) {
-        const Config::Shape s = config().shape();
-        const int OC = (config().NH + 2 * s.NKV) * s.HS;
+        const auto [NH, NKV, HS] = att.heads;
+        const int OC = att.heads.columns();
         AttentionBackward a = {.dqkv = fresh(memory(dqkv)), .scratch = scratch, .dout = datty,
-                               .out = atty.data, .qkv = qkv.data, .lse = att.lse, .B = B, .T = T,
-                               .NH = config().NH, .NKV = s.NKV, .HS = s.HS, .mask = att.mask};
+                               .out = atty.data, .qkv = qkv.data, .lse = att.lse, .B = B, .T = T, .NH = NH,
+                               .NKV = NKV, .HS = HS, .mask = att.mask};
         if (dqkv.bytes) { a.fp8 = fresh(dqkv.bytes), a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
         a.only_v = rotation.table;
         ::attention_backward(a, stream());
@@ -5931,16 +5947,15 @@ struct Backward : Pass {
     // In place: gradients of the rotated q and k become those of q and k as the linear layer gave them
     void rotate_backward(const Operand& dqkv, const Operand& qkv, const Rotation& r) {
         if (!r.table) { return; }
-        const Config::Shape s = config().shape();
+        const auto [NH, NKV, HS] = r.heads;
         rotate_backward_inplace({.dqkv = memory(dqkv), .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
                                  .scratch = scratch, .qkv = qkv.data, .rstd = r.rstd,
                                  .q_weight = r.q_weight, .k_weight = r.k_weight, .table = r.table,
-                                 .N = N(), .T = T, .NH = config().NH, .NKV = s.NKV, .HS = s.HS,
+                                 .N = N(), .T = T, .NH = NH, .NKV = NKV, .HS = HS,
                                  .fp8 = dqkv.bytes, .tensor = dqkv.tensor, .stats = dqkv.stats},
                                 stream());
-        const int OC = (config().NH + 2 * s.NKV) * s.HS;
-        if (dqkv.bytes) { transpose(dqkv, OC); }
-        else { cast(dqkv, OC); }
+        if (dqkv.bytes) { transpose(dqkv, r.heads.columns()); }
+        else { cast(dqkv, r.heads.columns()); }
     }
 
     // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
@@ -5989,7 +6004,8 @@ struct Backward : Pass {
 // undoes linear_add and the activation; the line after it is the rest of linear_activate, fc's product.
 static void gpt2_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
-    e.linear_activate_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.w_fc.dbias, a.dact);
+    e.linear_activate_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.activation, a.w_fc.dbias,
+                               a.dact);
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
     e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.dx_mid, a.atty, a.w_attproj);
@@ -6002,7 +6018,8 @@ static void gpt2_layer_backward(Backward& e, int l) {
 static void parallel_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
     const bool tied = e.config().block == Block::ParallelTied;
-    e.linear_activate_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.w_fc.dbias, a.dact);
+    e.linear_activate_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.activation, a.w_fc.dbias,
+                               a.dact);
     e.linear_backward(a.dln2, a.dfch, tied ? a.ln1 : a.ln2, a.w_fc);
     e.linear_backward(a.datty, a.dx_mid, a.atty, a.w_attproj);
     e.attention_backward(a.dqkv, a.datty, a.atty, a.qkv, a.att, a.w_qkv.dbias);
@@ -6503,19 +6520,20 @@ struct Decoding : Forward {
         decode_matmul({.out = out, .inp = inp.data, .weight = w.weight.data, .bias = w.bias, .gelu = false,
                        .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
-    void product_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w) override {
-        if (config().shape().mlp != Mlp::Gelu) {
+    void product_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w,
+                          const Activation& f) override {
+        if (f.mlp != Mlp::Gelu) {
             product(fch, inp, w);
-            return activate(out, fch);
+            return activate(out, fch, f);
         }
-        decode_matmul({.out = memory(out), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
+        decode_matmul({.out = begins(out), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
                        .gelu = true, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
     void attend(floatX* out, const floatX* qkv, const Attention& att) override {
-        const Config::Shape s = config().shape();
+        const auto [NH, NKV, HS] = att.heads;
         decode_attention({.out = out, .keys = att.keys, .values = att.values, .qkv = qkv,
-                          .positions = d->positions, .N = N(), .T = model->T, .NH = config().NH,
-                          .NKV = s.NKV, .HS = s.HS, .mask = att.mask}, stream());
+                          .positions = d->positions, .N = N(), .T = model->T, .NH = NH, .NKV = NKV, .HS = HS,
+                          .mask = att.mask}, stream());
     }
 };
 
