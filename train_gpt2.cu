@@ -6187,24 +6187,18 @@ static char* exchange_inbox(const GPT2* model, int bucket) {
     return model->exchange.inboxes + model->exchange.buckets[bucket].inbox * bytes;
 }
 
-// Sums the ranks' pieces of a bucket: piece r is rank r's sum of its lanes, stored by that rank's last
-// micro-step.
-static void gpt2_sum_pieces(GPT2* model, int bucket, const MicroStep& last) {
+// Sums a bucket's gradients of all ranks as soon as they have arrived. Piece r is rank r's sum of its lanes,
+// stored by that rank's last micro-step. The kernels run on the backward's stream: on a second one, both
+// would wait for each other's SMs (dev/bench/NOTES.md).
+static void gpt2_sum_bucket(GPT2* model, int bucket, const MicroStep& last) {
     const Bucket& b = model->layout.buckets[bucket];
     const StoredGrads sum = gpt2_summed_grads(model, last, bucket, b.mine);
+    stream_wait(model->stream, model->exchange.buckets[bucket].arrived);
     lane_sum({.out = {(float*)sum.data, Accumulate::No, sum.is_bf16, sum.key, sum.first},
               .pieces = {exchange_inbox(model, bucket), sum.is_bf16, gpt2_grad_key(model, last.count - 1),
                          sum.first},
               .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
               .n = b.shard}, model->stream);
-}
-
-// Sums a bucket's gradients of all ranks as soon as they have arrived. The kernels run on the backward's
-// stream: on a second one, both would wait for each other's SMs (dev/bench/NOTES.md).
-static void gpt2_sum_bucket(GPT2* model, int bucket, const MicroStep& micro) {
-    const Bucket& b = model->layout.buckets[bucket];
-    stream_wait(model->stream, model->exchange.buckets[bucket].arrived);
-    gpt2_sum_pieces(model, bucket, micro);
     if (model->options.split.zero == 0) {
         stream_follow(model, model->exchange.stream, model->stream);
         device_all_gather(model->grads + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
