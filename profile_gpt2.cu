@@ -242,10 +242,10 @@ int main(int argc, char** argv) {
     const int B = run.B, T = run.T, steps = run_max_steps() > 0 ? (int)run_max_steps() : 40;
     const DeviceInfo device = device_init();
     if (options.fp8) { die_if(fp8_error()); }
-    gpt2_check_memory(c, options, B, T, device);
-    GPT2 model;
-    gpt2_allocate(&model, c, options, B, T);
-    gpt2_init_random(&model, options.seed);
+    model_check_memory(c, options, B, T, device);
+    Model model;
+    model_allocate(&model, c, options, B, T);
+    model_init_random(&model, options.seed);
     std::vector<int> x((size_t)B * T), y((size_t)B * T);
     for (size_t i = 0; i < x.size(); i++) {
         x[i] = (int)(rand_u32(1, RAND_SAMPLE, 0, i) % (uint32_t)c.V);
@@ -261,11 +261,11 @@ int main(int argc, char** argv) {
         const Event begin = event_now(model.stream);
         MicroStep micro;
         for (int i = 0; i < micro_steps; i++) {
-            micro = gpt2_micro_step(&model, x.data(), y.data(), B, T, i, micro_steps);
+            micro = model_micro_step(&model, x.data(), y.data(), B, T, i, micro_steps);
         }
-        gpt2_update(&model, micro, run.lr, run.muon_lr);
+        model_update(&model, micro, run.lr, run.muon_lr);
         const Event end = event_now(model.stream);
-        gpt2_read_state(&model);                                        // waits
+        model_read_state(&model);                                        // waits
         const double ms = ms_between(begin, end);
         if (profile.on) { step_ms += ms / timed; }
     }
@@ -275,7 +275,7 @@ int main(int argc, char** argv) {
     const double gemm_ms =
         sustained_ms([] { for (const auto& gemm : profile.gemms) { gemm(); } }, model.stream, 4);
     if (run.verbose > 0) { print_plans(model.stream); }
-    gpt2_free(&model);
+    model_free(&model);
     const double copy = copy_rate(), gemm = profile.gemm_flops / gemm_ms * 1e3;
     printf("%s, %s, B=%d, T=%d, " PRECISION_NAME "\n", device.name.c_str(), run.model, B, T);
     printf("step %.3f ms, of it its matrix products alone %.3f ms\n", step_ms, gemm_ms);

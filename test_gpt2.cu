@@ -36,7 +36,7 @@ static std::vector<std::string> output_names() {        // OP.OUTPUT of every ou
         names.push_back(format("%s.%s", op, output));
     };
 #define X(op, Args) op_outputs(Args{}, add);
-    GPT2_OPS(X)
+    MODEL_OPS(X)
 #undef X
     return names;
 }
@@ -117,56 +117,56 @@ static Options default_options() {
     return o;
 }
 
-struct Model : GPT2 {
-    Model(const Config& c, const Options& o, int B, int T) { gpt2_allocate(this, c, o, B, T); }
-    ~Model() { gpt2_free(this); }
-    Model(const Model&) = delete;
+struct TestModel : Model {
+    TestModel(const Config& c, const Options& o, int B, int T) { model_allocate(this, c, o, B, T); }
+    ~TestModel() { model_free(this); }
+    TestModel(const TestModel&) = delete;
 };
 
 struct Batch { int B, T; std::vector<int> x, y; };
 
 // The gradients of a batch, in `micro_steps` parts. last_micro_step: its last one's, which step_update needs.
 static MicroStep last_micro_step;
-static void accumulate(GPT2* model, const Batch& batch, int micro_steps = 1) {
+static void accumulate(Model* model, const Batch& batch, int micro_steps = 1) {
     const int rows = batch.B / micro_steps;
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * batch.T;
-        last_micro_step = gpt2_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro,
-                                          micro_steps);
+        last_micro_step = model_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro,
+                                           micro_steps);
     }
 }
 
-static void step_update(GPT2* model, double lr, double muon_lr = 0.0) {
-    gpt2_update(model, last_micro_step, lr, muon_lr);
+static void step_update(Model* model, double lr, double muon_lr = 0.0) {
+    model_update(model, last_micro_step, lr, muon_lr);
 }
 
 // The mean loss of a batch. LossOnly: its logits stay.
-static float mean_loss(GPT2* model, const Batch& batch, ClassifierMode mode = ClassifierMode::LossOnly) {
+static float mean_loss(Model* model, const Batch& batch, ClassifierMode mode = ClassifierMode::LossOnly) {
     const int B = batch.B, T = batch.T;
     const MicroStep micro;
-    gpt2_feed(model, batch.x.data(), batch.y.data(), B, T, mode);
+    model_feed(model, batch.x.data(), batch.y.data(), B, T, mode);
     const MicroStep* trains = mode == ClassifierMode::LossAndGrad ? &micro : nullptr;
-    gpt2_forward(model, B, T, trains);
-    gpt2_head(model, B, T, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No, trains);
-    return gpt2_read_state(model).loss;
+    model_forward(model, B, T, trains);
+    model_head(model, B, T, 1.0f / (float)(B * T), &model->state->loss, Accumulate::No, trains);
+    return model_read_state(model).loss;
 }
 
 // ---- a model's tensors on the host ----
-template <class T> static std::vector<T> from_device(GPT2* model, const T* device, size_t n) {
+template <class T> static std::vector<T> from_device(Model* model, const T* device, size_t n) {
     std::vector<T> values(n);
     copy_to_host(values.data(), device, n * sizeof(T), model->stream);
     stream_sync(model->stream);
     return values;
 }
 
-static Vector host_param(GPT2* model, int i, int l, bool from_master) {
+static Vector host_param(Model* model, int i, int l, bool from_master) {
     const ParamSpec& s = model->param_specs[i];
-    const char* data = gpt2_param_data(model, i, l);
+    const char* data = model_param_data(model, i, l);
     if (s.elem_bytes == sizeof(float)) { return from_device(model, (const float*)data, s.elems); }
     const auto raw = from_device(model, (const floatX*)data, s.elems);
     Vector values(raw.begin(), raw.end());
     if (!from_master || !model->opt.master) { return values; }
-    const auto masters = from_device(model, gpt2_whole_master(model, i, l), s.elems);
+    const auto masters = from_device(model, model_whole_master(model, i, l), s.elems);
     for (size_t e = 0; e < s.elems; e++) {
         const masterX master = masters[e];
         values[e] = sizeof(masterX) == 2 ? master_join((uint16_t)(bits_of(values[e]) >> 16), (uint16_t)master)
@@ -175,7 +175,7 @@ static Vector host_param(GPT2* model, int i, int l, bool from_master) {
     return values;
 }
 
-static Vector host_params(GPT2* model) {            // every parameter, as the optimizer holds it
+static Vector host_params(Model* model) {            // every parameter, as the optimizer holds it
     Vector all;
     for (int i = 0; i < NUM_PARAMS; i++) {
         for (int l : model->param_specs[i].layers) {
@@ -187,14 +187,14 @@ static Vector host_params(GPT2* model) {            // every parameter, as the o
 }
 
 // Between a micro-step and the update: layers together, tight, without FP16's loss scale.
-static Vector host_grad(GPT2* model, int i) {
+static Vector host_grad(Model* model, int i) {
     const ParamSpec& s = model->param_specs[i];
-    const float scale = gpt2_read_state(model).update.loss_scale;
+    const float scale = model_read_state(model).update.loss_scale;
     Vector all;
     for (int l : s.layers) {
         MicroStep micro = last_micro_step;
         micro.lane = 0;                         // whose buffer has the sum of all lanes
-        const Grad grad = gpt2_grad(model, (ParamId)i, l, micro);
+        const Grad grad = model_grad(model, (ParamId)i, l, micro);
         Vector values;
         if (grad.is_bf16) {
             const auto raw = from_device(model, (const uint16_t*)grad.data, s.elems);
@@ -209,14 +209,15 @@ static Vector host_grad(GPT2* model, int i) {
     return all;
 }
 
-static std::vector<Vector> host_grads(GPT2* model) {
+static std::vector<Vector> host_grads(Model* model) {
     std::vector<Vector> grads;
     for (int i = 0; i < NUM_PARAMS; i++) { grads.push_back(host_grad(model, i)); }
     return grads;
 }
 
 // bound: on the relative error of each tensor; 0: the same bits.
-static void check_grads(const std::string& what, GPT2* model, const std::vector<Vector>& want, double bound) {
+static void check_grads(const std::string& what, Model* model, const std::vector<Vector>& want,
+                        double bound) {
     for (int i = 0; i < NUM_PARAMS; i++) {
         const Vector got = host_grad(model, i);
         const double error = relative_error(got, want[i]);
@@ -225,11 +226,13 @@ static void check_grads(const std::string& what, GPT2* model, const std::vector<
     }
 }
 
-static Acts gpt2_acts(const GPT2* model, int l) { return act_views(model->acts.data, model->acts.specs, l); }
+static Acts model_acts(const Model* model, int l) {
+    return act_views(model->acts.data, model->acts.specs, l);
+}
 
-static Vector host_logits(GPT2* model, int rows) {  // (rows, V): live columns
+static Vector host_logits(Model* model, int rows) {  // (rows, V): live columns
     const Config& c = model->config;
-    const auto raw = from_device(model, gpt2_acts(model, 0).logits, (size_t)rows * c.Vp);
+    const auto raw = from_device(model, model_acts(model, 0).logits, (size_t)rows * c.Vp);
     Vector logits;
     for (int n = 0; n < rows; n++) {
         logits.insert(logits.end(), raw.begin() + (size_t)n * c.Vp, raw.begin() + (size_t)n * c.Vp + c.V);
@@ -299,7 +302,7 @@ static void test_model(const std::string& prefix, const Options& options, double
     Options o = options;
     o.weight_decay = (float)hyper("weight_decay"), o.grad_clip = (float)hyper("grad_clip");
     o.beta1 = hyper("beta1"), o.beta2 = hyper("beta2"), o.eps = hyper("eps");
-    Model model(c, o, r.B, r.T);
+    TestModel model(c, o, r.B, r.T);
     checkpoint_load(&model, path.c_str());
 
     const float loss = mean_loss(&model, r);
@@ -334,7 +337,7 @@ static void test_model(const std::string& prefix, const Options& options, double
     for (size_t step = 0; step < losses.size(); step++) {
         accumulate(&model, r);
         step_update(&model, hyper("learning_rate"));
-        const DeviceState state = gpt2_read_state(&model);
+        const DeviceState state = model_read_state(&model);
         CHECK(fabs(state.loss - losses[step]) <= (kLowPrecision ? 0.03 : 5e-5),
               "step %zu: loss %.7f, PyTorch %.7f", step, state.loss, losses[step]);
         CHECK(fabs(state.update.norm / norms[step] - 1.0) <= (kLowPrecision ? 0.03 : 2e-4),
@@ -370,7 +373,7 @@ static void dump_grads(const std::vector<std::string>& args) {
         die("dump-grads: %s micro-steps of %d rows", args[3].c_str(), r.B);
     }
     const int rows = r.B / micro_steps;
-    Model model(c, dump_options(args), rows, r.T);
+    TestModel model(c, dump_options(args), rows, r.T);
     checkpoint_load(&model, args[0].c_str());
 
     AtomicFile out = atomic_open(args[2]);
@@ -381,9 +384,9 @@ static void dump_grads(const std::vector<std::string>& args) {
     write(r.y.data(), r.y.size());
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * r.T;
-        gpt2_feed(&model, &r.x[at], &r.y[at], rows, r.T, ClassifierMode::LossOnly);
-        gpt2_loss(&model, rows, r.T, 1.0f / (float)(r.B * r.T), &model.state->loss,
-                  micro == 0 ? Accumulate::No : Accumulate::Yes);
+        model_feed(&model, &r.x[at], &r.y[at], rows, r.T, ClassifierMode::LossOnly);
+        model_loss(&model, rows, r.T, 1.0f / (float)(r.B * r.T), &model.state->loss,
+                   micro == 0 ? Accumulate::No : Accumulate::Yes);
         const Vector logits = host_logits(&model, rows * r.T);
         write(logits.data(), logits.size());
     }
@@ -444,9 +447,9 @@ static Batch random_batch(const Config& c, int B, uint32_t id) {
 
 // Weights away from their symmetric start (biases 0, LayerNorm weights 1), so that no term of a gradient
 // vanishes.
-struct RandomModel : Model {
-    RandomModel(const Config& c, const Options& o, int B) : Model(c, o, B, c.maxT) {
-        gpt2_init_random(this, o.seed);
+struct RandomModel : TestModel {
+    RandomModel(const Config& c, const Options& o, int B) : TestModel(c, o, B, c.maxT) {
+        model_init_random(this, o.seed);
         for (int i = 0; i < NUM_PARAMS; i++) {
             const ParamSpec& s = param_specs[i];
             for (int l : s.layers) {
@@ -454,13 +457,13 @@ struct RandomModel : Model {
                 for (size_t k = 0; k < s.live_rows * s.cols; k++) {
                     values[k] += 0.05f * rand_normal(7, (uint32_t)(100 + i), l * s.elems + k);
                 }
-                gpt2_set_param(this, i, l, values.data());
+                model_set_param(this, i, l, values.data());
             }
         }
     }
 };
 
-static void one_step(GPT2* model, int B, uint32_t batch, int micro_steps = 1) {
+static void one_step(Model* model, int B, uint32_t batch, int micro_steps = 1) {
     accumulate(model, random_batch(model->config, B, batch), micro_steps);
     step_update(model, 1e-3, 1e-2);
 }
@@ -471,7 +474,7 @@ static Vector short_run(const Config& c, const Options& o, int B, int steps, int
     Vector result;
     for (int step = 0; step < steps; step++) {
         one_step(&model, B, (uint32_t)step, micro_steps);
-        result.push_back(gpt2_read_state(&model).loss);
+        result.push_back(model_read_state(&model).loss);
     }
     const Vector params = host_params(&model);
     result.insert(result.end(), params.begin(), params.end());
@@ -570,7 +573,7 @@ static void test_lane_gradients(const Config& c) {
         std::vector<std::vector<Vector>> sums;          // of a part of the tree, of a tensor
         for (int lane = 0; lane < lanes; lane++) {
             const size_t at = (size_t)lane * batch.T;
-            last_micro_step = gpt2_micro_step(&model, &batch.x[at], &batch.y[at], 1, batch.T, 0, lanes);
+            last_micro_step = model_micro_step(&model, &batch.x[at], &batch.y[at], 1, batch.T, 0, lanes);
             sums.push_back(host_grads(&model));
         }
         for (int apart = 1; apart < lanes; apart *= 2) {
@@ -676,9 +679,9 @@ static void test_slopes(const char* name, const Config& c) {
         auto loss = [&](double step) {
             Vector values = start;
             for (size_t k = 0; k < values.size(); k++) { values[k] += (float)(step * grads[i][k]); }
-            for (int l : s.layers) { gpt2_set_param(&model, i, l, &values[l * s.elems]); }
+            for (int l : s.layers) { model_set_param(&model, i, l, &values[l * s.elems]); }
             mean_loss(&model, batch);
-            const auto losses = from_device(&model, gpt2_acts(&model, 0).losses, batch.x.size());
+            const auto losses = from_device(&model, model_acts(&model, 0).losses, batch.x.size());
             return std::accumulate(losses.begin(), losses.end(), 0.0) / (double)losses.size();
         };
         const double h = 0.005 / squares;
@@ -693,7 +696,7 @@ static void test_slopes(const char* name, const Config& c) {
 }
 
 // Everything that decides about the next steps, as bits: what is no float compares as well.
-static std::vector<std::vector<uint32_t>> host_state(GPT2* model) {
+static std::vector<std::vector<uint32_t>> host_state(Model* model) {
     const size_t n = model->layout.state_elems, width = model->options.state_bytes();
     auto words = [&](const void* data, size_t bytes) {
         return from_device(model, (const uint32_t*)data, bytes / sizeof(uint32_t));
@@ -714,7 +717,7 @@ static bool fp8_runs() {
 #endif
 }
 
-static std::vector<Fp8Tensor> fp8_state(GPT2* model) {
+static std::vector<Fp8Tensor> fp8_state(Model* model) {
     return from_device(model, model->fp8.tensors, 2 * model->fp8.linears);
 }
 
@@ -728,7 +731,7 @@ static void test_fp8(const Config& c, bool head, double bound) {
     RandomModel model(c, o, B), other(c, plain, B);
     auto update = [&](double lr) {
         step_update(&model, lr, 0.0);
-        return gpt2_read_state(&model);
+        return model_read_state(&model);
     };
     accumulate(&model, random_batch(c, B, 0));
     accumulate(&other, random_batch(c, B, 0));
@@ -800,7 +803,7 @@ static void test_fp8_recompute(const Config& c, double dropout) {
         const std::vector<Vector> grads = host_grads(&model);
         step_update(&model, 1e-3, 0.0);
         const auto state = host_state(&model);
-        Vector scales = {gpt2_read_state(&model).fp8_saturated};
+        Vector scales = {model_read_state(&model).fp8_saturated};
         for (const Fp8Tensor& t : fp8_state(&model)) {
             for (float x : {t.scale, t.amax[0], t.amax[1]}) { scales.push_back(x); }
         }
@@ -818,10 +821,10 @@ static void test_fp8_rare_tokens() {
     Options o = default_options(), plain = o;
     o.fp8 = true, o.fp8_head = true;
     RandomModel model(c, o, B), other(c, plain, B);
-    for (GPT2* m : {(GPT2*)&model, (GPT2*)&other}) {        // most probabilities around 1e-6
+    for (Model* m : {(Model*)&model, (Model*)&other}) {        // most probabilities around 1e-6
         Vector weight = host_param(m, PARAM_lnfw, 0, true);
         for (float& x : weight) { x *= 5.0f; }
-        gpt2_set_param(m, PARAM_lnfw, 0, weight.data());
+        model_set_param(m, PARAM_lnfw, 0, weight.data());
     }
     const Batch batch = random_batch(c, B, 0);
     accumulate(&other, batch);
@@ -1034,20 +1037,20 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     const int B = 2;
     RandomModel a(c, o, B);
     one_step(&a, B, 0);
-    DeviceState full = gpt2_read_state(&a);     // its windows hold floats that need nine digits
+    DeviceState full = model_read_state(&a);     // its windows hold floats that need nine digits
     for (int i = 0; i < kWindow; i++) {
         full.update.losses.values[i] = 1000.0f + rand_normal(1, 0, i);
         full.update.norms.values[i] = 1000.0f + rand_normal(1, 1, i);
     }
     full.update.losses.count = full.update.norms.count = kWindow;
-    gpt2_write_state(&a, full);
+    model_write_state(&a, full);
     const auto then = host_state(&a);
     static Logger logger;
     logger_init(&logger, folder.name.c_str());
     logger_train(&logger, {0, 1, 1, 1, 1, 1, 1});
     Saver saver = {};
     if (in_parts) { saver_pin = [](size_t) -> void* { return nullptr; }; }
-    gpt2_saver_init(&saver, &a, &logger, folder.name, true, {2, 0, {}});
+    model_saver_init(&saver, &a, &logger, folder.name, true, {2, 0, {}});
     saver_pin = pinned_try;
     CHECK((saver.groups.size() > 2) == in_parts, "%zu groups", saver.groups.size() - 1);
 
@@ -1068,7 +1071,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     {
         const Job job;
         watched = comm_state;
-        gpt2_save(&a, &saver, 1, model_facts(&a));
+        model_save(&a, &saver, 1, model_facts(&a));
         saver_hold(saver);
         for (uint32_t step : {1, 2}) { one_step(&a, B, step); }
         saver_advance(&saver, true);
@@ -1082,12 +1085,12 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
     std::set<int64_t> bad;
     Checkpoint found = checkpoint_find(folder.name, {1}, &bad);
     CHECK(found.step == 1 && bad.empty(), "found step %lld", (long long)found.step);
-    Model b(facts_config(found.facts), o, B, c.maxT);
-    const std::string error = gpt2_load_state(&b, &found);
+    TestModel b(facts_config(found.facts), o, B, c.maxT);
+    const std::string error = model_load_state(&b, &found);
     CHECK(error.empty(), "%s", error.c_str());
     CHECK(host_state(&b) == then, "what was loaded is not what was saved");
     for (uint32_t step : {1, 2}) { one_step(&b, B, step); }
-    const DeviceState end_a = gpt2_read_state(&a), end_b = gpt2_read_state(&b);
+    const DeviceState end_a = model_read_state(&a), end_b = model_read_state(&b);
     CHECK(host_state(&a) == host_state(&b), "a resumed run ends with other bits");
     CHECK(memcmp(&end_a.update, &end_b.update, sizeof(UpdateState)) == 0 && end_a.loss == end_b.loss,
           "a resumed run ends in another state");
@@ -1135,9 +1138,9 @@ static void test_writing(const char* name, const Config& c) {
     for (int i = 0; i < count; i++) {
         if ((int)context.size() > T) { context.erase(context.begin(), context.end() - T / 2); }
         const int n = (int)context.size();
-        gpt2_feed(&model, context.data(), nullptr, 1, n, ClassifierMode::LossOnly);
+        model_feed(&model, context.data(), nullptr, 1, n, ClassifierMode::LossOnly);
         Forward all({&model, 1, n}), last({&model, 1, 1});
-        gpt2_forward(all);
+        model_forward(all);
         Head head = last.head_of();
         head.lnf.data += (n - 1) * c.C;
         last.product(head.logits, head.lnf, head.w);
@@ -1197,12 +1200,12 @@ static void test_bf16_gradients(const Config& c) {
     RandomModel b(c, o, 2);
     std::vector<Vector> grads[2];
     float norms[2];
-    for (GPT2* model : {(GPT2*)&a, (GPT2*)&b}) {
+    for (Model* model : {(Model*)&a, (Model*)&b}) {
         const bool bf16 = model->options.grads_bf16;
         accumulate(model, random_batch(c, 8, 0), 4);
         grads[bf16] = host_grads(model);
         step_update(model, 1e-3);
-        norms[bf16] = gpt2_read_state(model).update.norm;
+        norms[bf16] = model_read_state(model).update.norm;
     }
     for (int i = 0; i < NUM_PARAMS; i++) {
         if (a.param_specs[i].layers.empty()) { continue; }
@@ -1245,12 +1248,12 @@ static void test_loss_scale(const Config& c) {
         Options o = default_options();
         o.loss_scale = start;
         RandomModel model(c, o, 8);
-        DeviceState state = gpt2_read_state(&model);
+        DeviceState state = model_read_state(&model);
         CHECK(state.update.loss_scale == start, "the scale starts at %g", state.update.loss_scale);
         state.update.good_steps = kLossScaleSteps - 1;
-        gpt2_write_state(&model, state);
+        model_write_state(&model, state);
         one_step(&model, 8, 0);
-        state = gpt2_read_state(&model);
+        state = model_read_state(&model);
         CHECK(state.update.skip == (overflows ? SKIP_NOT_FINITE : SKIP_NO) &&
                   state.update.loss_scale == (overflows ? 0.5f : 2.0f) * start,
               "from %g: skip %d, scale %g", start, state.update.skip, state.update.loss_scale);
@@ -1263,9 +1266,9 @@ static void test_scratch() {
             const Config shape = {N, 256, 256, 2, 1, C};
             const std::vector<ParamSpec> specs = param_table(shape);
             Options o = default_options();
-            const size_t bytes = gpt2_scratch_bytes(shape, o, 1, N);
+            const size_t bytes = model_scratch_bytes(shape, o, 1, N);
             o.grads_bf16 = true;
-            const size_t bf16 = gpt2_scratch_bytes(shape, o, 1, N);
+            const size_t bf16 = model_scratch_bytes(shape, o, 1, N);
             const size_t dwte = specs[PARAM_wte].elems * sizeof(float);     // behind it: both parts of dwte
             CHECK(bf16 >= bytes + dwte && bf16 >= dwte + (size_t)C * C * 16, "C=%d N=%d: bf16 gradients", C,
                   N);
@@ -1282,14 +1285,14 @@ static void test_scratch() {
 static void test_large_logits() {
     const Config wide = {1024, 50257, 50304, 1, 1, 64};
     const int B = 44;                           // 45056 * 50304 = 2.27e9
-    if (memory_total(gpt2_memory_plan(wide, default_options(), B, 1024)) > device_init().memory_free) {
+    if (memory_total(model_memory_plan(wide, default_options(), B, 1024)) > device_init().memory_free) {
         SKIP(1, "not enough GPU memory");
         return;
     }
-    Model model(wide, default_options(), B, 1024);
-    gpt2_init_random(&model, 1);
+    TestModel model(wide, default_options(), B, 1024);
+    model_init_random(&model, 1);
     const Batch batch = random_batch(wide, B, 3);
-    auto losses = [&] { return from_device(&model, gpt2_acts(&model, 0).losses, (size_t)B * 1024); };
+    auto losses = [&] { return from_device(&model, model_acts(&model, 0).losses, (size_t)B * 1024); };
     accumulate(&model, batch);
     const Vector all = losses();
     const std::vector<Vector> whole = host_grads(&model);
@@ -1618,7 +1621,7 @@ typedef Side<double, double> Twin;
 #define X(name, Args)                                                  \
     [[maybe_unused]] static void call(const Args& a) { name(a, 0); }   \
     [[maybe_unused]] static void call(const Args##Of<double, double>& a) { name##_cpu<double>(a, 0); }
-GPT2_OPS(X)
+MODEL_OPS(X)
 #undef X
 // op<ActivateOf>(at, {at.x("out", Out(n)), at.x("inp", In(n)), N, F, mlp}) runs the op on the device, or its
 // twin.

@@ -41,7 +41,7 @@ l, and h for a head; bt is b*T+t.
 #include "llmc/model/layout.h"       // gives: ParamSpec, ActSpec, Layout, Places, param_address
 #include "llmc/model/memory_plan.h"  // gives: MemoryItem, memory_fits, memory_check, memory_print
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
-#include "llmc/ops/ops.h"            // gives: GPT2_OPS, each op's arguments, Grad, ChunkRange
+#include "llmc/ops/ops.h"            // gives: MODEL_OPS, each op's arguments, Grad, ChunkRange
 #include "llmc/ops/rotation_table.h" // gives: rotation_table, rotation_table_size
 #include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
 #include "llmc/data/dataloader.h"    // gives: DataLoader
@@ -92,9 +92,9 @@ constexpr bool kLowPrecision = sizeof(floatX) == 2;     // parameters may have f
 typedef MuonValue<floatX>::type muonX;      // what Muon multiplies
 typedef MasterValue<floatX, float>::type masterX;       // beside a bf16 weight its master's lower half
 #define X(op, Args) typedef Args##Of<floatX, float> Args;      // the ops' arguments
-GPT2_OPS(X)
+MODEL_OPS(X)
 #undef X
-static_assert(sizeof(muonX) == sizeof(floatX), "gpt2_arrays counts its buffers by bytes_floatX");
+static_assert(sizeof(muonX) == sizeof(floatX), "model_arrays counts its buffers by bytes_floatX");
 
 // == 3 limits ==
 // FP16 multiplies the loss by a scale, so that small gradients do not become zero. The loss is a mean over a
@@ -126,7 +126,7 @@ static struct TestHooks {
 // Kernels walk rows in vectors of kWidth elements: C, OC and Vp are multiples of 8 (config_error); a head's
 // size need not be. nvcc unrolls short inner loops by itself; the others say #pragma unroll.
 #define X(op, Args) static void op(const Args& a, Stream stream);
-GPT2_OPS(X)
+MODEL_OPS(X)
 #undef X
 
 // The host reads this kernel's thread limit: 128 means that this GPU runs code for sm_90a. A Hopper GPU may
@@ -863,7 +863,7 @@ __device__ __forceinline__ float sigmoid(float x, float unit = 1.0f) {
     return reciprocal_fast(exp2_fast(-kLog2e * x) * unit + unit);
 }
 
-// A struct for each row of GPT2_MLPS. value: what it gives, divided by `unit`, a power of two. slope: its
+// A struct for each row of MODEL_MLPS. value: what it gives, divided by `unit`, a power of two. slope: its
 // derivative; slopes, of a gated one: the gradients of gate and of up, from that of the value.
 struct Gelu {
     static constexpr bool kGated = false;
@@ -890,14 +890,14 @@ struct Relu2 {                                  // x < 0 is false for NaN, which
 };
 struct NoAct { static constexpr bool kGated = false; };         // where a kernel does without
 #define X(act, ...) static_assert(act::kGated == is_gated(Mlp::act), "as its row says");
-GPT2_MLPS(X)
+MODEL_MLPS(X)
 #undef X
 
 // f(Gelu()) and so on
 template <class F> static auto with_act(Mlp mlp, F f) {
     switch (mlp) {
 #define X(act, ...) case Mlp::act: return f(act());
-        GPT2_MLPS(X)
+        MODEL_MLPS(X)
 #undef X
     }
     die("activation %d is not built", (int)mlp);
@@ -4568,7 +4568,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 // name and a height; --optimizer muon updates them one by one. id: the key of the random numbers that its
 // first values are drawn with; it never changes, whatever tensors are added.
 //    name      type    where   rows    cols    init        kind    live    parts  id
-#define GPT2_PARAMS(X)                                                                                       \
+#define MODEL_PARAMS(X)                                                                                      \
     X(wte,      floatX, Global, Vp,     C,      Normal,     Embedding, V,   NONE,  0)                        \
     X(wpe,      floatX, Global, learned * maxT, C, Normal, Embedding, learned * maxT, NONE, 1)               \
     X(ln1w,     float,  Block,  weighted, C,    One,        Norm,   weighted, NONE, 2)                       \
@@ -4600,7 +4600,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 // row; NAME_t8 the same, transposed. Bytes of weights are kept for all layers only at -r 0; otherwise each
 // forward and backward casts a layer's weights when it comes to the layer.
 //    name        type    where   kept    elements
-#define GPT2_ACTS(X)                                                                                        \
+#define MODEL_ACTS(X)                                                                                       \
     X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                   \
     X(raw,        floatX, Global, ALWAYS, embed_norm * N * C)           /* (B,T,C) rows of wte */           \
     X(raw_rstd,   float,  Global, ALWAYS, embed_norm * N)               /* (B,T) */                         \
@@ -4666,16 +4666,16 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(headw_t8,   uint8_t, Global, ALWAYS, fp8_head * Vp * C)
 
 #define X(name, ...) PARAM_##name,
-enum ParamId { GPT2_PARAMS(X) NUM_PARAMS };
+enum ParamId { MODEL_PARAMS(X) NUM_PARAMS };
 #undef X
 #define X(name, ...) ACT_##name,
-enum ActId { GPT2_ACTS(X) NUM_ACTS };
+enum ActId { MODEL_ACTS(X) NUM_ACTS };
 #undef X
 
 // One pointer per tensor; a Block's points to one layer's copy (act_views).
 struct Acts {
 #define X(name, type, ...) type* name;
-    GPT2_ACTS(X)
+    MODEL_ACTS(X)
 #undef X
 };
 static_assert(sizeof(Acts) == NUM_ACTS * sizeof(void*), "act_views addresses the fields by row");
@@ -4705,7 +4705,7 @@ static std::vector<ParamSpec> param_rows(const Config& c, int l) {
     static_assert(Kind::kind_ != Kind::Norm || sizeof(type_) == sizeof(float), "norms are fp32");            \
     specs.push_back(param_spec(#name_, bytes_##type_, Where::where_, rows_, cols_, init_, Kind::kind_,       \
                                live_, parts_, id_));
-    GPT2_PARAMS(X)
+    MODEL_PARAMS(X)
 #undef X
     return specs;
 }
@@ -4716,7 +4716,7 @@ static std::vector<ParamSpec> param_table(const Config& c) {
     return specs;
 }
 
-// What a run may choose; fixed after gpt2_allocate.
+// What a run may choose; fixed after model_allocate.
 struct Options : ModelSettings {
     bool trains = true;         // else forward only: gradients and optimizer have no memory
     bool grads_bf16 = false;    // gradients of tensors with two dimensions in bf16, rounded with dither
@@ -4756,7 +4756,7 @@ static size_t act_specs(ActSpec* specs, const Config& c, int B, int T, const Opt
 #define IN(other) act_in(ACT_##other)
 #define X(name_, type_, where_, kept_, elems_)                                                               \
     specs[i++] = act_spec(#name_, bytes_##type_, elems_, Where::where_, kept_, specs, &offset);
-    GPT2_ACTS(X)
+    MODEL_ACTS(X)
 #undef X
 #undef IN
     return offset;
@@ -4784,13 +4784,13 @@ struct Inputs {
 struct Optimizer {              // state. From ZeRO stage 1 on, a rank has that of its shards only
     masterX* master;            // null at -w 0 and in FP32 builds; fp32 parameters leave their part empty
     char *m, *v;                // v lies behind m, in one array; fp32, or bf16 with state_bf16
-    char* muon_updates;         // null without Muon and on one GPU, see gpt2_update_muon
+    char* muon_updates;         // null without Muon and on one GPU, see model_update_muon
     ChunkRange* ranges;         // (buckets)
 };
 
 struct Activations {
     ActSpec specs[NUM_ACTS];
-    char* data;                 // see GPT2_ACTS; Muon works in this memory, too, and between steps texts are
+    char* data;                 // see MODEL_ACTS; Muon works in this memory, too, and between steps texts are
                                 // written there
     size_t bytes, muon_bytes, text_bytes;       // of data; of these, what only Muon needs, and only texts
     float* scratch;             // one op at a time uses it: the largest need of any op. With bf16 gradients
@@ -4835,7 +4835,7 @@ struct Fp8 {
     Fp8Tensor* tensors;         // (3*linears + 1), of which (2*linears) are saved
 };
 
-struct GPT2 {
+struct Model {
     Config config;
     Options options;
     int B, T;                   // the largest batch; a pass may be over less
@@ -4870,7 +4870,7 @@ static Inputs inputs_layout(char* base, int B, int T) {
     return in;
 }
 
-static size_t gpt2_scratch_bytes(const Config& c, const Options& options, int B, int T) {
+static size_t model_scratch_bytes(const Config& c, const Options& options, int B, int T) {
     const int N = B * T;
     if (!options.trains) { return 0; }          // only backward passes need any
     // GPT-2: a norm's weight and bias and a branch's bias; other blocks have up to two of each. qkvb and fcb:
@@ -4897,14 +4897,14 @@ enum class Memory { Plain, Zeroed, Shared };    // Shared: zeroed, and exchanged
 
 // Every array that a model has on the device: visit(name, pointer to it, bytes, Memory). The memory plan, the
 // allocation and the release each walk over this list. 0 bytes: the model lacks the array, which is null.
-template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
+template <class Visit> static void model_arrays(Model* model, Visit visit) {
     const Config& c = model->config;
     const Options& o = model->options;
     const Layout& layout = model->layout;
     const Memory shared = o.split.world > 1 ? Memory::Shared : Memory::Zeroed;
     visit("parameters", &model->params, layout.params_bytes, shared);
     visit("activations", &model->acts.data, model->acts.bytes, Memory::Plain);
-    visit("scratch", &model->acts.scratch, gpt2_scratch_bytes(c, o, model->B, model->T), Memory::Plain);
+    visit("scratch", &model->acts.scratch, model_scratch_bytes(c, o, model->B, model->T), Memory::Plain);
     visit("matmul workspace", &model->acts.workspace, gemm_workspace_bytes(), Memory::Plain);
     visit("inputs", &model->feed.inputs.tokens, inputs_layout(nullptr, model->B, model->T).bytes,
           Memory::Plain);
@@ -4932,7 +4932,7 @@ template <class Visit> static void gpt2_arrays(GPT2* model, Visit visit) {
 }
 
 // Fills in the model's description and the sizes of its parts; allocates nothing.
-static void gpt2_describe(GPT2* model, const Config& config, const Options& options, int B, int T) {
+static void model_describe(Model* model, const Config& config, const Options& options, int B, int T) {
     *model = {};
     model->config = config;
     model->options = options;
@@ -4958,11 +4958,11 @@ static void gpt2_describe(GPT2* model, const Config& config, const Options& opti
 }
 
 // Every byte that the run will take on the device, by name. Each tensor of the activations has a line.
-static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, const Options& options, int B, int T) {
-    GPT2 model;
-    gpt2_describe(&model, c, options, B, T);
+static std::vector<MemoryItem> model_memory_plan(const Config& c, const Options& options, int B, int T) {
+    Model model;
+    model_describe(&model, c, options, B, T);
     std::vector<MemoryItem> plan;
-    gpt2_arrays(&model, [&](const char* name, auto** at, size_t bytes, Memory) {
+    model_arrays(&model, [&](const char* name, auto** at, size_t bytes, Memory) {
         if ((void*)at != (void*)&model.acts.data) { plan.push_back({name, bytes}); }
     });
     for (const ActSpec& a : model.acts.specs) {
@@ -5016,26 +5016,26 @@ static std::vector<MemoryFlag> memory_flags(const Config& c, const Options& opti
     for (const MemoryFlag& flag : kMemoryFlags) {
         Options with = options;
         flag.apply(&with);
-        const size_t bytes = memory_total(gpt2_memory_plan(c, with, B, T));
+        const size_t bytes = memory_total(model_memory_plan(c, with, B, T));
         if (resumed && !flag.keeps_bits) { continue; }
-        if (bytes < memory_total(gpt2_memory_plan(c, options, B, T))) { flags.push_back(flag); }
+        if (bytes < memory_total(model_memory_plan(c, options, B, T))) { flags.push_back(flag); }
     }
     return flags;
 }
-static std::vector<MemoryItem> gpt2_memory_plan(const Config& c, Options o, int B, int T,
-                                                const std::vector<MemoryFlag>& flags, unsigned with) {
+static std::vector<MemoryItem> model_memory_plan(const Config& c, Options o, int B, int T,
+                                                 const std::vector<MemoryFlag>& flags, unsigned with) {
     for (const MemoryFlag& flag : flags) {
         if (with & 1) { flag.apply(&o); }
         with /= 2;
     }
-    return gpt2_memory_plan(c, o, B, T);
+    return model_memory_plan(c, o, B, T);
 }
 
-static void gpt2_check_memory(const Config& c, const Options& options, int B, int T,
-                              const DeviceInfo& device, bool resumed = false) {
+static void model_check_memory(const Config& c, const Options& options, int B, int T,
+                               const DeviceInfo& device, bool resumed = false) {
     const std::vector<MemoryFlag> flags = memory_flags(c, options, B, T, resumed);
-    memory_check([&](int b, unsigned with) { return gpt2_memory_plan(c, options, b, T, flags, with); }, flags,
-                 memory_room(device), {B, T, resumed});
+    memory_check([&](int b, unsigned with) { return model_memory_plan(c, options, b, T, flags, with); },
+                 flags, memory_room(device), {B, T, resumed});
 }
 
 // ---- allocation ----
@@ -5057,26 +5057,26 @@ static void exchange_init(Exchange* exchange, const Layout& layout, int rank) {
     }
 }
 
-static DeviceState gpt2_read_state(GPT2* model) {      // waits for the device
+static DeviceState model_read_state(Model* model) {      // waits for the device
     DeviceState state;
     copy_to_host(&state, model->state, sizeof(state), model->stream);
     stream_sync(model->stream);
     return state;
 }
-static void gpt2_write_state(GPT2* model, const DeviceState& state) {
+static void model_write_state(Model* model, const DeviceState& state) {
     copy_to_device(model->state, &state, sizeof(state), model->stream);
     stream_sync(model->stream);
 }
-static void gpt2_forget_skips(GPT2* model) {
-    DeviceState state = gpt2_read_state(model);
+static void model_forget_skips(Model* model) {
+    DeviceState state = model_read_state(model);
     state.update.skipped_in_a_row = 0;
-    gpt2_write_state(model, state);
+    model_write_state(model, state);
 }
 
-static void optimizer_init(GPT2* model) {
+static void optimizer_init(Model* model) {
     DeviceState state = {};
     state.update.loss_scale = kFp16 ? model->options.loss_scale : 1.0f;
-    gpt2_write_state(model, state);
+    model_write_state(model, state);
     if (!model->options.trains) { return; }
     model->opt.v = model->opt.m + model->layout.state_elems * model->options.state_bytes();
     const std::vector<ChunkRange> ranges = chunk_ranges(model->layout);
@@ -5084,10 +5084,10 @@ static void optimizer_init(GPT2* model) {
     stream_sync(model->stream);
 }
 
-static void gpt2_allocate(GPT2* model, const Config& config, const Options& options, int B, int T) {
-    gpt2_describe(model, config, options, B, T);
+static void model_allocate(Model* model, const Config& config, const Options& options, int B, int T) {
+    model_describe(model, config, options, B, T);
     model->stream = stream_create();
-    gpt2_arrays(model, [&](const char* name, auto** at, size_t bytes, Memory kind) {
+    model_arrays(model, [&](const char* name, auto** at, size_t bytes, Memory kind) {
         if (bytes == 0) { return; }
         void* array = kind == Memory::Shared ? device_comm_malloc(bytes, name) : device_malloc(bytes, name);
         *at = (std::decay_t<decltype(*at)>)array;
@@ -5113,7 +5113,7 @@ static void gpt2_allocate(GPT2* model, const Config& config, const Options& opti
     }
 }
 
-static void gpt2_free(GPT2* model) {
+static void model_free(Model* model) {
     stream_sync(model->stream);
     stream_sync(model->exchange.stream);
     gemm_free(model->stream);
@@ -5127,7 +5127,7 @@ static void gpt2_free(GPT2* model) {
         event_destroy(b.gathered);
     }
     event_destroy(model->exchange.handover);
-    gpt2_arrays(model, [&](const char*, auto** at, size_t, Memory kind) {
+    model_arrays(model, [&](const char*, auto** at, size_t, Memory kind) {
         if (*at && kind == Memory::Shared) { device_comm_free(*at); }
         else if (*at) { device_free(*at); }
     });
@@ -5136,7 +5136,7 @@ static void gpt2_free(GPT2* model) {
 }
 
 // ---- tensors by name: where they are, loading, initialisation ----
-static char* gpt2_param_data(const GPT2* model, int i, int l) {
+static char* model_param_data(const Model* model, int i, int l) {
     const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
     return model->params + model->layout.buckets[at.bucket].params +
            at.offset * model->param_specs[i].elem_bytes;
@@ -5145,7 +5145,7 @@ static char* gpt2_param_data(const GPT2* model, int i, int l) {
 // Elements [begin, end) of layer l's copy of a tensor: this rank has their master weights, m and v.
 struct Held { const char *array, *type; void* memory; };    // of element `begin`; null: not in this model
 struct HeldPart { size_t begin, end; Held in[3]; };
-static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
+static HeldPart model_held_part(const Model* model, int i, int l) {
     const ParamAddress address = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[address.bucket];
     const size_t from = std::max(address.offset, b.held_at);
@@ -5164,7 +5164,7 @@ static HeldPart gpt2_held_part(const GPT2* model, int i, int l) {
              held("v", state, b.muon ? nullptr : model->opt.v, b.v)}};
 }
 
-static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(elems)*/) {
+static void model_set_param(Model* model, int i, int l, const float* values /*(elems)*/) {
     const ParamSpec& s = model->param_specs[i];
     std::vector<floatX> rounded;
     std::vector<uint16_t> lows;
@@ -5178,8 +5178,8 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
         for (size_t e = 0; e < s.elems; e++) { master_split(values[e], (uint16_t*)&rounded[e], &lows[e]); }
         masters = lows.data();
     }
-    copy_to_device(gpt2_param_data(model, i, l), data, s.elems * s.elem_bytes, model->stream);
-    const HeldPart part = gpt2_held_part(model, i, l);
+    copy_to_device(model_param_data(model, i, l), data, s.elems * s.elem_bytes, model->stream);
+    const HeldPart part = model_held_part(model, i, l);
     if (part.in[0].memory) {
         copy_to_device(part.in[0].memory, (const masterX*)masters + part.begin,
                        (part.end - part.begin) * sizeof(masterX), model->stream);
@@ -5190,7 +5190,7 @@ static void gpt2_set_param(GPT2* model, int i, int l, const float* values /*(ele
 // GPT-2's initialisation (Radford et al. 2019, section 2.3: residual projections scaled by 1/sqrt(number of
 // residual layers)). Values depend on (seed, tensor, position) alone. Padded rows of wte are zero and stay
 // so.
-static void gpt2_init_random(GPT2* model, uint64_t seed) {
+static void model_init_random(Model* model, uint64_t seed) {
     std::vector<float> values;
     for (int i = 0; i < NUM_PARAMS; i++) {
         const ParamSpec& s = model->param_specs[i];
@@ -5210,7 +5210,7 @@ static void gpt2_init_random(GPT2* model, uint64_t seed) {
                     }
                 }
             }
-            gpt2_set_param(model, i, l, values.data());
+            model_set_param(model, i, l, values.data());
         }
     }
 }
@@ -5228,26 +5228,26 @@ struct MicroStep {
 };
 
 // Rounds a micro-step's gradients.
-static RoundKey gpt2_grad_key(const GPT2* model, uint32_t micro) {
+static RoundKey model_grad_key(const Model* model, uint32_t micro) {
     return {model->options.seed, model->step, micro, kRoundGrads};
 }
 
 // Where the backward stores a gradient: in the buffer of the micro-step's lane.
-static Grad gpt2_grad(const GPT2* model, ParamId id, int l, const MicroStep& micro) {
+static Grad model_grad(const Model* model, ParamId id, int l, const MicroStep& micro) {
     const ParamAddress at = param_address(model->param_specs, model->layout, id, l);
     const Bucket& b = model->layout.buckets[at.bucket];
     const size_t buffer = lane_buffer(micro.lane) * model->layout.grads_bytes;
     char* data = model->grads + buffer + b.grads + at.offset * b.grad_bytes;
     const Accumulate acc = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
-    return Grad{(float*)data, acc, b.grads_bf16, gpt2_grad_key(model, micro.number), b.first + at.offset};
+    return Grad{(float*)data, acc, b.grads_bf16, model_grad_key(model, micro.number), b.first + at.offset};
 }
 
 // A bucket's gradients at the end of a step, summed over all micro-steps and ranks: from element `from` on,
 // where this rank's part begins. last: the step's last micro-step.
-static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, int bucket, size_t from) {
+static StoredGrads model_summed_grads(const Model* model, const MicroStep& last, int bucket, size_t from) {
     const Split& split = model->options.split;
     const Bucket& b = model->layout.buckets[bucket];
-    RoundKey key = gpt2_grad_key(model, last.number);
+    RoundKey key = model_grad_key(model, last.number);
     if (split.world > 1) {      // the sum over ranks was rounded with the key of the job's last micro-step
         key.micro = (uint32_t)(split.world * last.count - 1);
         key.tensor = kRoundGradSums;
@@ -5257,22 +5257,22 @@ static StoredGrads gpt2_summed_grads(const GPT2* model, const MicroStep& last, i
 
 // == 8 a step ==
 // train_step, then the functions that it calls, roughly in the order of the calls:
-static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int i,
-                                 int count, int64_t counted = -1);
-static MicroStep micro_step_of(const GPT2* model, int i, int count);
-static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
-                      const int* counted = nullptr);
-static void gpt2_forward(GPT2* model, int B, int T, const MicroStep* micro = nullptr);
-static void gpt2_head(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
-                      const MicroStep* micro = nullptr);        // losses, and the LM head's backward
-static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro);
-static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n);   // these three: the exchange
-static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro);
-static void gpt2_await_params(GPT2* model, int bucket);
-static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double muon_lr = 0.0);
+static MicroStep model_micro_step(Model* model, const int* tokens, const int* targets, int B, int T, int i,
+                                  int count, int64_t counted = -1);
+static MicroStep micro_step_of(const Model* model, int i, int count);
+static void model_feed(Model* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
+                       const int* counted = nullptr);
+static void model_forward(Model* model, int B, int T, const MicroStep* micro = nullptr);
+static void model_head(Model* model, int B, int T, float weight, float* mean, Accumulate acc,
+                       const MicroStep* micro = nullptr);        // losses, and the LM head's backward
+static void model_backward(Model* model, int B, int T, const MicroStep& micro);
+static void model_merge_lanes(Model* model, int lane, size_t offset, size_t n);   // these three: the exchange
+static void model_bucket_complete(Model* model, int bucket, const MicroStep& micro);
+static void model_await_params(Model* model, int bucket);
+static void model_update(Model* model, const MicroStep& last, double lr, double muon_lr = 0.0);
 
 // False: a signal came before the last micro-step. There is no update then, and the run ends.
-static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
+static bool train_step(Model* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
     const int count = rank_micro_steps();
     const int64_t counted = data_counted_targets(*loader);     // of the whole step, before its first part
     MicroStep micro;
@@ -5280,10 +5280,10 @@ static bool train_step(GPT2* model, DataLoader* loader, const Saver& saver, doub
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
         data_next(loader);
-        micro = gpt2_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count, counted);
+        micro = model_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count, counted);
     }
     saver_hold(saver);                          // weights change only after a checkpoint has its copies
-    gpt2_update(model, micro, lr, muon_lr);
+    model_update(model, micro, lr, muon_lr);
     return true;
 }
 
@@ -5292,18 +5292,18 @@ static float mean_weight(int64_t counted) { return counted > 0 ? (float)(1.0 / (
 
 // Adds a micro-step's part to the mean loss over the total batch, and to the gradients; a lane's first
 // micro-step stores them. counted: the targets of the total batch that are not -1, of all ranks; -1: all are.
-static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targets, int B, int T, int i,
-                                 int count, int64_t counted) {
+static MicroStep model_micro_step(Model* model, const int* tokens, const int* targets, int B, int T, int i,
+                                  int count, int64_t counted) {
     const MicroStep micro = micro_step_of(model, i, count);
     const Accumulate add = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
     const int64_t all = (int64_t)B * T * count * model->options.split.world;
     const float weight = mean_weight(counted < 0 ? all : counted);
     float* losses = (float*)(model->exchange.record + model->exchange.losses_at);     // (lanes)
-    gpt2_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
+    model_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     auto work = [&] {
-        gpt2_forward(model, B, T, &micro);
-        gpt2_head(model, B, T, weight, losses + micro.lane, add, &micro);
-        gpt2_backward(model, B, T, micro);
+        model_forward(model, B, T, &micro);
+        model_head(model, B, T, weight, losses + micro.lane, add, &micro);
+        model_backward(model, B, T, micro);
     };
     // In a graph a kernel begins 1 us sooner after the one before: 0.35 ms for 124M's 350. Arguments change,
     // so each micro-step records its graph anew. A split token (6.1) is a kernel more, and so another graph.
@@ -5315,13 +5315,13 @@ static MicroStep gpt2_micro_step(GPT2* model, const int* tokens, const int* targ
     } else {
         work();
     }
-    if (micro.ends_lane && !micro.exchanges) { gpt2_merge_lanes(model, micro.lane, 0, model->layout.elems); }
+    if (micro.ends_lane && !micro.exchanges) { model_merge_lanes(model, micro.lane, 0, model->layout.elems); }
     return micro;
 }
 
 // This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank. Lanes are
 // groups of micro-steps, explained where the exchange begins.
-static MicroStep micro_step_of(const GPT2* model, int i, int count) {
+static MicroStep micro_step_of(const Model* model, int i, int count) {
     const Split& split = model->options.split;
     const int per_lane = count / model->options.lanes;
     return {.number = (uint32_t)(split.rank * count + i),
@@ -5344,8 +5344,8 @@ static void await_event(Event event) {
 // until the slot's last copy has ended. targets: null when text is generated. counted: see Inputs. For a
 // backward pass it also sorts the token positions for the embedding's gradient. This counting sort takes the
 // host 0.6 ms at B=64, while the device still works on the micro-step before.
-static void gpt2_feed(GPT2* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
-                      const int* counted) {
+static void model_feed(Model* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
+                       const int* counted) {
     const size_t N = (size_t)B * T;
     Feed& feed = model->feed;
     const int slot = (int)(feed.count++ % Feed::kSlots);
@@ -5467,7 +5467,7 @@ struct Cache {
 // A forward or backward pass over (B,T). It names what the verbs below work on: layer_of and head_of make
 // operands, weights and gradients of the tables' tensors.
 struct Pass {
-    GPT2* model;
+    Model* model;
     int B, T;                           // where neither embedding nor attention runs, B*T alone counts
     const MicroStep* micro = nullptr;   // null: nothing is trained, so there is neither dropout nor FP8
     float* scratch = nullptr;           // of a backward
@@ -5488,10 +5488,10 @@ struct Pass {
         return std::binary_search(layers.begin(), layers.end(), l);
     }
     template <class T> T* param(ParamId id, int l) const {
-        return exists(id, l) ? (T*)gpt2_param_data(model, id, l) : nullptr;
+        return exists(id, l) ? (T*)model_param_data(model, id, l) : nullptr;
     }
     Grad grad(ParamId id, int l) const {
-        return micro && exists(id, l) ? gpt2_grad(model, id, l, *micro) : Grad{};
+        return micro && exists(id, l) ? model_grad(model, id, l, *micro) : Grad{};
     }
     // To be called before a tensor is written. A DEBUG build fills the memory with NaN, in the size of the
     // largest tensor that lies there.
@@ -5627,16 +5627,16 @@ struct Pass {
         if (y.bytes) { fp8_transpose({fresh(y.bytes_t), y.bytes, N(), C}, stream()); }
     }
     Dropout dropout(uint32_t mask) const {
-        const GPT2& m = *model;
+        const Model& m = *model;
         return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
     }
 };
 
 // ---- the forward's verbs ----
-// An engine: the verbs that a page such as gpt2_layer calls. The page says what a layer computes. The verb
-// decides what is fused, what is multiplied in FP8, and where a sum is taken. A verb whose tensor the model
-// lacks does nothing. Decoding in section 9, which writes text, follows the same pages with some verbs of its
-// own.
+// An engine: the verbs that a page such as sequential_layer calls. The page says what a layer computes. The
+// verb decides what is fused, what is multiplied in FP8, and where a sum is taken. A verb whose tensor the
+// model lacks does nothing. Decoding in section 9, which writes text, follows the same pages with some verbs
+// of its own.
 struct Forward : Pass {
     // In a backward the same pages recompute what -r has not kept: norms and activations, or at -r 3 all of a
     // layer but x_out, its end.
@@ -5659,7 +5659,7 @@ struct Forward : Pass {
 
     // Parameters of a bucket may still be on their way from other ranks.
     virtual void await(int bucket) {
-        if (model->layout.has(bucket)) { gpt2_await_params(model, bucket); }
+        if (model->layout.has(bucket)) { model_await_params(model, bucket); }
     }
 
     NormOutput<floatX, float> norm_output(const Operand& y, const Norm& w) const {
@@ -5792,7 +5792,7 @@ struct Forward : Pass {
 // ---- pages ----
 // GPT-2 (Radford et al. 2019): x + attention(norm(x)), then x + mlp(norm(x)). The modern block (LLaMA,
 // Touvron et al. 2023; QK-norm: Qwen3, 2025) has rotary positions, grouped queries, other MLPs and no biases.
-static void gpt2_layer(Forward& e, int l) {
+static void sequential_layer(Forward& e, int l) {
     const Layer a = e.layer_of(l);
     e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
     e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,NH+2*NKV,HS)
@@ -5818,13 +5818,13 @@ static void parallel_layer(Forward& e, int l) {
 }
 
 static void model_layer(Forward& e, int l) {
-    if (e.config().block == Block::Sequential) { gpt2_layer(e, l); }
+    if (e.config().block == Block::Sequential) { sequential_layer(e, l); }
     else { parallel_layer(e, l); }
 }
 
 // ---- forward ----
 // All activations up to lnf, from the inputs on the device.
-static void gpt2_forward(Forward& e) {
+static void model_forward(Forward& e) {
     const Layout& layout = e.model->layout;
     for (int bucket : {layout.embedding(), layout.biases(), layout.norms(), layout.head()}) {
         e.await(bucket);
@@ -5837,9 +5837,9 @@ static void gpt2_forward(Forward& e) {
     const Head head = e.head_of();
     e.norm(head.lnf, head.x, head.w_lnf);
 }
-static void gpt2_forward(GPT2* model, int B, int T, const MicroStep* micro) {
+static void model_forward(Model* model, int B, int T, const MicroStep* micro) {
     Forward e({model, B, T, micro, model->acts.scratch});
-    gpt2_forward(e);
+    model_forward(e);
 }
 
 // ---- the backward's verbs ----
@@ -5888,7 +5888,7 @@ struct Backward : Pass {
         const bool is_last = --weights_left == 0;
         if (is_last && postpones) { postponed = {dout, inp, w}; return; }
         weight_backward(dout, inp, w);
-        if (is_last) { gpt2_bucket_complete(model, bucket, *micro); }
+        if (is_last) { model_bucket_complete(model, bucket, *micro); }
     }
 
     // dinp = dout weight + residual, and the weight's gradient
@@ -6002,7 +6002,7 @@ struct Backward : Pass {
 
 // The pages of the backward mirror the forward's, from the last line to the first. linear_activate_backward
 // undoes linear_add and the activation; the line after it is the rest of linear_activate, fc's product.
-static void gpt2_layer_backward(Backward& e, int l) {
+static void sequential_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
     e.linear_activate_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.activation, a.w_fc.dbias,
                                a.dact);
@@ -6029,7 +6029,7 @@ static void parallel_layer_backward(Backward& e, int l) {
 }
 
 static void model_layer_backward(Backward& e, int l) {
-    if (e.config().block == Block::Sequential) { gpt2_layer_backward(e, l); }
+    if (e.config().block == Block::Sequential) { sequential_layer_backward(e, l); }
     else { parallel_layer_backward(e, l); }
 }
 
@@ -6064,7 +6064,7 @@ static void head_losses(const Pass& pass, const Head& head, float weight, int co
 // over. The LM head, 31 % of
 // 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
 // shapes occur, each of whole tiles.
-static void gpt2_counted_losses(GPT2* model, int N, int count) {
+static void model_counted_losses(Model* model, int N, int count) {
     const Config& c = model->config;
     const int rows = std::min(N, round_up(count, 256)), part = head_rows(model->options, N);
     const Pass pass = {model, 1, rows};
@@ -6083,8 +6083,8 @@ static void gpt2_counted_losses(GPT2* model, int N, int count) {
 
 // Losses of all positions, from the rows that the forward has left in lnf, and mean (+)= weight * their sum,
 // on the device. With a micro-step also the gradients of the head's weight and of lnf.
-static void gpt2_head(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc,
-                      const MicroStep* micro) {
+static void model_head(Model* model, int B, int T, float weight, float* mean, Accumulate acc,
+                       const MicroStep* micro) {
     const int N = B * T, part = head_rows(model->options, N), C = model->config.C;
     Backward e({model, 1, N, micro, model->acts.scratch});
     Head head = e.head_of();
@@ -6099,19 +6099,19 @@ static void gpt2_head(GPT2* model, int B, int T, float weight, float* mean, Accu
     }
     if (micro && head.w_id == PARAM_headw) {        // wte's sum waits for the embedding's gradient
         e.store_sum(PARAM_headw);
-        gpt2_bucket_complete(model, model->layout.head(), *micro);
+        model_bucket_complete(model, model->layout.head(), *micro);
     }
     loss_sum({mean, head.losses, weight, acc, N}, model->stream);
 }
 
-static void gpt2_loss(GPT2* model, int B, int T, float weight, float* mean, Accumulate acc) {
-    gpt2_forward(model, B, T);
-    gpt2_head(model, B, T, weight, mean, acc);
+static void model_loss(Model* model, int B, int T, float weight, float* mean, Accumulate acc) {
+    model_forward(model, B, T);
+    model_head(model, B, T, weight, mean, acc);
 }
 
 // ---- backward ----
 // Gradients of every other parameter, in the forward's order reversed.
-static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
+static void model_backward(Model* model, int B, int T, const MicroStep& micro) {
     const Config& c = model->config;
     const Layout& layout = model->layout;
     Backward e({model, B, T, &micro, model->acts.scratch});
@@ -6130,17 +6130,17 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
     }
 
     for (int bucket : {layout.norms(), layout.biases()}) {
-        if (layout.has(bucket)) { gpt2_bucket_complete(model, bucket, micro); }
+        if (layout.has(bucket)) { model_bucket_complete(model, bucket, micro); }
     }
     dwte.acc = Accumulate::Yes;
     encoder_backward({.dwte = dwte, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
                       .dout = e.embed_backward(e.after_layer(-1).added[0].dout.data),
                       .buckets = model->feed.buckets, .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
     e.store_sum(PARAM_wte);
-    gpt2_bucket_complete(model, layout.embedding(), micro);
+    model_bucket_complete(model, layout.embedding(), micro);
     e.weight_backward(e.postponed.dout, e.postponed.inp, e.postponed.w);        // layer 0's qkv
-    gpt2_bucket_complete(model, layout.layer(0), micro);
-    gpt2_bucket_complete(model, -1, micro);
+    model_bucket_complete(model, layout.layer(0), micro);
+    model_bucket_complete(model, -1, micro);
 }
 
 // ---- exchange between GPUs ----
@@ -6165,7 +6165,7 @@ static void gpt2_backward(GPT2* model, int B, int T, const MicroStep& micro) {
 
 // After a lane: adds the pairs that it completes (lanes.h), in n elements from `offset` bytes on.
 // With several lanes on a rank, gradients are fp32.
-static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
+static void model_merge_lanes(Model* model, int lane, size_t offset, size_t n) {
     const int top = lane_buffer(lane), merges = lane_merges(lane, model->options.lanes);
     if (merges == 0) { return; }
     auto buffer = [&](int k) { return (float*)(model->grads + k * model->layout.grads_bytes + offset); };
@@ -6177,12 +6177,12 @@ static void gpt2_merge_lanes(GPT2* model, int lane, size_t offset, size_t n) {
 
 // From now on, work enqueued on `later` waits for the work that `earlier` has. A wait is for what the event
 // has recorded by then, so one event serves all.
-static void stream_follow(const GPT2* model, Stream later, Stream earlier) {
+static void stream_follow(const Model* model, Stream later, Stream earlier) {
     event_record(model->exchange.handover, earlier);
     stream_wait(later, model->exchange.handover);
 }
 
-static char* exchange_inbox(const GPT2* model, int bucket) {
+static char* exchange_inbox(const Model* model, int bucket) {
     const size_t bytes = model->layout.largest_but_first * sizeof(float);
     return model->exchange.inboxes + model->exchange.buckets[bucket].inbox * bytes;
 }
@@ -6190,12 +6190,12 @@ static char* exchange_inbox(const GPT2* model, int bucket) {
 // Sums a bucket's gradients of all ranks as soon as they have arrived. Piece r is rank r's sum of its lanes,
 // stored by that rank's last micro-step. The kernels run on the backward's stream: on a second one, both
 // would wait for each other's SMs (dev/bench/NOTES.md).
-static void gpt2_sum_bucket(GPT2* model, int bucket, const MicroStep& last) {
+static void model_sum_bucket(Model* model, int bucket, const MicroStep& last) {
     const Bucket& b = model->layout.buckets[bucket];
-    const StoredGrads sum = gpt2_summed_grads(model, last, bucket, b.mine);
+    const StoredGrads sum = model_summed_grads(model, last, bucket, b.mine);
     stream_wait(model->stream, model->exchange.buckets[bucket].arrived);
     lane_sum({.out = {(float*)sum.data, Accumulate::No, sum.is_bf16, sum.key, sum.first},
-              .pieces = {exchange_inbox(model, bucket), sum.is_bf16, gpt2_grad_key(model, last.count - 1),
+              .pieces = {exchange_inbox(model, bucket), sum.is_bf16, model_grad_key(model, last.count - 1),
                          sum.first},
               .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
               .n = b.shard}, model->stream);
@@ -6207,7 +6207,7 @@ static void gpt2_sum_bucket(GPT2* model, int bucket, const MicroStep& last) {
 
 // Called when the backward has computed a bucket's gradients. Sends them to the other ranks, and sums the
 // gradients of the bucket before, which have arrived in the meantime. bucket -1: no more buckets follow.
-static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro) {
+static void model_bucket_complete(Model* model, int bucket, const MicroStep& micro) {
     if (!micro.exchanges) { return; }
     Exchange& exchange = model->exchange;
     const int before = exchange.bucket_in_flight;
@@ -6215,18 +6215,18 @@ static void gpt2_bucket_complete(GPT2* model, int bucket, const MicroStep& micro
     if (bucket >= 0) {
         const Bucket& b = model->layout.buckets[bucket];
         BucketExchange& sent = exchange.buckets[bucket];
-        gpt2_merge_lanes(model, micro.lane, b.grads, b.padded);
+        model_merge_lanes(model, micro.lane, b.grads, b.padded);
         stream_follow(model, exchange.stream, model->stream);       // the inbox's last sums are done, too
         sent.inbox = bucket == model->layout.embedding() ? 2 : exchange.next_inbox++ % 2;
         device_all_to_all(exchange_inbox(model, bucket), model->grads + b.grads, b.shard * b.grad_bytes,
                           exchange.stream);
         event_record(sent.arrived, exchange.stream);
     }
-    if (before >= 0) { gpt2_sum_bucket(model, before, micro); }
+    if (before >= 0) { model_sum_bucket(model, before, micro); }
 }
 
 // Gathers the updated parameters of `count` buckets from `first` on, while the next forward runs.
-static void gpt2_gather_params(GPT2* model, int first, int count) {
+static void model_gather_params(Model* model, int first, int count) {
     const Split& split = model->options.split;
     if (split.world == 1 || split.zero == 0) { return; }
     const Exchange& exchange = model->exchange;
@@ -6239,22 +6239,22 @@ static void gpt2_gather_params(GPT2* model, int first, int count) {
 }
 
 // Makes the model's stream wait until this bucket's parameters have arrived from the other ranks.
-static void gpt2_await_params(GPT2* model, int bucket) {
+static void model_await_params(Model* model, int bucket) {
     const Split& split = model->options.split;
     if (split.world == 1 || split.zero == 0) { return; }
     stream_wait(model->stream, model->exchange.buckets[bucket].gathered);
 }
-static void gpt2_await_all_params(GPT2* model) {
+static void model_await_all_params(Model* model) {
     const int count = (int)model->layout.buckets.size();
-    for (int bucket = 0; bucket < count; bucket++) { gpt2_await_params(model, bucket); }
+    for (int bucket = 0; bucket < count; bucket++) { model_await_params(model, bucket); }
 }
 
 // Dies if the parameters of two ranks differ: each rank hashes its own, and all compare the hashes.
-static void check_ranks(GPT2* model, int64_t step) {
+static void check_ranks(Model* model, int64_t step) {
     if (comm.world == 1) { return; }
     CommWait waiting;                           // the device may wait for other ranks
     const size_t bytes = model->layout.params_bytes;
-    gpt2_await_all_params(model);
+    model_await_all_params(model);
     std::vector<char> part(std::min(bytes, (size_t)64 << 20));
     Checksum sum;
     for (size_t at = 0; at < bytes; at += part.size()) {
@@ -6274,7 +6274,7 @@ static void check_ranks(GPT2* model, int64_t step) {
 // ---- update ----
 // The buckets that one launch updates, from this one on: all layers' buckets at once, each as a row of the
 // launch (op_types.h, Rows); any other bucket alone.
-static Rows gpt2_update_rows(const GPT2* model, int bucket) {
+static Rows model_update_rows(const Model* model, int bucket) {
     const int L = model->config.L, layer = model->layout.layer(0);
     if (bucket != layer || L == 1) { return {}; }
     const Bucket &b = model->layout.buckets[layer], &next = model->layout.buckets[layer + 1];
@@ -6282,12 +6282,12 @@ static Rows gpt2_update_rows(const GPT2* model, int bucket) {
 }
 
 // This rank's m or v, from element `at` of the arena on.
-static StateOf<float> gpt2_state(const GPT2* model, char* arena, size_t at) {
+static StateOf<float> model_state(const Model* model, char* arena, size_t at) {
     return {arena + at * model->options.state_bytes(), model->options.state_bf16};
 }
 
 // An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
-template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
+template <class Send> static void model_exchange_now(Model* model, Send send) {
     if (model->options.split.world == 1) { return; }
     const Stream stream = model->exchange.stream;
     stream_follow(model, stream, model->stream);
@@ -6297,7 +6297,7 @@ template <class Send> static void gpt2_exchange_now(GPT2* model, Send send) {
 
 // Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the bucket of
 // the first of these layers.
-static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
+static void model_orthogonalise(Model* model, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
     char* products = model->acts.data + model->muon.elems * sizeof(muonX);
     auto product = [&](int i) { return products + i * model->muon.product; };
@@ -6313,7 +6313,7 @@ static void gpt2_orthogonalise(GPT2* model, muonX* updates, int layers) {
 // Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
 // a whole matrix, so its bits do not depend on the number of ranks. No activation lives while weights are
 // updated, so all but what the ranks exchange is in the activations' memory.
-static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, double lr) {
+static void model_update_muon(Model* model, const MicroStep& last, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const MuonShare& share = model->muon;
@@ -6325,20 +6325,20 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
         const int bucket = model->layout.layer(first);
         const Bucket& b = model->layout.buckets[bucket];
         rows.count = layers;
-        muon_momentum({.update = updates + b.held_at, .m = gpt2_state(model, model->opt.m, b.state),
-                       .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
+        muon_momentum({.update = updates + b.held_at, .m = model_state(model, model->opt.m, b.state),
+                       .grads = model_summed_grads(model, last, bucket, b.held_at),
                        .state = &model->state->update, .n = b.held, .update_row = b.padded, .rows = rows,
                        .momentum = momentum, .key = key, .first = b.first + b.held_at}, model->stream);
         if (split.zero >= 1) {
-            gpt2_exchange_now(model, [&](Stream stream) {
+            model_exchange_now(model, [&](Stream stream) {
                 for (int l = 0; l < layers; l++) {
                     device_all_gather(updates + l * b.padded, b.shard * sizeof(muonX), stream);
                 }
             });
         }
         const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
-        if (count > 0) { gpt2_orthogonalise(model, updates + mine * b.padded, count); }
-        gpt2_exchange_now(model, [&](Stream stream) {
+        if (count > 0) { model_orthogonalise(model, updates + mine * b.padded, count); }
+        model_exchange_now(model, [&](Stream stream) {
             device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
         });
         muon_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
@@ -6346,13 +6346,13 @@ static void gpt2_update_muon(GPT2* model, const MicroStep& last, Rows rows, doub
                      .update = updates + b.held_at, .state = &model->state->update, .n = b.held,
                      .update_row = b.padded, .rows = rows, .weight_decay = o.muon_decay, .lr = lr,
                      .key = key, .first = b.first + b.held_at}, model->stream);
-        gpt2_gather_params(model, bucket, layers);
+        model_gather_params(model, bucket, layers);
     }
 }
 
 // Computes the norm, decides whether to skip, and runs AdamW and Muon: all on the device, from the same
 // numbers on every rank.
-static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double muon_lr) {
+static void model_update(Model* model, const MicroStep& last, double lr, double muon_lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const Exchange& exchange = model->exchange;
@@ -6362,10 +6362,10 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
         square_sums({(double*)exchange.record + b.shards / kChunk,
-                     gpt2_summed_grads(model, last, bucket, b.mine), b.shard,
-                     gpt2_update_rows(model, bucket)}, model->stream);
+                     model_summed_grads(model, last, bucket, b.mine), b.shard,
+                     model_update_rows(model, bucket)}, model->stream);
     }
-    gpt2_exchange_now(model, [&](Stream stream) {
+    model_exchange_now(model, [&](Stream stream) {
         device_all_gather(exchange.records, exchange.record_bytes, stream);
     });
     if (o.fp8) {                            // first: it makes the norm infinite where too much has saturated
@@ -6384,14 +6384,14 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
                     model->stream);
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
-        const Rows rows = gpt2_update_rows(model, bucket);
-        if (b.muon) { gpt2_update_muon(model, last, rows, muon_lr); continue; }
+        const Rows rows = model_update_rows(model, bucket);
+        if (b.muon) { model_update_muon(model, last, rows, muon_lr); continue; }
         adamw_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
-                      .m = gpt2_state(model, model->opt.m, b.state),
-                      .v = gpt2_state(model, model->opt.v, b.v),
-                      .grads = gpt2_summed_grads(model, last, bucket, b.held_at),
+                      .m = model_state(model, model->opt.m, b.state),
+                      .v = model_state(model, model->opt.v, b.v),
+                      .grads = model_summed_grads(model, last, bucket, b.held_at),
                       .state = &model->state->update, .n = b.held, .rows = rows,
                       .weight_decay = is_2d(b.kind) ? (float)o.weight_decay : 0.0f,
                       .lr = lr * (b.kind == Kind::Embedding ? o.embedding_rate
@@ -6400,7 +6400,7 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
                       .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
                       .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
                      model->stream);
-        gpt2_gather_params(model, bucket, rows.count);
+        model_gather_params(model, bucket, rows.count);
     }
     model->step++;
 }
@@ -6409,7 +6409,7 @@ static void gpt2_update(GPT2* model, const MicroStep& last, double lr, double mu
 // Writes several texts at once. Each text is a row, of the cache and of every other array here. All of this
 // is in the memory of the activations: those of a forward over one text, those of a step, then the arrays.
 struct Decoder {
-    GPT2* model;
+    Model* model;
     int rows;
     ActSpec text_specs[NUM_ACTS], step_specs[NUM_ACTS];     // (1,T) and (rows,1)
     Cache cache;                        // of all rows
@@ -6442,7 +6442,7 @@ static size_t decoder_bytes(const Config& c, int T, int rows) {
     return decoder_layout(nullptr, c, T, rows).bytes;
 }
 
-static void decoder_init(Decoder* d, GPT2* model) {
+static void decoder_init(Decoder* d, Model* model) {
     *d = decoder_layout(model->acts.data, model->config, model->T, model->options.text_rows);
     d->model = model;
     d->drawn = (int*)pinned_malloc(Decoder::kAhead * d->rows * sizeof(int), "drawn tokens");
@@ -6460,7 +6460,7 @@ static void decoder_free(Decoder* d) {
 // keys and values of all tokens but the last. T is rounded up, so that few shapes occur; no token sees later
 // ones.
 static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, int rows) {
-    GPT2* model = d->model;
+    Model* model = d->model;
     const int count = (int)text.size() - 1, T = std::min(model->T, round_up(count, 64));
     if (count == 0) { return; }
     std::vector<int> tokens(text.begin(), text.end() - 1);
@@ -6468,18 +6468,18 @@ static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, i
     const Config::Shape s = model->config.shape();
     const size_t at = (size_t)row * model->T * s.NKV * s.HS;
     const Cache cache = {d->cache.keys + at, d->cache.values + at, d->cache.layer_stride, rows, count};
-    gpt2_feed(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
+    model_feed(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
     Forward e({.model = model, .B = 1, .T = T, .act_specs = d->text_specs, .cache = &cache});
-    gpt2_forward(e);
+    model_forward(e);
 }
 
 // Prepares the next step of every text and returns its position; all texts have the same number of tokens. A
 // text longer than T keeps its last T/2 tokens. Their positions change, so the cache is computed anew.
 static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts, uint32_t first_id,
                          uint64_t first_draw) {
-    GPT2* model = d->model;
+    Model* model = d->model;
     const int n = (int)texts[0].size(), kept = n <= model->T ? n : std::max(1, model->T / 2);
-    gpt2_await_all_params(model);
+    model_await_all_params(model);
     bool equal = true;
     for (const auto& text : texts) { equal = equal && text == texts[0]; }
     std::vector<int> tokens, positions(d->rows, kept - 1);
@@ -6533,7 +6533,7 @@ struct Decoding : Forward {
 
 // Enqueues one step: one more token of every text. The tokens arrive in drawn[i] (rows).
 static void decoder_step(Decoder* d, int i) {
-    GPT2* model = d->model;
+    Model* model = d->model;
     const Config& c = model->config;
     Stream stream = model->stream;
     const int n = d->rows;
@@ -6541,7 +6541,7 @@ static void decoder_step(Decoder* d, int i) {
     sampling.softcap = c.shape().softcap;
     graph_run(&d->step, stream, [&] {
         Decoding e(d);
-        gpt2_forward(e);
+        model_forward(e);
         Head head = e.head_of();
         head.w.OC = c.V;                        // padding has no logits here
         e.product(head.logits, head.lnf, head.w);
@@ -6593,9 +6593,9 @@ constexpr bool kModelIsBf16 = kLowPrecision && !kFp16;
 
 static Config checkpoint_config(const char* path) { return model_read_config(path, param_table); }
 
-static void checkpoint_load(GPT2* model, const char* path) {
+static void checkpoint_load(Model* model, const char* path) {
     auto on_tensor = [=](int i, int l, const float* values) {
-        gpt2_set_param(model, i, l, values);
+        model_set_param(model, i, l, values);
         comm_progress(-1);
     };
     model_read(path, param_table, model->config, on_tensor);
@@ -6604,7 +6604,7 @@ static void checkpoint_load(GPT2* model, const char* path) {
 // ---- saving ----
 // All master weights of a tensor (bf16: their lower halves), on the device, valid until the next call. From
 // ZeRO stage 1 on it gathers the shards, so all ranks must call it at the same time.
-static const masterX* gpt2_whole_master(GPT2* model, int i, int l) {
+static const masterX* model_whole_master(Model* model, int i, int l) {
     const ParamAddress at = param_address(model->param_specs, model->layout, i, l);
     const Bucket& b = model->layout.buckets[at.bucket];
     if (model->options.split.zero == 0) { return model->opt.master + b.state + at.offset; }
@@ -6617,7 +6617,7 @@ static const masterX* gpt2_whole_master(GPT2* model, int i, int l) {
 // The pieces of this rank's state. Resuming reads those that have an address here. Of these, each rank saves
 // the master weights, m and v that no other rank saves; rank 0 also saves the parameters. FP16 builds write
 // fp32 models, from the master weights.
-static std::vector<SavedPiece> state_pieces(GPT2* model) {
+static std::vector<SavedPiece> state_pieces(Model* model) {
     const bool sharded = model->options.split.zero >= 1, first = model->options.split.rank == 0;
     std::vector<SavedPiece> pieces;
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -6630,9 +6630,9 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
                 return state_row(format("%s.%s", array, s.name) + layer, type, s.rows, s.cols, begin,
                                  end - begin);
             };
-            pieces.push_back({.row = row("param", type, 0, s.elems), .device = gpt2_param_data(model, i, l),
+            pieces.push_back({.row = row("param", type, 0, s.elems), .device = model_param_data(model, i, l),
                               .in_state = first, .in_model = first && !from_master});
-            const HeldPart part = gpt2_held_part(model, i, l);
+            const HeldPart part = model_held_part(model, i, l);
             for (const Held& held : part.in) {
                 if (!held.memory) { continue; }
                 const bool is_master = &held == &part.in[0];
@@ -6642,7 +6642,7 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
             }
             if (from_master && sharded) {
                 pieces.push_back({.row = row("master", "f32", 0, s.elems),
-                                  .gather = [=] { return (const void*)gpt2_whole_master(model, i, l); },
+                                  .gather = [=] { return (const void*)model_whole_master(model, i, l); },
                                   .in_model = first});
             }
         }
@@ -6655,8 +6655,8 @@ static std::vector<SavedPiece> state_pieces(GPT2* model) {
     return pieces;
 }
 
-static void gpt2_saver_init(Saver* saver, GPT2* model, const Logger* logger, const std::string& folder,
-                            bool at_once, const Retention& retention) {
+static void model_saver_init(Saver* saver, Model* model, const Logger* logger, const std::string& folder,
+                             bool at_once, const Retention& retention) {
     saver->folder = folder;
     saver->retention = retention;
     saver->config = model->config;
@@ -6669,23 +6669,23 @@ static void gpt2_saver_init(Saver* saver, GPT2* model, const Logger* logger, con
 }
 
 // All ranks save after the same step. facts: what the state file says beside its tensors.
-static void gpt2_save(GPT2* model, Saver* saver, int64_t step, const Facts& facts) {
+static void model_save(Model* model, Saver* saver, int64_t step, const Facts& facts) {
     saver_begin(saver, step);
-    gpt2_await_all_params(model);
+    model_await_all_params(model);
     saver_copy(saver, facts);
 }
 
 // ---- resuming ----
-static Facts model_facts(GPT2* model) {
+static Facts model_facts(Model* model) {
     Facts facts = {{"precision", PRECISION_NAME}, {"step", std::to_string(model->step)}};
     config_facts(model->config, &facts);
-    update_facts(gpt2_read_state(model).update, &facts);
+    update_facts(model_read_state(model).update, &facts);
     return facts;
 }
 
 // Loads parameters, master weights, m, v and the update's state into a model that has been allocated for
 // these shapes. Returns an error of the files, which leaves the model half loaded, or "".
-static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
+static std::string model_load_state(Model* model, const Checkpoint* c) {
     const PieceIndex index = checkpoint_index(*c);
     std::vector<char> data;
     for (const SavedPiece& piece : state_pieces(model)) {
@@ -6699,7 +6699,7 @@ static std::string gpt2_load_state(GPT2* model, const Checkpoint* c) {
     DeviceState state = {};
     const std::string error = facts_update(c->facts, &state.update);
     if (!error.empty()) { return error; }
-    gpt2_write_state(model, state);
+    model_write_state(model, state);
     model->step = (uint32_t)c->step;
     return "";
 }
@@ -6710,7 +6710,7 @@ constexpr Build kBuild = {PRECISION_NAME, kDeviceIsCuda};
 
 // A run: its parts, and how far it is, between two steps.
 struct Training {
-    GPT2 model = {};
+    Model model = {};
     Decoder decoder = {};
     RunData data;
     Logger logger;
@@ -6755,10 +6755,10 @@ static Options run_options() {
 // a buffer for gradients, and the run then has the bits of fewer lanes. A run that trains takes no memory for
 // texts but the activations'; other runs may use all that the device has.
 static void fit(const Config& config, Options* o, const DeviceInfo& device) {
-    auto fits = [&] { return memory_fits(gpt2_memory_plan(config, *o, run.B, run.T), memory_room(device)); };
+    auto fits = [&] { return memory_fits(model_memory_plan(config, *o, run.B, run.T), memory_room(device)); };
     auto texts_fit = [&] {
-        GPT2 model;
-        gpt2_describe(&model, config, *o, run.B, run.T);
+        Model model;
+        model_describe(&model, config, *o, run.B, run.T);
         return o->trains ? model.acts.text_bytes == 0 : fits();
     };
     while (o->text_rows > 1 && !texts_fit()) { o->text_rows /= 2; }
@@ -6776,7 +6776,7 @@ static void take_device(Training* t, const Config& config, Options* options) {
         options->lanes = *std::min_element(lanes.begin(), lanes.end());
         lanes_lowered_print(options->lanes * comm.world);
     }
-    gpt2_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
+    model_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
     die_if(attention_error(config.NH, config.shape().NKV, config.shape().HS));
     if (options->fp8) { die_if(fp8_error()); }
 }
@@ -6787,7 +6787,7 @@ static Facts origin_facts(const Training& t) {
             {"training data", dataloader_facts(&t.data.train)}, {"training data sample", t.data.sample}};
 }
 
-static void print_model(const GPT2& model) {
+static void print_model(const Model& model) {
     if (run.verbose < 0) { return; }
     const Config& c = model.config;
     const Split& split = model.options.split;
@@ -6799,7 +6799,7 @@ static void print_model(const GPT2& model) {
     if (model.options.fp8) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
-    memory_print(gpt2_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
+    memory_print(model_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
     const Config::Shape s = c.shape();
     printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlps[(int)s.mlp].name,
            activation_form(s.mlp, c.C, s.F, model.options.fp8));
@@ -6807,18 +6807,18 @@ static void print_model(const GPT2& model) {
 
 // Allocates the model. Its parameters are a checkpoint's, a model file's, or random.
 static void load_model(Training* t, const Config& config, const Options& options, Checkpoint* resumed) {
-    GPT2* model = &t->model;
+    Model* model = &t->model;
     device_comm_init();
-    gpt2_allocate(model, config, options, run.B, run.T);
+    model_allocate(model, config, options, run.B, run.T);
     decoder_init(&t->decoder, model);
     print_model(*model);
     if (run.resumed) {
         checkpoint_resume(resumed, run.output_dir, resumable_steps(), &t->saver.retention.bad,
-                          [=](const Checkpoint& c) { return gpt2_load_state(model, &c); });
+                          [=](const Checkpoint& c) { return model_load_state(model, &c); });
         if (resumed->step < 0) { die("-o %s: none of its checkpoints can be used", run.output_dir); }
     }
     else if (file_size(run.model) >= 0) { checkpoint_load(model, run.model); }
-    else { gpt2_init_random(model, options.seed); }
+    else { model_init_random(model, options.seed); }
     check_ranks(model, model->step);
 }
 
@@ -6832,15 +6832,15 @@ static void begin_run(Training* t, const Checkpoint& resumed) {
     t->logger.copied = t->data.tokenizer_files;
     if (t->saves) {
         const bool at_once = run.checkpoint_every > 0 && run.checkpoint_every < t->data.max_steps;
-        gpt2_saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
-                        {run.keep, run.major_every, t->saver.retention.bad});
+        model_saver_init(&t->saver, &t->model, &t->logger, folder, at_once,
+                         {run.keep, run.major_every, t->saver.retention.bad});
     }
     if (run.resumed) {
         t->step = t->saver.step = resumed.step;
         t->position = fact_number(resumed.facts, "position", 0, kLargestCount);
         logger_go_back(&t->logger, t->step);
-        const int skipped = gpt2_read_state(&t->model).update.skipped_in_a_row;
-        if (skipped >= kMaxSkipsInARow) { gpt2_forget_skips(&t->model); }       // it stopped for these
+        const int skipped = model_read_state(&t->model).update.skipped_in_a_row;
+        if (skipped >= kMaxSkipsInARow) { model_forget_skips(&t->model); }       // it stopped for these
         folder_taken_up(resumed, t->saver.retention, t->data.max_steps);
     }
     if (run.own_launch) {
@@ -6898,13 +6898,13 @@ static void print_plan() {
     printf("plan: %s on %d x %s, %s\n", shown(run.model).c_str(), comm.world, device.name.c_str(),
            build.precision);
     report_model(config, specs, options.muon, false);
-    memory_print(gpt2_memory_plan(config, options, run.B, run.T), run.verbose > 0);
+    memory_print(model_memory_plan(config, options, run.B, run.T), run.verbose > 0);
     const MemoryRoom room = memory_room(device);
-    const int largest = memory_largest([&](int B) { return gpt2_memory_plan(config, least, B, run.T); }, room,
-                                       std::min(65536, INT_MAX / run.T));
+    const int largest = memory_largest([&](int B) { return model_memory_plan(config, least, B, run.T); },
+                                       room, std::min(65536, INT_MAX / run.T));
     const std::vector<MemoryFlag> flags = memory_flags(config, least, run.B, run.T, false);
     const std::string advice = memory_advice([&](int B, unsigned with) {
-        return gpt2_memory_plan(config, least, B, run.T, flags, with);
+        return model_memory_plan(config, least, B, run.T, flags, with);
     }, flags, room, run.B, largest);
     plan_print_batch(largest, advice, options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
@@ -6917,7 +6917,7 @@ static void print_plan() {
 // == 12 training loop ==
 // ---- validation, questions, texts ----
 // Calls work(i) for i < count; ranks take turns. Then waits for the device. False: a signal ended it early.
-template <class Work> static bool take_turns(GPT2* model, int64_t count, Work work) {
+template <class Work> static bool take_turns(Model* model, int64_t count, Work work) {
     bool stopped = false;
     for (int64_t first = 0; first < count && !stopped; first += comm.world) {
         stopped = stop_agreed(model->step);
@@ -6932,7 +6932,7 @@ template <class Work> static bool take_turns(GPT2* model, int64_t count, Work wo
 // are fewer, of the targets that count. Each row is taken once, so the last batch may be smaller. Ranks take
 // batches in turns; their sums are added in the batches' order. Gradients and weights do not change. False: a
 // signal ended it early.
-static bool validation_loss(float* loss, GPT2* model, DataLoader* loader, int source) {
+static bool validation_loss(float* loss, Model* model, DataLoader* loader, int source) {
     const int64_t B = run.B, T = run.T, rows = data_val_rows(data_sources(*loader)[source]);
     const int64_t batches = ceil_div(rows, B);
     dataloader_seek(loader, 0, source);
@@ -6942,8 +6942,8 @@ static bool validation_loss(float* loss, GPT2* model, DataLoader* loader, int so
     const bool done = take_turns(model, batches, [&](int64_t i) {
         const int live = (int)std::min(B, rows - i * B);
         data_next(loader);                  // always B rows: the first ones follow the last
-        gpt2_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
-        gpt2_loss(model, live, T, weight, &model->state->loss, Accumulate::No);
+        model_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
+        model_loss(model, live, T, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&losses[i], &model->state->loss, sizeof(float), model->stream);
     });
     std::vector<double> all(losses, losses + batches);
@@ -6958,7 +6958,7 @@ static bool validation_loss(float* loss, GPT2* model, DataLoader* loader, int so
 
 // Prints and logs the validation loss. That of a mixture is the mean of its sources' losses, by their shares.
 // False: it is not finite.
-static bool validate(GPT2* model, RunData* data, Logger* logger, int64_t step) {
+static bool validate(Model* model, RunData* data, Logger* logger, int64_t step) {
     SourceLosses each;
     double loss = 0.0, bits = 0.0;
     for (const DataSource& source : data_sources(data->val)) {
@@ -6977,7 +6977,7 @@ static bool validate(GPT2* model, RunData* data, Logger* logger, int64_t step) {
 
 // sums: for each row of the set what evalset_sum gives. Ranks take batches in turns. Gradients
 // and weights do not change. False: a signal ended it early.
-static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet* set) {
+static bool model_evaluate(std::vector<double>* sums, Model* model, const EvalSet* set) {
     const size_t room = (size_t)set->B * set->T, batches = set->batches.size();
     std::vector<int> inputs(room), counted(room), targets(room);
     float* losses = (float*)pinned_malloc(evalset_positions(set) * sizeof(float), "evaluation losses");
@@ -6985,11 +6985,11 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
     const bool done = take_turns(model, (int64_t)batches, [&](int64_t i) {
         const EvalBatch& batch = set->batches[i];
         const int count = evalset_fill(set, batch, inputs.data(), counted.data(), targets.data());
-        gpt2_feed(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly,
-                  counted.data());
+        model_feed(model, inputs.data(), targets.data(), batch.rows, batch.T, ClassifierMode::LossOnly,
+                   counted.data());
         Forward e({model, batch.rows, batch.T});
-        gpt2_forward(e);
-        gpt2_counted_losses(model, batch.rows * batch.T, count);
+        model_forward(e);
+        model_counted_losses(model, batch.rows * batch.T, count);
         copy_to_host(losses + at, e.acts(0).losses, count * sizeof(float), model->stream);
         at += count;
     });
@@ -7004,9 +7004,9 @@ static bool gpt2_evaluate(std::vector<double>* sums, GPT2* model, const EvalSet*
 }
 
 // Answers the questions, prints and logs the score. False: a loss is not finite.
-static bool evaluate(GPT2* model, const EvalSet* set, Logger* logger, int64_t step) {
+static bool evaluate(Model* model, const EvalSet* set, Logger* logger, int64_t step) {
     std::vector<double> sums;
-    if (!gpt2_evaluate(&sums, model, set)) { return true; }
+    if (!model_evaluate(&sums, model, set)) { return true; }
     const EvalScore score = evalset_score(set, sums);
     DiskWait disk;
     report_eval(score);
@@ -7059,7 +7059,7 @@ static void save(Training* t) {
         printf("no step was completed: nothing is saved\n");
         return;
     }
-    gpt2_save(&t->model, &t->saver, t->step, run_facts(t));
+    model_save(&t->model, &t->saver, t->step, run_facts(t));
 }
 
 // After too many skipped updates in a row: saves and dies. All ranks see the same losses, so all call this.
@@ -7079,7 +7079,7 @@ static void save(Training* t) {
 static bool due(int every, int64_t step) { return every > 0 && step % every == 0; }
 
 static void train(Training* t) {
-    GPT2* model = &t->model;
+    Model* model = &t->model;
     const LrSchedule schedule = t->data.schedule(run.lr), muon_schedule = t->data.schedule(run.muon_lr);
     Reports reports = {};
     reports_init(&reports, model->config, (double)report_parameters(model->param_specs), model->T, t->device,
@@ -7202,7 +7202,7 @@ int main(int argc, char** argv) {
     logger_free(&t.logger);
     comm_any(false);                        // all ranks wait here, and not in NCCL, for rank 0's last sample
     decoder_free(&t.decoder);
-    gpt2_free(&t.model);
+    model_free(&t.model);
     device_comm_end();
     comm_end();
     if (!stop_requested) { stdout_check(); }    // after a SIGPIPE nobody reads stdout

@@ -72,7 +72,7 @@ struct Places {
     size_t bytes() const { return at - base; }
 };
 
-// A row of GPT2_PARAMS, as a layer has it.
+// A row of MODEL_PARAMS, as a layer has it.
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
                                    Init init, Kind kind, size_t live_rows, Parts parts,
                                    uint32_t id) {
@@ -96,7 +96,7 @@ static inline void param_layer(std::vector<ParamSpec>* specs, const std::vector<
     }
 }
 
-// A row of GPT2_ACTS, placed at *offset, which moves on. kept: copies of a Block's tensor; or act_in(other),
+// A row of MODEL_ACTS, placed at *offset, which moves on. kept: copies of a Block's tensor; or act_in(other),
 // for one that lies in the memory of row `other` of specs. No model's bytes reach 2^64: config_error limits
 // layers, channels and positions, and a micro-step has less than 2^31 tokens.
 static inline int act_in(int other) { return -1 - other; }

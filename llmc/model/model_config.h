@@ -11,8 +11,8 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
 #include "../numbers.h"         // gives: parse_int, round_up
 #include "../ops/op_types.h"    // gives: NormKind, Mlp, kMlps
 
-enum class Block { Sequential, Parallel, ParallelTied };        // see gpt2_layer
-enum class Family { Gpt2, Llama };              // see gpt2_layer
+enum class Block { Sequential, Parallel, ParallelTied };        // see sequential_layer
+enum class Family { Gpt2, Llama };              // see sequential_layer
 struct Config {
     int maxT;           // longest sequence: GPT-2's rows of wpe
     int V, Vp;          // vocabulary, and padded: padded_vocab(V), or as a file has it

@@ -22,7 +22,7 @@ the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 template <class Args> static void break_outputs(const Args& args, int stream);     // test_gpt2.cu: --break
 #define OP_DONE(args) break_outputs(args, 0)
 #endif
-#include "cpu_ops.h"        // gives: the twins, GPT2_OPS, Stream, openblas_get_corename, _config
+#include "cpu_ops.h"        // gives: the twins, MODEL_OPS, Stream, openblas_get_corename, _config
 #include "token_buckets.h"  // gives: max_bucket_slots
 
 // ---- device runtime ----
@@ -193,7 +193,7 @@ static inline std::string fp8_error() { return ""; }
     static inline void op(const Args##Of<float, float>& a, Stream stream) { \
         run_op(op##_cpu<float>, a, stream);                                  \
     }
-GPT2_OPS(X)
+MODEL_OPS(X)
 #undef X
 
 // Two of the twins need scratch: the embedding's backward for the sums of split buckets, attention's for D.

@@ -358,7 +358,7 @@ template <class Real> static inline Real silu_derivative(Real x) {
     return s + x * s * (1 - s);
 }
 
-// A struct for each row of GPT2_MLPS. value: what it gives. slope: its derivative; slopes, of a gated one:
+// A struct for each row of MODEL_MLPS. value: what it gives. slope: its derivative; slopes, of a gated one:
 // the gradients of gate and of up, from that of the value.
 struct GeluCpu {
     static constexpr bool kGated = false;
@@ -379,14 +379,14 @@ struct Relu2Cpu {                       // x < 0 is false for NaN, which so come
     template <class Real> static inline Real slope(Real x) { return x < 0 ? 0 : 2 * x; }
 };
 #define X(act, ...) static_assert(act##Cpu::kGated == is_gated(Mlp::act), "as its row says");
-GPT2_MLPS(X)
+MODEL_MLPS(X)
 #undef X
 
 // f(GeluCpu()) and so on
 template <class F> static inline void with_act_cpu(Mlp mlp, F f) {
     switch (mlp) {
 #define X(act, ...) case Mlp::act: return f(act##Cpu());
-        GPT2_MLPS(X)
+        MODEL_MLPS(X)
 #undef X
     }
 }
@@ -1185,5 +1185,5 @@ template <class Real> void sample_tokens_cpu(const SampleTokensOf<Real, Real>& a
 
 #define X(op, Args) \
     template <class Real> void op##_cpu(const Args##Of<Real, Real>& a, Stream) { op##_cpu(a); OP_DONE(a); }
-GPT2_OPS(X)
+MODEL_OPS(X)
 #undef X

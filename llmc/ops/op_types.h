@@ -44,17 +44,17 @@ enum class NormKind { Layer, Rms };
 // row's number, so new rows come last.
 //     GELU (Hendrycks, Gimpel 2016)      SwiGLU (Shazeer 2020), silu(gate) * up, silu(x) = x / (1 + e^-x)
 //     ReLU squared (So and others 2021), max(x, 0)^2
-#define GPT2_MLPS(X)                                \
+#define MODEL_MLPS(X)                               \
     X(Gelu,     "GELU",     "gelu",     false)      \
     X(SwiGlu,   "SwiGLU",   "swiglu",   true)       \
     X(Relu2,    "ReLU^2",   "relu2",    false)
 
 #define X(act, ...) act,
-enum class Mlp { GPT2_MLPS(X) };
+enum class Mlp { MODEL_MLPS(X) };
 #undef X
 struct MlpRow { Mlp mlp; const char *name, *word; bool gated; };
 #define X(act, ...) {Mlp::act, __VA_ARGS__},
-constexpr MlpRow kMlps[] = {GPT2_MLPS(X)};
+constexpr MlpRow kMlps[] = {MODEL_MLPS(X)};
 #undef X
 constexpr int kMlpCount = sizeof(kMlps) / sizeof(kMlps[0]);
 constexpr bool is_gated(Mlp mlp) { return kMlps[(int)mlp].gated; }

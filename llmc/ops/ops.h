@@ -528,7 +528,7 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
 
 // The table of ops, each op(const Arguments& a, Stream stream). Both builds declare the ops by it, and the
 // tests' --break OP.OUTPUT disturbs an output.
-#define GPT2_OPS(X)                                 \
+#define MODEL_OPS(X)                                \
     X(encoder_forward, EncoderForward)              \
     X(encoder_backward, EncoderBackward)            \
     X(norm_forward, NormForward)                    \
@@ -566,7 +566,7 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
 // op_name(a) is the op's name. op_outputs(a, f) calls f(op, output, where, elements) for each of its outputs.
 #define X(op, Args) \
     template <class Real, class S> constexpr const char* op_name(const Args##Of<Real, S>&) { return #op; }
-GPT2_OPS(X)
+MODEL_OPS(X)
 #undef X
 template <class Args, class F> void op_outputs(const Args& a, F f) {
     a.outputs([&](const char* output, auto where, auto... dimensions) {
