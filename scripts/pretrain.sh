@@ -9,8 +9,8 @@
 #   RECIPE    flags of the trainer by their long names, each followed by its value
 #   FLAGS     the user's, likewise; they replace those of the recipe that have the same long name
 #
-# gpus=N: so many of this machine's GPUs (all); data=FOLDER: shards that are elsewhere; launch=COMMAND: starts
-# the ranks on several hosts, see scripts/multi_node.
+# gpus=N: so many of this machine's GPUs (all); data=FOLDER: shards that are elsewhere; val=SHARDS: those to
+# validate on; launch=COMMAND: starts the ranks on several hosts, see scripts/multi_node.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run=$1 wanted=$2
@@ -36,7 +36,7 @@ else
     recipe+=(--zero-stage 1)
 fi
 
-recipe+=(--train-data "$data/*_train_*.bin" --val-data "$data/*_val_*.bin")
+recipe+=(--train-data "$data/*_train_*.bin" --val-data "${val:-$data/*_val_*.bin}")
 recipe+=(--output-dir "runs/$run" --resume 1)
 if [[ " ${recipe[*]} " == *" --evaluate "* ]]; then
     :                                                               # the recipe says when

@@ -2,6 +2,7 @@
 the recipes run_*.sh, setup.sh, `make test` on a bare machine, what the Makefile finds.
 """
 import glob
+import hashlib
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ def stand_in(name, text=""):
 
 # What the Makefile, the scripts and the stand-ins take from the environment; a machine may have some of it.
 SETTINGS = "CXX CAPS FIRST GPUS ID LACKS LAST MODE OFFLINE PNG RUN RUNS TEXT data gpus hosts launch".split()
-SETTINGS += ["model", "questions"]
+SETTINGS += ["model", "questions", "val"]
 SETTINGS += ["MAKEFLAGS", "MFLAGS", "MAKELEVEL"]            # of the make that may have started this
 SETTINGS += re.findall(r"^(\w+) \?=", read(os.path.join(ROOT, "Makefile")).decode(), re.M)
 
@@ -150,7 +151,8 @@ def recipes():
           'eval acc_norm 0.250000 +- 0.0433 | acc 0.360000 +- 0.0480"\nfor word; do echo "$word"; done\n')
     write("dev/data/hellaswag/hellaswag_val.bin", "")
     for run in ("m12", "d12"):
-        os.makedirs(f"runs/{run}_9min")                 # where the trainer would write
+        for name in ("main.log", "model_00000001.bin", "model_00000002.bin"):       # the trainer would write
+            write(f"runs/{run}_9min/{name}", run + name)
     stand_in("python3", 'echo "python3 $*" >>called.log\n')
     stand_in("nvidia-smi", GPUS)
 
@@ -158,7 +160,7 @@ def recipes():
 def recipe(name, *words, **env):
     """(exit code, {flag: value}, stderr) of a recipe, with one GPU if GPUS does not say another number."""
     code, out, err = call(["bash", "scripts/" + name, *words], **{"GPUS": "1", **env})
-    lines = out.partition("== questions\n")[0].splitlines()
+    lines = out.partition("== scores\n")[0].splitlines()
     return code, dict(zip(lines[::2], lines[1::2])), err
 
 
@@ -262,22 +264,30 @@ def test_recipes_take_words(recipes):
 
 
 def test_nine_minutes(recipes):
-    """Nine minutes at the measured ms a step, for both models; then questions with standard errors."""
+    """Two passes through English, and minutes by measured ms a step, for both models; then their scores."""
     name = "run_m12_9min.sh"
     text = read("scripts/" + name).decode()
-    shards("dev/data/debian-docs")
-    lines = r"(one H100|d12) +([\d,]+) (?:steps )?x ([\d.]+) ms \(measured\) = 9.0 minutes"
-    for model, steps, ms in re.findall(lines, text):
+    shards("dev/data/english")
+    assert "9 minutes" not in text
+    for model, steps, ms, minutes in re.findall(
+            r"(one H200|d12) +([\d,]+) (?:steps )?x ([\d.]+) ms \(.*?\) = ([\d.]+) minutes", text):
         env = {"model": "d12"} if model == "d12" else {}
         code, flags, err = recipe(name, **env)
         assert code == 0 and flag_error(flags) == "", err
         assert flags["--max-steps"] == steps.replace(",", "")
-        assert round(int(flags["--max-steps"]) * float(ms) / 60e3, 1) == 9.0
+        tokens = int(steps.replace(",", "")) * int(flags["--total-batch"])
+        assert f"{int(steps.replace(',', '')) * float(ms) / 60e3:.1f}" == minutes and float(minutes) < 9
+        assert tokens <= 2 * 133_612_633 and f"{tokens / 1e6:.2f}e6" in text, "no text more than twice"
         assert flags["--output-dir"] == f"runs/{env.get('model', 'm12')}_9min"
-        assert f"{int(flags['--max-steps']) * int(flags['--total-batch']) / 1e6:.2f}e6" in text
+        sources = re.findall(r"dev/data/english/english_(\w+)_val_\*.bin:(\d+)", flags["--val-data"])
+        assert sources == [("wikipedia", "65"), ("simple", "16"), ("novels", "13"), ("wikinews", "5")]
     scores = b"hellaswag: acc_norm 0.250000 +- 0.0433 | acc 0.360000 +- 0.0480\n"
-    assert [read(f"runs/{model}_9min/scores.txt") for model in ("m12", "d12")] == [scores, scores]
-    assert err.count("python3 dev/data/get.py lambada makes it") == 1 and "hf.py export runs/d12" in called()
+    files = [f"runs/{model}_9min/{kind}.txt" for model in ("m12", "d12") for kind in ("scores", "untrained")]
+    assert [read(path) for path in files] == [scores] * 4
+    files = [f"runs/d12_9min/{name}" for name in ("main.log", "model_00000002.bin")]
+    assert read("runs/d12_9min/sha256.txt").decode().split() == [
+        word for path in files for word in (hashlib.sha256(read(path)).hexdigest(), os.path.basename(path))]
+    assert err.count("python3 dev/data/get.py lambada makes it") == 2 and "hf.py export runs/d12" in called()
     code, _, err = recipe(name, model="d13")
     assert code == 1 and "error: model=d13: m12 or d12\nhint: " in err
 
