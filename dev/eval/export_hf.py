@@ -42,7 +42,7 @@ def mode(path):
 
 try:
     import numpy as np
-    from formats import (MLPS, NAMES, PARAMS, chat_template_of, param_shape, read_checkpoint,
+    from formats import (LLAMA_FLAGS, MLPS, NAMES, PARAMS, chat_template_of, param_shape, read_checkpoint,
                          read_checkpoint_header, to_bf16_bits)
 except ImportError as error:    # .venv, which setup.sh has filled, has it: the program starts again with it
     take_the_venv()
@@ -185,17 +185,16 @@ def class_of(dims, path=None):
     """What transformers' classes begin with. Dies if none of them computes this model."""
     if not dims.is_llama:
         return "GPT-2"
-    shape = dims.mlp, dims.norm_weights, dims.embed_norm, dims.softcap > 0
-    if shape == ("swiglu", True, False, False):
+    flags = {name for name in LLAMA_FLAGS if getattr(dims, name)} - {"tied"}
+    if dims.mlp == "swiglu" and flags - {"qk_norm"} == {"norm_weights"} and not dims.softcap:
         if not dims.qk_norm and dims.C % dims.NH:
             die(f"'{path}': C={dims.C} is not a multiple of NH={dims.NH}, as transformers' Llama wants it\n"
                 "hint: such a model runs here alone: train_gpt2cu -e FILE")
         return "Qwen3" if dims.qk_norm else "Llama"
-    if shape[:3] == ("relu2", False, True) and dims.qk_norm:
+    if dims.mlp == "relu2" and flags == {"qk_norm", "embed_norm"}:
         return "NanoChat"
     die(f"'{path}': no class of transformers computes this: {dims.mlp}, "
-        + ", ".join(f"{name} {getattr(dims, name):g}"
-                    for name in ("qk_norm", "norm_weights", "embed_norm", "softcap"))
+        + ", ".join(f"{name} {getattr(dims, name):g}" for name in (*LLAMA_FLAGS, "softcap"))
         + "\nhint: Llama and Qwen3 have swiglu and norms with weights, no embed_norm and no softcap; "
           "NanoChat has relu2, qk_norm and embed_norm, and norms without weights")
 

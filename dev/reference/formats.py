@@ -93,9 +93,9 @@ class Llama(Dims):
 
 
 LLAMA_SIZES = {"L": "L", "NH": "NH", "NKV": "NKV", "HS": "HS", "C": "C", "F": "F", "T": "maxT", "V": "V"}
-LLAMA_WORDS = {**{word: ("mlp", word) for word in MLPS}, "qk_norm": ("qk_norm", True),
-               "no_norm_weights": ("norm_weights", False), "embed_norm": ("embed_norm", True),
-               "tied": ("tied", True)}
+LLAMA_FLAGS = {f.name: f.default for f in fields(Llama) if f.type is bool}      # in the order of file bits
+LLAMA_WORDS = {**{word: ("mlp", word) for word in MLPS},
+               **{"no_" * default + name: (name, not default) for name, default in LLAMA_FLAGS.items()}}
 LLAMA_NAMES = {     # published shapes, 2048 positions at most; smollm2 and tinyllama have GPT-2's vocabulary
     "smollm2:135M": "llama:L30,NH9,NKV3,HS64,C576,F1536,T2048,V50257,tied,theta=100000",
     "smollm2:360M": "llama:L32,NH15,NKV5,HS64,C960,F2560,T2048,V50257,tied,theta=100000",
@@ -173,8 +173,9 @@ def parse_model(text):
                      "llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257")
 
 
-# name, one per layer, shape, init, weight decay; in file order. A row's index is its RNG id. A row without
-# elements is one that the model lacks. "resid": a projection onto the residual stream.
+# name, one per layer (or a function: the layers that have one), shape, init, weight decay; in file order. A
+# row's index is its RNG id. A row without elements is one that the model lacks. "resid": a projection onto
+# the residual stream.
 PARAMS = [
     ("wte",      False, lambda d: (d.Vp, d.C),                              "normal", True),
     ("wpe",      False, lambda d: (d.maxT * (not d.is_llama), d.C),         "normal", True),
@@ -201,8 +202,9 @@ NAMES = [row[0] for row in PARAMS]
 
 def param_shape(dims, name):
     """Shape of a whole table row: layers come first."""
-    _, per_layer, shape, _, _ = PARAMS[NAMES.index(name)]
-    return ((dims.L,) if per_layer else ()) + shape(dims)
+    _, layers, shape, _, _ = PARAMS[NAMES.index(name)]
+    count = len(layers(dims)) if callable(layers) else dims.L
+    return ((count,) if layers else ()) + shape(dims)
 
 
 # ---- random numbers: Philox 4x32-10, vectorised over blocks ----
@@ -370,12 +372,10 @@ def read_array(f, path, dtype, shape):
     return data.reshape(shape)
 
 
-LLAMA_BITS = ("qk_norm", "norm_weights", "embed_norm", "tied")          # of a header's word
-
 
 def llama_header(dims):
     """Words 10 to 18 of a model file's header: the family, sizes, the MLP, bits, and three floats' bits."""
-    bits = sum(getattr(dims, name) << i for i, name in enumerate(LLAMA_BITS))
+    bits = sum(getattr(dims, name) << i for i, name in enumerate(LLAMA_FLAGS))
     floats = np.array([dims.theta, dims.eps, dims.softcap], dtype="<f4").view("<i4")
     return [1, dims.NKV, dims.HS, dims.F, MLPS[dims.mlp].number, bits, *floats]
 
@@ -388,7 +388,7 @@ def llama_of_header(path, header, **sizes):
     if not fits or HS % 2 or not (theta > 0 and eps > 0 and softcap >= 0):
         raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}, theta {theta}, "
                               f"eps {eps}, softcap {softcap}: not of family llama")
-    flags = {name: bool(bits >> i & 1) for i, name in enumerate(LLAMA_BITS)}
+    flags = {name: bool(bits >> i & 1) for i, name in enumerate(LLAMA_FLAGS)}
     return Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=words[mlp], theta=theta, eps=eps, softcap=softcap,
                  **flags)
 

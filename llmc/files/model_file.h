@@ -66,15 +66,20 @@ static inline std::string model_file_error(const std::string& path, uint64_t* su
 
 // ---- the shape of family Llama: words 10 to 18 of the header ----
 static inline void llama_to_header(const Config::Shape& s, int* header) {
-    const int words[] = {(int)Family::Llama, s.NKV, s.HS, s.F, (int)s.mlp,
-                         s.qk_norm | s.norm_weights << 1 | s.embed_norm << 2 | s.tied << 3,
+    int bits = 0, bit = 0;
+    for (const ShapeFlag& f : kShapeFlags) { bits |= (int)(s.*f.flag) << bit++; }
+    const int words[] = {(int)Family::Llama, s.NKV, s.HS, s.F, (int)s.mlp, bits,
                          (int)bits_of(s.theta), (int)bits_of(s.eps), (int)bits_of(s.softcap)};
     std::copy(std::begin(words), std::end(words), header + 10);
 }
 static inline Config::Shape llama_from_header(const int* header) {
     const int* w = header + 11;
-    return {w[0], w[1], w[2], (Mlp)w[3], (w[4] & 1) != 0, (w[4] & 2) != 0, (w[4] & 4) != 0, (w[4] & 8) != 0,
-            float_of((uint32_t)w[5]), float_of((uint32_t)w[6]), float_of((uint32_t)w[7])};
+    Config::Shape s = {w[0], w[1], w[2], (Mlp)w[3]};
+    int bit = 0;
+    for (const ShapeFlag& f : kShapeFlags) { s.*f.flag = (w[4] >> bit++ & 1) != 0; }
+    float* floats[] = {&s.theta, &s.eps, &s.softcap};
+    for (int i = 0; i < 3; i++) { *floats[i] = float_of((uint32_t)w[5 + i]); }
+    return s;
 }
 
 // ---- reading ----

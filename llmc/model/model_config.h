@@ -39,6 +39,12 @@ struct Config {
     Shape shape() const { return is_llama() ? llama : Shape{NH, C / NH, 4 * C}; }
     Shape layer(int) const { return shape(); }      // of layer l: today all layers are alike
 };
+// The words of a shape that are there or not. Their order numbers the bits of a model file's word.
+struct ShapeFlag { const char* word; bool Config::Shape::*flag; bool means; };
+constexpr ShapeFlag kShapeFlags[] = {{"qk_norm", &Config::Shape::qk_norm, true},
+                                     {"no_norm_weights", &Config::Shape::norm_weights, false},
+                                     {"embed_norm", &Config::Shape::embed_norm, true},
+                                     {"tied", &Config::Shape::tied, true}};
 // Far below what sampling can add up: V weights of 2^40 in 64 bits.
 constexpr int kMaxV = 1 << 20;
 // A multiple of 128, so that the LM head's GEMM has whole tiles.
@@ -102,10 +108,9 @@ static inline std::string llama_text(const Config& c) {
     std::string text = format("llama:L%d,NH%d,NKV%d,HS%d,C%d,F%d,T%d,V%d", c.L, c.NH, s.NKV, s.HS, c.C, s.F,
                               c.maxT, c.V);
     if (s.mlp != Mlp::SwiGlu) { text += std::string(",") + kMlps[(int)s.mlp].word; }
-    if (s.qk_norm) { text += ",qk_norm"; }
-    if (!s.norm_weights) { text += ",no_norm_weights"; }
-    if (s.embed_norm) { text += ",embed_norm"; }
-    if (s.tied) { text += ",tied"; }
+    for (const ShapeFlag& f : kShapeFlags) {
+        if (s.*f.flag == f.means) { text += std::string(",") + f.word; }
+    }
     text += ",theta=" + float_text(s.theta) + ",eps=" + float_text(s.eps);
     return s.softcap > 0.0f ? text + ",softcap=" + float_text(s.softcap) : text;
 }
@@ -124,11 +129,8 @@ static inline bool config_part(const char* text, const std::string& part, Config
         }
         return false;
     }
-    struct { const char* name; bool* flag; bool value; } words[] = {
-        {"qk_norm", &s.qk_norm, true}, {"no_norm_weights", &s.norm_weights, false},
-        {"embed_norm", &s.embed_norm, true}, {"tied", &s.tied, true}};
-    for (const auto& word : words) {
-        if (c->is_llama() && part == word.name) { *word.flag = word.value; return true; }
+    for (const ShapeFlag& f : kShapeFlags) {
+        if (c->is_llama() && part == f.word) { s.*f.flag = f.means; return true; }
     }
     for (const MlpRow& row : kMlps) {
         if (c->is_llama() && part == row.word) { s.mlp = row.mlp; return true; }
