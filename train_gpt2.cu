@@ -14,7 +14,7 @@ Run:
 
 Sections (search for "// == "):
      1 includes            2 types                  3 limits               4 device runtime
-     5 device helpers      6 ops                    7 model: its tables    8 a step
+     5 device helpers      6 ops                    7 model               8 a step
      9 writing text       10 checkpoint            11 setting up a run    12 training loop
     13 main
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 activations, bias, products with
@@ -23,9 +23,9 @@ Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 activations, bias, products w
      6.10 decoding: writes text, token by token  6.11 rotation
 Sections 4 and 5 are headers in llmc/. Read train_step in section 8 first, then the tables in section 7, then
 llmc/ops/ops.h and the ops of section 6 that you need.
-Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, HS head size, V vocabulary, Vp padded
-vocabulary, L layers, OC output channels, N = B*T rows of a matrix. An index is the lower-case letter: b t c
-l, and h for a head; bt is b*T+t.
+Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, NKV heads of keys and values, HS head
+size, F the MLP's width, V vocabulary, Vp padded vocabulary, L layers, OC output channels, N = B*T rows of a
+matrix; but a product is M x N x K. An index is the lower-case letter: b t c l, and h for a head; bt is b*T+t.
 */
 
 // == 1 includes ==
@@ -4853,7 +4853,7 @@ struct Model {
     float* rotation;            // (maxT,2,HS/2) of rotary positions
     Stream stream;
     Graph micro_graphs[2][2];   // of micro-steps: those that add to gradients; those with a split token
-    uint32_t step;              // updates done: a key of stochastic rounding and dropout
+    uint32_t step;              // steps done, skipped updates too: a key of stochastic rounding and dropout
 };
 
 static size_t decoder_bytes(const Config& c, int T, int rows);     // section 9: what writing texts needs
@@ -5227,7 +5227,7 @@ struct MicroStep {
     bool exchanges = false;     // each bucket of gradients goes to the other ranks once it is complete
 };
 
-// Rounds a micro-step's gradients.
+// The key that rounds a micro-step's gradients.
 static RoundKey model_grad_key(const Model* model, uint32_t micro) {
     return {model->options.seed, model->step, micro, kRoundGrads};
 }
@@ -5387,7 +5387,7 @@ static void model_feed(Model* model, const int* tokens, const int* targets, int 
 // layer stay in 16 bits.
 constexpr uint32_t kFp8LlamaBegins = 8;         // updates
 struct Operand {
-    const floatX* data = nullptr;       // written through Forward::begins and Backward::fresh
+    const floatX* data = nullptr;       // a verb gets the memory to write from `to_write`
     uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
     Fp8Tensor* tensor = nullptr;        // its scale; null: it is not FP8 in this pass
     Fp8Stats* stats = nullptr;          // what this step's casts of it record
@@ -5423,8 +5423,8 @@ struct Activation { Mlp mlp; int F; };  // F: the columns that it gives
 // The residual stream at one point: a sum, and the branches that the last addition added to it. A branch ends
 // with a linear layer. norm_backward computes the gradient of the sum, and with it dout and dbias of these
 // linear layers.
-struct Branch { uint32_t mask; Grad dbias; Operand dout; };     // mask: the number of its dropout mask
-// (B,T,C). 0 branches: the embedding, whose added[0] is its dropout mask and the gradient behind that.
+struct Branch { uint32_t place; Grad dbias; Operand dout; };    // place: numbers its dropout mask
+// (B,T,C). 0 branches: the embedding, whose added[0] has its dropout and the gradient behind that.
 // kept: as an operand's.
 struct Sum { floatX* data; int branches; Branch added[2]; bool kept = true; };
 
@@ -5437,7 +5437,8 @@ struct Layer {
     Activation activation;
     Norm w_ln1, w_ln2;
     Linear w_qkv, w_attproj, w_fc, w_fcproj;
-    // Gradients. Of what fcproj and attproj give: x_out's and x_mid's, or of a parallel block both x_out's
+    floatX* dx;                         // (B,T,C) gradient of the residual stream, at x_out, x_mid, then x
+    // Gradients of what fcproj and attproj give. That is dx where they were added, through their dropout
     Operand dx_out, dx_mid;             // (B,T,C)
     Operand dfch, dqkv;                 // in place of fch; as qkv
     floatX *dln1, *dln2, *datty, *dact; // (B,T,C), datty (B,T,NH,HS), dact (B,T,F)
@@ -5481,14 +5482,15 @@ struct Pass {
     Acts acts(int l) const { return act_views(model->acts.data, act_specs, l); }
     // In a backward: whether layer l's tensor is as the forward wrote it. No later layer shares its copy.
     bool kept(ActId id, int l) const { return l == config().L - 1 || l < act_specs[id].copies - 1; }
-    // null where the model, or layer l, lacks the tensor: RMSNorm has no biases
+    // Whether layer l has the tensor. RMSNorm has no biases, for one
     bool exists(ParamId id, int l) const {
         if (id == NUM_PARAMS) { return false; }
         const std::vector<int>& layers = model->param_specs[id].layers;
         return std::binary_search(layers.begin(), layers.end(), l);
     }
-    template <class T> T* param(ParamId id, int l) const {
-        return exists(id, l) ? (T*)model_param_data(model, id, l) : nullptr;
+    // null, and no gradient, where the layer lacks the tensor
+    template <class P> P* param(ParamId id, int l) const {
+        return exists(id, l) ? (P*)model_param_data(model, id, l) : nullptr;
     }
     Grad grad(ParamId id, int l) const {
         return micro && exists(id, l) ? model_grad(model, id, l, *micro) : Grad{};
@@ -5537,9 +5539,9 @@ struct Pass {
         const Acts a = acts(0);
         floatX* dout = !drops() ? a.dx : k == 0 ? a.dbranch : a.dbranch2;
         if (l < 0) { return {0, {}, {.data = dout}}; }              // the embedding
-        const uint32_t mask = 1 + 2 * (uint32_t)l + is_mlp;
-        if (!is_mlp) { return {mask, grad(PARAM_attprojb, l), {.data = dout}}; }
-        return {mask, grad(PARAM_fcprojb, l),
+        const uint32_t place = 1 + 2 * (uint32_t)l + is_mlp;
+        if (!is_mlp) { return {place, grad(PARAM_attprojb, l), {.data = dout}}; }
+        return {place, grad(PARAM_fcprojb, l),
                 operand(dout, 4 * l + kFcProj, kDout, a.dbranch_8, a.dbranch_t8)};
     }
     Sum after_layer(int l) const {                                  // -1: the embedding
@@ -5588,6 +5590,7 @@ struct Pass {
         for (Linear* w : {&y.w_qkv, &y.w_fc, &y.w_fcproj}) {
             w->weight.kept = model->options.recompute == 0;
         }
+        y.dx = a.dx;
         y.dx_out = y.x_out.added[y.x_out.branches - 1].dout;
         y.dx_mid = sequential ? y.x_mid.added[0].dout : y.x_out.added[0].dout;
         y.dfch = operand(a.fch, first + kFc, kDout, a.dfch_8, a.dfch_t8);
@@ -5626,9 +5629,9 @@ struct Pass {
     void transpose(const Operand& y, int C) const {
         if (y.bytes) { fp8_transpose({fresh(y.bytes_t), y.bytes, N(), C}, stream()); }
     }
-    Dropout dropout(uint32_t mask) const {
+    Dropout dropout(uint32_t place) const {
         const Model& m = *model;
-        return dropout_of(m.options.dropout, {m.options.seed, m.step, mask}, (uint64_t)micro->number * N());
+        return dropout_of(m.options.dropout, {m.options.seed, m.step, place}, (uint64_t)micro->number * N());
     }
 };
 
@@ -5654,8 +5657,10 @@ struct Forward : Pass {
 
     // Where a verb writes its output; null, and the verb does nothing: the output is as the forward wrote it.
     // What a verb reads is const, so it has no other way to its output.
-    floatX* begins(const Operand& out) const { return recomputes && out.kept ? nullptr : (floatX*)out.data; }
-    floatX* begins(const Sum& out) const { return recomputes && out.kept ? nullptr : out.data; }
+    floatX* to_write(const Operand& out) const {
+        return recomputes && out.kept ? nullptr : (floatX*)out.data;
+    }
+    floatX* to_write(const Sum& out) const { return recomputes && out.kept ? nullptr : out.data; }
 
     // Parameters of a bucket may still be on their way from other ranks.
     virtual void await(int bucket) {
@@ -5663,7 +5668,7 @@ struct Forward : Pass {
     }
 
     NormOutput<floatX, float> norm_output(const Operand& y, const Norm& w) const {
-        if (!y.bytes) { return {begins(y), w.weight, w.bias}; }
+        if (!y.bytes) { return {to_write(y), w.weight, w.bias}; }
         return {nullptr, w.weight, w.bias, y.bytes, y.tensor, y.stats};
     }
     // Arguments for: out, and out2 if it is not {}, = norms of x
@@ -5689,13 +5694,13 @@ struct Forward : Pass {
     // x = before + the branches that wait, if any do. Then out, and out2 if it is given, = norm(x)
     void norm(const Operand& out, const Sum& x, const Norm& w, const Operand& out2 = {},
               const Norm& w2 = {}) {
-        if (!begins(out)) { return; }           // a second norm's rows are kept where the first's are
+        if (!to_write(out)) { return; }           // a second norm's rows are kept where the first's are
         NormForward n = norms(out, x, w, out2, w2);
         if (waiting.count > 0) {
             n.sum = x.data, n.inp = waiting.before;
             for (int k = 0; k < waiting.count; k++) {
                 n.branch[k] = waiting.branch[k];
-                if (drops()) { n.dropout[k] = dropout(x.added[k].mask); }
+                if (drops()) { n.dropout[k] = dropout(x.added[k].place); }
             }
             waiting = {};
         }
@@ -5708,7 +5713,7 @@ struct Forward : Pass {
 
     // out = inp weight^T + bias
     void linear(const Operand& out, const Operand& inp, const Linear& w) {
-        if (floatX* to = begins(out)) { product(to, inp, w); }
+        if (floatX* to = to_write(out)) { product(to, inp, w); }
     }
     // out = inp weight^T + bias + residual
     virtual void product(floatX* out, const Operand& inp, const Linear& w, const floatX* residual = nullptr) {
@@ -5722,20 +5727,20 @@ struct Forward : Pass {
     // out = act(fch), fch = inp weight^T + bias; act: the MLP's activation
     void linear_activate(const Operand& out, const Operand& fch, const Operand& inp, const Linear& w,
                          const Activation& f) {
-        if (floatX* to = begins(fch)) { product_activate(out, to, inp, w, f); }
+        if (floatX* to = to_write(fch)) { product_activate(out, to, inp, w, f); }
         else { activate(out, fch.data, f); }
     }
     virtual void product_activate(const Operand& out, floatX* fch, const Operand& inp, const Linear& w,
                                   const Activation& f) {
         if (inp.bytes) { return fp8_product(fch, inp, w, nullptr, activation_cast(out, fch, f)); }
-        matmul_forward({.out = fresh(begins(out)), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
+        matmul_forward({.out = fresh(to_write(out)), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
                         .pre_act = fch, .N = N(), .C = w.C, .OC = w.OC, .mlp = f.mlp}, stream());
         cast(out, f.F);
     }
 
     // out = before + (inp weight^T + bias)
     void linear_add(const Sum& out, const Sum& before, const Operand& inp, const Linear& w) {
-        floatX* to = begins(out);
+        floatX* to = to_write(out);
         if (!to) { return; }
         if (!waits) { return product(to, inp, w, before.data); }
         if (waiting.count == 0) { waiting.before = before.data; }
@@ -5746,7 +5751,7 @@ struct Forward : Pass {
 
     // In place: q and k of qkv, each head normalised if the model has QK-norm, and rotated by its position
     void rotate(const Operand& qkv, const Rotation& r) {
-        floatX* to = r.table ? begins(qkv) : nullptr;
+        floatX* to = r.table ? to_write(qkv) : nullptr;
         if (!to) { return; }
         const auto [NH, NKV, HS] = r.heads;
         rotate_forward_inplace({.qkv = to, .rstd = r.rstd, .q_weight = r.q_weight, .k_weight = r.k_weight,
@@ -5756,7 +5761,7 @@ struct Forward : Pass {
 
     // out = self-attention of qkv
     void attention(const Operand& out, const Operand& qkv, const Attention& att) {
-        if (floatX* to = begins(out)) { attend(to, qkv.data, att); }
+        if (floatX* to = to_write(out)) { attend(to, qkv.data, att); }
     }
     virtual void attend(floatX* out, const floatX* qkv, const Attention& att) {
         const auto [NH, NKV, HS] = att.heads;
@@ -5770,7 +5775,7 @@ struct Forward : Pass {
 
     // out = act(fch), without the product
     void activate(const Operand& out, const floatX* fch, const Activation& f) {
-        floatX* to = begins(out);
+        floatX* to = to_write(out);
         if (!to) { return; }
         if (out.bytes) { return fp8_cast(activation_cast(out, fch, f), stream()); }
         ::activate({fresh(to), fch, N(), f.F, f.mlp}, stream());
@@ -5823,12 +5828,11 @@ static void model_layer(Forward& e, int l) {
 }
 
 // ---- forward ----
-// All activations up to lnf, from the inputs on the device.
+// All activations up to lnf, from the inputs on the device. Each bucket of parameters is awaited where it is
+// first needed, in the order in which the ranks gather them; the head's is needed next.
 static void model_forward(Forward& e) {
     const Layout& layout = e.model->layout;
-    for (int bucket : {layout.embedding(), layout.biases(), layout.norms(), layout.head()}) {
-        e.await(bucket);
-    }
+    for (int bucket : {layout.embedding(), layout.biases(), layout.norms()}) { e.await(bucket); }
     e.embed(e.after_layer(-1));
     for (int l = 0; l < e.config().L; l++) {
         e.await(layout.layer(l));
@@ -5836,6 +5840,7 @@ static void model_forward(Forward& e) {
     }
     const Head head = e.head_of();
     e.norm(head.lnf, head.x, head.w_lnf);
+    e.await(layout.head());
 }
 static void model_forward(Model* model, int B, int T, const MicroStep* micro) {
     Forward e({model, B, T, micro, model->acts.scratch});
@@ -5844,7 +5849,8 @@ static void model_forward(Model* model, int B, int T, const MicroStep* micro) {
 
 // ---- the backward's verbs ----
 // A bias's gradient is the column sums of its linear layer's dout. The verb that computes this dout sums it,
-// too: linear_activate_backward for fc, attention_backward for qkv, norm_backward for attproj and fcproj.
+// too: linear_and_activation_backward for fc, attention_backward for qkv, norm_backward for attproj and
+// fcproj.
 struct Backward : Pass {
     // A layer's matrices are a bucket. It goes to the other ranks when the last of them has its gradient. The
     // LM head comes before all layers: there weights_left goes below 0, and no bucket is complete.
@@ -5868,7 +5874,7 @@ struct Backward : Pass {
     }
 
     // To write an operand. A backward runs once, so it always writes.
-    static floatX* memory(const Operand& y) { return (floatX*)y.data; }
+    static floatX* to_write(const Operand& y) { return (floatX*)y.data; }
 
     void begin_layer(int l) {
         bucket = model->layout.layer(l), weights_left = model->layout.matrices[l], postpones = l == 0;
@@ -5903,9 +5909,9 @@ struct Backward : Pass {
 
     // w is fcproj, whose weight's gradient comes first. dact = dout weight, and from it and fch comes dfch,
     // which may be fch. dbias: dfch's column sums, the gradient of the bias of fc
-    void linear_activate_backward(const Operand& dfch, const Operand& dout, const Operand& act,
-                                  const Linear& w, const Operand& fch, const Activation& f,
-                                  const Grad& dbias, floatX* dact) {
+    void linear_and_activation_backward(const Operand& dfch, const Operand& dout, const Operand& act,
+                                        const Linear& w, const Operand& fch, const Activation& f,
+                                        const Grad& dbias, floatX* dact) {
         next_weight(dout, act, w);
         fresh(dact);
         if (dout.bytes) {
@@ -5913,7 +5919,7 @@ struct Backward : Pass {
                                   .source = Fp8Source::Slope, .N = N(), .C = f.F, .mlp = f.mlp};
             return fp8_product(dact, dout, w, nullptr, cast_to(dfch, then));
         }
-        matmul_backward_input({.dinp = memory(dfch), .dout = dout.data, .weight = w.weight.data,
+        matmul_backward_input({.dinp = to_write(dfch), .dout = dout.data, .weight = w.weight.data,
                                .pre_act = fch.data, .N = N(), .C = w.C, .OC = w.OC, .dbias = dbias,
                                .scratch = scratch, .dact = dact, .mlp = f.mlp}, stream());
         cast(dfch, act_columns(f.mlp, f.F));
@@ -5925,7 +5931,7 @@ struct Backward : Pass {
                             const Attention& att, const Grad& dbias, const Rotation& rotation = {}) {
         const auto [NH, NKV, HS] = att.heads;
         const int OC = att.heads.columns();
-        AttentionBackward a = {.dqkv = fresh(memory(dqkv)), .scratch = scratch, .dout = datty,
+        AttentionBackward a = {.dqkv = fresh(to_write(dqkv)), .scratch = scratch, .dout = datty,
                                .out = atty.data, .qkv = qkv.data, .lse = att.lse, .B = B, .T = T, .NH = NH,
                                .NKV = NKV, .HS = HS, .mask = att.mask};
         if (dqkv.bytes) { a.fp8 = fresh(dqkv.bytes), a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
@@ -5948,7 +5954,7 @@ struct Backward : Pass {
     void rotate_backward(const Operand& dqkv, const Operand& qkv, const Rotation& r) {
         if (!r.table) { return; }
         const auto [NH, NKV, HS] = r.heads;
-        rotate_backward_inplace({.dqkv = memory(dqkv), .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
+        rotate_backward_inplace({.dqkv = to_write(dqkv), .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
                                  .scratch = scratch, .qkv = qkv.data, .rstd = r.rstd,
                                  .q_weight = r.q_weight, .k_weight = r.k_weight, .table = r.table,
                                  .N = N(), .T = T, .NH = NH, .NKV = NKV, .HS = HS,
@@ -5961,16 +5967,17 @@ struct Backward : Pass {
     // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
     // of x. Then dx is also dout of each branch that was added to make x. With dropout, such a branch has a
     // dout of its own: dx through the branch's mask.
-    void norm_backward(const floatX* dout, const Sum& x, const Norm& w, const floatX* dout2 = nullptr,
-                       const Norm& w2 = {}, Accumulate acc = Accumulate::Yes) {
+    void norm_backward(floatX* dx, const floatX* dout, const Sum& x, const Norm& w,
+                       const floatX* dout2 = nullptr, const Norm& w2 = {}, Accumulate acc = Accumulate::Yes) {
         NormBackward n = {};
-        n.dresidual = acts(0).dx, n.dresidual_acc = acc;
+        n.dresidual = dx, n.dresidual_acc = acc;
         n.y[0] = {dout, w.weight, w.dweight, w.dbias};
         n.y[1] = {dout2, w2.weight, w2.dweight, w2.dbias};
         for (int k = 0; k < std::max(x.branches, 1); k++) {
             const Branch& added = x.added[k];
-            if (drops()) { n.branch[k].dout = memory(added.dout), n.branch[k].dropout = dropout(added.mask); }
             n.branch[k].dbias = added.dbias;
+            if (!drops()) { continue; }
+            n.branch[k].dout = to_write(added.dout), n.branch[k].dropout = dropout(added.place);
         }
         n.scratch = scratch;
         n.inp = x.data, n.mean = w.mean, n.rstd = w.rstd;
@@ -6000,32 +6007,32 @@ struct Backward : Pass {
     }
 };
 
-// The pages of the backward mirror the forward's, from the last line to the first. linear_activate_backward
-// undoes linear_add and the activation; the line after it is the rest of linear_activate, fc's product.
+// The pages of the backward mirror the forward's, from the last line to the first. Only fcproj and the
+// activation before it share a verb here, where in the forward the activation shares one with fc.
 static void sequential_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
-    e.linear_activate_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.activation, a.w_fc.dbias,
-                               a.dact);
+    e.linear_and_activation_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.activation,
+                                     a.w_fc.dbias, a.dact);
     e.linear_backward(a.dln2, a.dfch, a.ln2, a.w_fc);
-    e.norm_backward(a.dln2, a.x_mid, a.w_ln2);
+    e.norm_backward(a.dx, a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.dx_mid, a.atty, a.w_attproj);
     e.attention_backward(a.dqkv, a.datty, a.atty, a.qkv, a.att, a.w_qkv.dbias, a.rotation);
     e.rotate_backward(a.dqkv, a.qkv, a.rotation);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
-    e.norm_backward(a.dln1, a.x, a.w_ln1);
+    e.norm_backward(a.dx, a.dln1, a.x, a.w_ln1);
 }
 
 static void parallel_layer_backward(Backward& e, int l) {
     const Layer a = e.layer_of(l);
     const bool tied = e.config().block == Block::ParallelTied;
-    e.linear_activate_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.activation, a.w_fc.dbias,
-                               a.dact);
+    e.linear_and_activation_backward(a.dfch, a.dx_out, a.act, a.w_fcproj, a.fch, a.activation,
+                                     a.w_fc.dbias, a.dact);
     e.linear_backward(a.dln2, a.dfch, tied ? a.ln1 : a.ln2, a.w_fc);
     e.linear_backward(a.datty, a.dx_mid, a.atty, a.w_attproj);
     e.attention_backward(a.dqkv, a.datty, a.atty, a.qkv, a.att, a.w_qkv.dbias);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv, tied ? a.dln2 : nullptr);
-    if (tied) { e.norm_backward(a.dln1, a.x, a.w_ln1); }
-    else { e.norm_backward(a.dln1, a.x, a.w_ln1, a.dln2, a.w_ln2); }
+    if (tied) { e.norm_backward(a.dx, a.dln1, a.x, a.w_ln1); }
+    else { e.norm_backward(a.dx, a.dln1, a.x, a.w_ln1, a.dln2, a.w_ln2); }
 }
 
 static void model_layer_backward(Backward& e, int l) {
@@ -6061,9 +6068,8 @@ static void head_losses(const Pass& pass, const Head& head, float weight, int co
 }
 
 // An evaluation's losses, as mark_likeliest leaves them: of `count` positions of the N that the forward was
-// over. The LM head, 31 % of
-// 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple of 256, so few
-// shapes occur, each of whole tiles.
+// over. The LM head, 31 % of 124M's FLOPs, reads only these. Copies of position 0 round their number up to a
+// multiple of 256, so few shapes occur, each of whole tiles.
 static void model_counted_losses(Model* model, int N, int count) {
     const Config& c = model->config;
     const int rows = std::min(N, round_up(count, 256)), part = head_rows(model->options, N);
@@ -6120,7 +6126,7 @@ static void model_backward(Model* model, int B, int T, const MicroStep& micro) {
     if (head.w_id != PARAM_wte && dwte.acc == Accumulate::No) {
         device_zero(dwte.data, model->param_specs[PARAM_wte].elems * sizeof(float), e.stream());
     }
-    e.norm_backward(head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
+    e.norm_backward(e.acts(0).dx, head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
     Forward recompute(e);                       // the same pass
     recompute.recomputes = true;
     for (int l = c.L - 1; l >= 0; l--) {
@@ -6520,7 +6526,7 @@ struct Decoding : Forward {
             product(fch, inp, w);
             return activate(out, fch, f);
         }
-        decode_matmul({.out = begins(out), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
+        decode_matmul({.out = to_write(out), .inp = inp.data, .weight = w.weight.data, .bias = w.bias,
                        .gelu = true, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
     void attend(floatX* out, const floatX* qkv, const Attention& att) override {

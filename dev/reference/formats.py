@@ -37,7 +37,7 @@ class Mlp:
     hf: str                 # in config.json: hidden_act, of GPT-2 activation_function
 
 
-# By their words in descriptors, as GPT2_MLPS in llmc/ops/op_types.h has them.
+# By their words in descriptors, as MODEL_MLPS in llmc/ops/op_types.h has them.
 MLPS = {"gelu": Mlp(0, False, "gelu_new"), "swiglu": Mlp(1, True, "silu"), "relu2": Mlp(2, False, "relu2")}
 
 
