@@ -661,9 +661,11 @@ static void test_variants(Config c) {
 // Along a tensor's gradient the loss's slope is the square of this gradient's norm. Differences of fourth
 // order say so, of steps that change the loss by some 0.005. In one row, an op that is wrong at a position
 // shows.
-static void test_slopes(const char* name, const Config& c) {
+static void test_slopes(const char* name, const Config& c, double dropout = 0.0) {
+    Options o = default_options();
+    o.dropout = dropout;
     const Batch batch = random_batch(c, 1, 0);
-    RandomModel model(c, default_options(), batch.B);
+    RandomModel model(c, o, batch.B);
     accumulate(&model, batch);
     const std::vector<Vector> grads = host_grads(&model);
     double worst = 0.0;
@@ -680,7 +682,7 @@ static void test_slopes(const char* name, const Config& c) {
             Vector values = start;
             for (size_t k = 0; k < values.size(); k++) { values[k] += (float)(step * grads[i][k]); }
             for (int l : s.layers) { model_set_param(&model, i, l, &values[l * s.elems]); }
-            mean_loss(&model, batch);
+            mean_loss(&model, batch, ClassifierMode::LossAndGrad);      // with the step's dropout
             const auto losses = from_device(&model, model_acts(&model, 0).losses, batch.x.size());
             return std::accumulate(losses.begin(), losses.end(), 0.0) / (double)losses.size();
         };
@@ -3387,6 +3389,9 @@ int main(int argc, char** argv) {
             if (variants) TEST("other blocks, norms and dropout") {
                 test_variants(kSmall);
                 if (kDeviceIsAsync) { test_variants(kTensorCore); }
+                Config parallel = kSmall;
+                parallel.block = Block::Parallel;           // two norms of one sum, two branches behind it
+                if (!kLowPrecision) { test_slopes("parallel, dropout", parallel, 0.2); }
             }
             TEST("Llama's family") {
                 for (const Config& c : family(kLlama, kNano)) {
