@@ -4,12 +4,14 @@
     dev/gpu.sh build compare                        # on a GPU, FP32 and BF16
     make train_gpt2cpu test_gpt2cpu && python3 dev/reference/compare.py --device cpu
 
-CASES has models of both families, and what is checked of each. All of their weights are random: no bias is 0,
-no gain is 1. PyTorch's side is the twin (gpt2.py, llama.py); its float64 is the truth.
+CASES has models of both families, and what is checked of each. All of their weights are random, the same on
+every machine: no bias is 0, no gain is 1. PyTorch's side is the twin (gpt2.py, llama.py); its float64 is the
+truth. Cases run side by side, one for two cores.
 
     grads     one batch: loss within 2e-5 (16 bits: 0.02), logits and every gradient within twice PyTorch's
-              error in this type, or in FP32 2e-5 and 1e-4, if that is more. With dropout the batch goes in
-              two micro-steps, and the twin recomputes the trainer's masks
+              error in this type, or in FP32 2e-5 and 1e-4, if that is more. Errors depend on how a program
+              happens to round: in FP32 PyTorch's is the larger of those with its two attentions. With
+              dropout the batch goes in two micro-steps, and the twin recomputes the trainer's masks
     steps     ten steps of AdamW by the trainer, each on another batch. FP32: losses within 1e-4 and norms
               within 2e-4 of themselves, in 16 bits 0.03, or twice the error of PyTorch (BF16: autocast)
     adamw     FP32: two steps from our gradients: PyTorch's AdamW gives the same weights, to the bit; on a
@@ -23,6 +25,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -40,10 +43,10 @@ import reference
 import numpy as np
 import torch
 import torch.nn.functional as F
-from formats import (NAMES, MAGIC_TENSORS, dropout_factors, header_words, parse_model,
-                     read_checkpoint, read_tensors, round_params, write_checkpoint, write_shard)
-from gpt2 import (get_params, load_params, make_optimizer, new_model, random_params, setup_device,
-                  tensor_list, undropped)
+from formats import (NAMES, MAGIC_TENSORS, header_words, parse_model, read_checkpoint, read_tensors,
+                     round_params, write_checkpoint, write_shard)
+from gpt2 import (drop_as_trainer, get_params, load_params, make_optimizer, new_model, random_params,
+                  setup_device, tensor_list)
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 sys.path.append(os.path.join(ROOT, "dev/test"))
@@ -53,7 +56,7 @@ from trainer import write_questions
 TYPE = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16"}
 SEED, STEPS = 1337, 10                                  # SEED: of the trainer, too
 HYPER = {"learning_rate": 1e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-counts = {"passed": 0, "failed": 0, "skipped": 0}
+found = []                              # of the case at hand: (its kind, how many, what is printed)
 
 
 @dataclasses.dataclass
@@ -85,22 +88,20 @@ CASES = [
     *(Case(text, "steps export", 2, large=True) for text in ("d12", "m12"))]
 
 
-def check(ok, text):
-    """None: skipped."""
-    counts["skipped" if ok is None else "passed" if ok else "failed"] += 1
-    print(("SKIP  " if ok is None else "ok    " if ok else "FAIL  ") + text, flush=True)
+def check(ok, text, count=1):
+    found.append(("ok" if ok else "FAIL", count, text))
 
 
-def check_each(title, values, limits):
+def check_each(title, values, limits, theirs=None):
     """By name; NaN fails. One line for all that pass, with the closest, and one for each failure."""
+    said = {name: f"{name}: {value:.2e}, limit {limits[name]:.2e}" +
+            (f", PyTorch's {theirs[name]:.2e}" if theirs else "") for name, value in values.items()}
     good = [name for name, value in values.items() if value <= limits[name]]
     for name in values.keys() - good:
-        check(False, f"{title} {name}: {values[name]:.3e}, limit {limits[name]:.3e}")
+        check(False, f"{title} {said[name]}")
     if good:
         name = max(good, key=lambda name: values[name] / (limits[name] or 1))
-        counts["passed"] += len(good) - 1
-        check(True, f"{title}: {len(good)} values, closest {name}: {values[name]:.2e}, "
-                    f"limit {limits[name]:.2e}")
+        check(True, f"{title}: {len(good)} values, closest {said[name]}", len(good))
 
 
 class Ours:
@@ -113,13 +114,13 @@ class Ours:
                                  for name in ("train", "test"))
         self.fp32, self.exact = precision == "FP32", ["-f", 0] if precision == "FP32" else []
         self.dims = dataclasses.replace(parse_model(case.text), **case.block)
-        self.params = random_params(self.dims, SEED, args.device)
+        self.params = random_params(self.dims, args.seed)
         if precision != "FP32":
             self.params = round_params(self.params, TYPE[precision])
         self.model, self.shard = self.path("model.bin"), self.path("tokens.bin")
         write_checkpoint(self.model, self.dims, self.params, version=5 if precision == "BF16" else 3)
         # some tokens come often; enough for STEPS batches, of which the first is x and y
-        draws = np.random.default_rng(SEED).random(case.rows * STEPS * self.dims.maxT + 1)
+        draws = np.random.default_rng(args.seed).random(case.rows * STEPS * self.dims.maxT + 1)
         self.tokens = (self.dims.V * draws ** 3).astype(np.int64)
         write_shard(self.shard, self.tokens)
         count = case.rows * self.dims.maxT
@@ -147,58 +148,50 @@ class Ours:
                         "-k", "constant", "-v", 0, "-s", 0, *flags, *self.exact)
 
     def tensors(self, micro_steps=1, *flags, model=""):
-        """Logits, loss and gradients of the batch."""
+        """Logits, loss and gradients of the batch. The dump's logits are without dropout."""
         batch, out = self.path("batch.bin"), self.path("ours.bin")
         with whole_file(batch) as f:
             header_words(MAGIC_TENSORS, 2, *self.x.shape).tofile(f)
             np.stack([self.x, self.y]).astype("<i4").tofile(f)
         self.run(self.test, "dump-grads", model or self.model, batch, out, micro_steps, *flags, *self.exact)
-        return read_tensors(out, self.dims)
+        made, cap = read_tensors(out, self.dims), getattr(self.dims, "softcap", 0.0)
+        logits = torch.from_numpy(made["logits"]).to(self.device)
+        if cap:
+            logits = cap * torch.tanh(logits.double() / cap)    # our classifier caps them where it reads
+        return logits, made["loss"], made["grads"]
 
     def twin(self, dtype, **options):
         return reference.run(self.dims, self.params, self.x, self.y, dtype, self.device, **options)
 
 
 # ---- the checks ----
-def masks(p, device):
-    """gpt2.py's `dropped`: the masks of a first update, for rows of C."""
-    def dropped(x, place):
-        factors = dropout_factors(SEED, 0, place, 0, x.numel() // x.shape[-1], x.shape[-1], p)
-        factors = torch.from_numpy(factors.astype(np.float64)).to(device).view(x.shape)
-        wide = x.dtype if x.dtype == torch.float64 else torch.float32
-        return (x.to(wide) * factors.to(wide)).to(x.dtype)      # the scale is not rounded to 16 bits
-    return dropped if p else undropped
+def errors_of(run, truth):
+    """Of the loss, the logits and by name of all gradients that the model has."""
+    logits, loss, grads = run
+    return {"loss": abs(loss - truth[1]), "logits": reference.logits_error(logits, truth[0]),
+            **{name: reference.relative_error(torch.as_tensor(grads[name]).to(grad.device), grad)
+               for name, grad in truth[2].items()}}
 
 
-def errors_of(grads, truth):
-    """By name, of all that the model has."""
-    return {name: reference.relative_error(torch.as_tensor(grads[name]).cpu(), grad)
-            for name, grad in truth[2].items()}
-
-
-def check_grads(ours, pool):
+def check_grads(ours):
     """Returns the truth: the batch's logits, loss and gradients in float64."""
     p = ours.case.dropout
-    made = pool.submit(ours.tensors, 2 if p else 1, *(["--dropout", p] if p else []))
-    dropped = masks(p, ours.device)
+    dropped = drop_as_trainer(SEED, p, ours.device)
     logits, loss, grads = ours.twin(torch.float64, dropped=dropped)
-    truth = logits.cpu(), loss, {name: grad.cpu() for name, grad in grads.items() if grad.numel()}
+    truth = logits, loss, {name: grad for name, grad in grads.items() if grad.numel()}
     if ours.precision == "FP16":
-        logits, _, low = reference.run_float16(ours.dims, ours.params, ours.x, ours.y, ours.device,
-                                               dropped)[1:]
+        runs = [reference.run_float16(ours.dims, ours.params, ours.x, ours.y, ours.device, dropped)[1:]]
     else:
-        logits, _, low = ours.twin(getattr(torch, TYPE[ours.precision]), sdpa=True, dropped=dropped)
-    limits = {name: max(2 * error, 1e-4 * ours.fp32) for name, error in errors_of(low, truth).items()}
-    limits["logits"] = max(2 * reference.logits_error(logits.cpu(), truth[0]), 2e-5 * ours.fp32)
-    limits["loss"] = 2e-5 if ours.fp32 else 0.02
-    made = made.result()
-    errors = {"loss": abs(made["loss"] - truth[1]), **errors_of(made["grads"], truth)}
-    if not p:                                                   # the dump's logits are without dropout
-        logits, cap = torch.from_numpy(made["logits"]).double(), getattr(ours.dims, "softcap", 0.0)
-        if cap:
-            logits = cap * torch.tanh(logits / cap)             # our classifier caps them where it reads
-        errors["logits"] = reference.logits_error(logits, truth[0])
-    check_each("grads", errors, limits)
+        dtype, attentions = getattr(torch, TYPE[ours.precision]), [True, False] if ours.fp32 else [True]
+        runs = [ours.twin(dtype, sdpa=sdpa, dropped=dropped) for sdpa in attentions]
+    errors = [errors_of(run, truth) for run in runs]
+    theirs = {name: max(each[name] for each in errors) for name in errors[0]}
+    limits = {name: max(2 * error, (2e-5 if name == "logits" else 1e-4) * ours.fp32)
+              for name, error in theirs.items()} | {"loss": 2e-5 if ours.fp32 else 0.02}
+    mine = errors_of(ours.tensors(2 if p else 1, *(["--dropout", p] if p else [])), truth)
+    if p:
+        del mine["logits"]
+    check_each("grads", mine, limits, theirs)
     return truth
 
 
@@ -226,7 +219,7 @@ def check_adamw(ours):
     load_params(theirs, ours.params)
     optimizer, model = make_optimizer(theirs, HYPER), ours.model
     for step in (1, 2):
-        grads, folder = ours.tensors(model=model)["grads"], ours.path(f"adamw{step}")
+        grads, folder = ours.tensors(model=model)[2], ours.path(f"adamw{step}")
         ours.trained("-x", step, "-a", 1, "--grad-clip", 0, "-o", folder)
         model = os.path.join(folder, f"model_{step:08d}.bin")
         after = read_checkpoint(model)[1]
@@ -241,9 +234,9 @@ def check_adamw(ours):
 
 
 def check_rounding(ours, truth):
-    theirs = ours.twin(torch.bfloat16, sdpa=True, micro_steps=ours.case.rows)[2]
-    mine = ours.tensors(ours.case.rows, "--grad-dtype", "bf16")["grads"]
-    check_each("rounding", errors_of(mine, truth), errors_of(theirs, truth))
+    theirs = errors_of(ours.twin(torch.bfloat16, sdpa=True, micro_steps=ours.case.rows), truth)
+    mine = errors_of(ours.tensors(ours.case.rows, "--grad-dtype", "bf16"), truth)
+    check_each("rounding", {name: mine[name] for name in truth[2]}, theirs)
 
 
 def check_export(ours, truth):
@@ -258,7 +251,7 @@ def check_export(ours, truth):
         exact = AutoModelForCausalLM.from_config(model.config).double().to(ours.device).eval()
         exact.load_state_dict(model.state_dict())
         with torch.no_grad():
-            logits = exact(torch.from_numpy(ours.x).to(ours.device), use_cache=False).logits.cpu()
+            logits = exact(torch.from_numpy(ours.x).to(ours.device), use_cache=False).logits
     error = reference.logits_error(logits, truth[0])
     check(error <= 1e-9, f"export: {type(model).__name__} in float64: logits {error:.1e}, limit 1e-9")
     check_questions(ours, model)
@@ -303,49 +296,54 @@ def check_text(ours, model, tokenizer):
           f"export: greedy text {text!r}, ours {'the same' if mine == text else repr(mine)}; gap {gap:.1e}")
 
 
-def check_case(args, case, precision, pool):
-    with tempfile.TemporaryDirectory(prefix="compare_") as folder:
-        ours = Ours(args, case, precision, folder)
-        truth = check_grads(ours, pool)
-        if "steps" in case.checks:
-            check_steps(ours)
-        if "adamw" in case.checks and ours.fp32:
-            check_adamw(ours)
-        if "rounding" in case.checks and precision == "BF16" and args.device == "cuda":
-            check_rounding(ours, truth)
-        if "export" in case.checks and ours.fp32:
-            check_export(ours, truth)
+def check_case(job):
+    """(its title, what was found, seconds). What goes wrong is a failure, and the rest goes on."""
+    args, precision, case = job
+    found.clear()
+    start = time.perf_counter()
+    if case.large and args.device == "cpu" and not args.only:
+        return f"{precision} {case}", [("SKIP", 1, "on a GPU, or with --only")], 0
+    try:
+        with tempfile.TemporaryDirectory(prefix="compare_") as folder:
+            ours = Ours(args, case, precision, folder)
+            truth = check_grads(ours)
+            if "steps" in case.checks:
+                check_steps(ours)
+            if "adamw" in case.checks and ours.fp32:
+                check_adamw(ours)
+            if "rounding" in case.checks and precision == "BF16" and args.device == "cuda":
+                check_rounding(ours, truth)
+            if "export" in case.checks and ours.fp32:
+                check_export(ours, truth)
+    except (Exception, SystemExit) as e:
+        where = traceback.extract_tb(e.__traceback__)[-1]
+        check(False, f"{type(e).__name__} in {where.name}, line {where.lineno}: {e}")
+    return f"{precision} {case}", found, time.perf_counter() - start
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    p.add_argument("--precisions", help="of FP32,BF16,FP16; default: FP32,BF16, on a CPU FP32")
+    p.add_argument("--precisions", nargs="+", choices=TYPE, help="default: FP32 BF16, on a CPU FP32")
     p.add_argument("--only", default="", help="cases whose name contains this, on a CPU the large ones, too")
+    p.add_argument("--seed", type=int, default=SEED, help="of weights and tokens")
     args = p.parse_args()
-    cpu = args.device == "cpu"
-    precisions = (args.precisions or ("FP32" if cpu else "FP32,BF16")).split(",")
-    if unknown := set(precisions) - set(TYPE):
-        p.error(f"unknown {' '.join(sorted(unknown))}; there are {' '.join(TYPE)}")
-    if cpu or torch.cuda.is_available():
-        setup_device(args.device)
-    else:
-        precisions = check(None, "no GPU that PyTorch can use") or []
-    pool = concurrent.futures.ThreadPoolExecutor(1)             # our program runs beside PyTorch
-    for precision, case in itertools.product(precisions, [c for c in CASES if args.only in str(c)]):
-        start = time.perf_counter()
-        if case.large and cpu and not args.only:
-            check(None, f"{case}: on a GPU, or with --only")
-            continue
-        print(f"== {precision} {case}", flush=True)
-        try:
-            check_case(args, case, precision, pool)
-        except (Exception, SystemExit) as e:                    # a failure; the rest goes on
-            where = traceback.extract_tb(e.__traceback__)[-1]
-            check(False, f"{type(e).__name__} in {where.name}, line {where.lineno}: {e}")
-        print(f"      {time.perf_counter() - start:.1f} s", flush=True)
+    setup_device(args.device)                                   # says so if there is none
+    precisions = args.precisions or (["FP32"] if args.device == "cpu" else ["FP32", "BF16"])
+    cases = [case for case in reversed(CASES) if args.only in str(case)]    # what takes longest goes first
+    jobs = [(args, precision, case) for case in cases for precision in precisions]
+    counts, cores = {"ok": 0, "FAIL": 0, "SKIP": 0}, os.cpu_count()
+    workers = max(1, min(8, cores // 2))
+    os.environ["OMP_NUM_THREADS"] = str(cores // workers)       # PyTorch's, and our CPU program's
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn, setup_device, (args.device,)) as pool:
+        for title, lines, seconds in pool.map(check_case, jobs):
+            print(f"== {title}: {seconds:.1f} s")
+            for kind, count, text in lines:
+                counts[kind] += count
+                print(f"{kind:<5} {text}", flush=True)
     print("%d passed, %d failed, %d skipped" % tuple(counts.values()))
-    raise SystemExit(1 if counts["failed"] else 0)
+    raise SystemExit(1 if counts["FAIL"] else 0)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from formats import NAMES, PARAMS, param_shape
+from formats import NAMES, PARAMS, dropout_factors, param_shape
 from llama import Llama, undropped
 
 
@@ -95,6 +95,16 @@ class GPT2(nn.Module):
         return self(x, y)[1]
 
 
+def drop_as_trainer(seed, p, device):
+    """A model's `dropped` with the masks of the trainer's first update, for rows of C."""
+    def dropped(x, place):
+        factors = dropout_factors(seed, 0, place, 0, x.numel() // x.shape[-1], x.shape[-1], p)
+        factors = torch.from_numpy(factors.astype(np.float64)).to(device).view(x.shape)
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        return (x.to(wide) * factors.to(wide)).to(x.dtype)      # the scale is not rounded to 16 bits
+    return dropped if p else undropped
+
+
 def new_model(dims, device="cpu", sdpa=True):
     with torch.device(device):
         return (Llama if dims.is_llama else GPT2)(dims, sdpa)
@@ -136,20 +146,20 @@ def get_grads(model):
     return collect(model, lambda p: p.grad)
 
 
-def random_params(dims, seed, device="cpu"):
+def random_params(dims, seed):
     """No tensor is left at 0 or at 1, where a wrong one would not show. Layers weigh so much that greedy text
     does not repeat one token, and that another token in the prompt changes nearly all that follow."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     wide = 1 / math.sqrt(dims.C)
     sizes = {"wte": 0.02, "wpe": 0.05, "one": 0.1, "zero": 0.1, "normal": 2 * wide,
              "resid": wide / math.sqrt(2 * dims.L)}
     params = {}
     for name, _, _, init, _ in PARAMS:
-        values = torch.randn(param_shape(dims, name), generator=generator, device=device)
+        values = torch.randn(param_shape(dims, name), generator=generator)
         values = values * sizes.get(name, sizes[init]) + (init == "one")
         if name in ("wte", "headw"):
             values[dims.V:] = 0
-        params[name] = values.cpu().numpy()
+        params[name] = values.numpy()
     return params
 
 
