@@ -3370,7 +3370,7 @@ int main(int argc, char** argv) {
         if (mode == "model") {
             const bool given = !references.empty();
             if (!given) {
-                for (const char* name : {"ugly", "head64", "qwen", "relu2"}) {
+                for (const char* name : {"ugly", "head64", "qwen", "relu2", "parallel", "tied"}) {
                     references.push_back(committed_reference(name));
                 }
             }

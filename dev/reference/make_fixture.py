@@ -9,10 +9,12 @@ head64  head size 64, so that the tensor-core attention runs; T=70, beyond one t
 qwen    of the family Llama: six heads of q on two of k, NH * HS is not C, QK-norm, SwiGLU, an untied head
 relu2   the rest of the family: ReLU^2, tied, softcap, a norm behind the embedding, none with weights, T=70;
         weights are exact in bf16
+parallel, tied   GPT-2's relatives: parallel branches under two RMSNorms, and under one LayerNorm
 run     two shards of made-up tokens and the losses of a training run over them: initial weights, shuffling
         over several epochs, accumulation, warm-up, cosine, weight decay and clipping at once. `our_flags` are
         what the trainer wants to hear.
 """
+import dataclasses
 import os
 import sys
 
@@ -30,7 +32,10 @@ CASES = {"ugly": ("L2,NH2,C40,T37,V509", 3, 33, "float32"),
          "head64": ("L2,NH1,C64,T70,V67", 2, 70, "bfloat16"),
          "qwen": ("llama:L2,NH6,NKV2,HS16,C24,F40,T37,V109,qk_norm,theta=1000,eps=1e-6", 2, 33, "float32"),
          "relu2": ("llama:L2,NH2,NKV1,HS64,C24,F56,T70,V67,relu2,no_norm_weights,embed_norm,tied,softcap=1.5",
-                   2, 70, "bfloat16")}
+                   2, 70, "bfloat16"),
+         "parallel": ("L2,NH2,C32,T17,V67", 2, 17, "float32"),
+         "tied": ("L2,NH2,C32,T17,V67", 2, 17, "float32")}
+KINDS = {"parallel": {"block": 1, "norm": 1}, "tied": {"block": 2}}
 
 
 def lively_params(dims):
@@ -86,7 +91,7 @@ def main():
     for case, (model, B, T, weights) in CASES.items():
         if case not in wanted:
             continue
-        dims = parse_model(model)
+        dims = dataclasses.replace(parse_model(model), **KINDS.get(case, {}))
         x, y = batch(dims, B, T)
         made = reference.write(os.path.join(folder, case), dims, lively_params(dims), x, y, hyper=HYPER,
                                command=COMMAND, weights=weights)

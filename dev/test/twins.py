@@ -1,11 +1,11 @@
-"""GPT-2 and its relatives in NumPy double: the judge of what the program computes.
+"""GPT-2 in NumPy double, the judge of losses of rows and questions, and made-up models of both families.
 
     dims, p = doubles("run/model_00000005.bin")
     losses = row_losses(dims, p, windows(tokens, dims.maxT))    # of each window, in nats a token
     grads = gradients("model.bin", {}, "folder")                # the program's own, from one update
 
-There is no backward pass: the program's gradients are held against differences of this loss. Files and random
-numbers are those of dev/reference/formats.py; nothing here is shared with the C++ code.
+Files are those of dev/reference/formats.py; nothing here is shared with the C++ code. The judge of what else
+models compute is PyTorch's fixtures, in test_gpt2.
 """
 import math
 import os
@@ -23,16 +23,12 @@ from trainer import exact, model_path, run, sentences       # noqa: E402
 sys.path.insert(0, os.path.join(ROOT, "dev/reference"))
 import formats                          # noqa: E402  gives: Dims, read_checkpoint, init_params, PARAMS
 
-SEED = 1337
-BLOCKS, NORMS = ("sequential", "parallel", "parallel-tied"), ("layernorm", "rmsnorm")
-
 
 # ---- the model ----
 
-def normed(x, weight, bias, rms):
-    x = x if rms else x - x.mean(-1, keepdims=True)
-    y = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
-    return y if rms else y + bias
+def normed(x, weight, bias):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight + bias
 
 
 def softmax(x):
@@ -49,50 +45,31 @@ def attention(p, l, x, heads):
     return y @ p["attprojw"][l].T + p["attprojb"][l]
 
 
-ACTS = {"gelu": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3))),
-        "swiglu": lambda gate, up: gate / (1 + np.exp(-gate)) * up, "relu2": lambda x: np.maximum(x, 0) ** 2}
-
-
 def mlp(p, l, x):
-    h = ACTS["gelu"](x @ p["fcw"][l].T + p["fcb"][l])
+    x = x @ p["fcw"][l].T + p["fcb"][l]
+    h = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
     return h @ p["fcprojw"][l].T + p["fcprojb"][l]
 
 
-def logits(dims, p, tokens, dropout=0.0, step=0, seed=SEED):
-    """(B,T,V) of tokens (B,T); dropout: as in the first micro-step of update `step`."""
-    rms, tied = dims.norm == 1, dims.block == 2
-
-    def dropped(x, place):
-        if not dropout:
-            return x
-        factors = formats.dropout_factors(seed, step, place, 0, x.size // dims.C, dims.C, dropout)
-        return x * factors.reshape(x.shape)
-
+def logits(dims, p, tokens):
+    """(B,T,V) of tokens (B,T)"""
     tokens = np.asarray(tokens)
-    x = dropped(p["wte"][tokens] + p["wpe"][:tokens.shape[1]], 0)
+    x = p["wte"][tokens] + p["wpe"][:tokens.shape[1]]
     for l in range(dims.L):
-        first = normed(x, p["ln1w"][l], None if rms else p["ln1b"][l], rms)
-        added = dropped(attention(p, l, first, dims.NH), 1 + 2 * l)
-        if dims.block == 0:
-            x, added = x + added, 0.0
-        second = first if tied else normed(x, p["ln2w"][l], None if rms else p["ln2b"][l], rms)
-        x = x + added + dropped(mlp(p, l, second), 2 + 2 * l)
-    return normed(x, p["lnfw"], None if rms else p["lnfb"], rms) @ p["wte"][:dims.V].T
+        x = x + attention(p, l, normed(x, p["ln1w"][l], p["ln1b"][l]), dims.NH)
+        x = x + mlp(p, l, normed(x, p["ln2w"][l], p["ln2b"][l]))
+    return normed(x, p["lnfw"], p["lnfb"]) @ p["wte"][:dims.V].T
 
 
-def token_losses(dims, p, rows, **how):
+def token_losses(dims, p, rows):
     """(B,T) of rows (B,T+1)."""
     rows = np.asarray(rows)
-    right = softmax(logits(dims, p, rows[:, :-1], **how))
+    right = softmax(logits(dims, p, rows[:, :-1]))
     return -np.log(np.take_along_axis(right, rows[:, 1:, None], -1)[..., 0])
 
 
-def row_losses(dims, p, rows, **how):
-    return [float(x) for x in token_losses(dims, p, rows, **how).mean(-1)]
-
-
-def mean_loss(dims, p, rows, **how):
-    return float(token_losses(dims, p, rows, **how).mean())
+def row_losses(dims, p, rows):
+    return [float(x) for x in token_losses(dims, p, rows).mean(-1)]
 
 
 def windows(tokens, length):
@@ -185,57 +162,6 @@ def family_model(path, version=203, seed=7, **shape):
     params = formats.round_params(params, "bfloat16") if version == 205 else params
     formats.write_checkpoint(path, dims, params, version % 100)
     return dims, params
-
-
-def family_logits(d, params, tokens):
-    """(B,T,V) in double."""
-    p = {name: x.astype(np.float64) for name, x in params.items() if x.size}
-
-    def normed(x, name, l=...):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + d.eps) * (p[name][l] if name in p else 1)
-
-    def turned(x):                                                      # (B,T,heads,HS)
-        half = d.HS // 2
-        angle = np.arange(x.shape[1])[:, None, None] * d.theta ** (-np.arange(half) / half)
-        a, b = x[..., :half], x[..., half:]
-        cos, sin = np.cos(angle), np.sin(angle)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    x = p["wte"][np.asarray(tokens)]
-    x = normed(x, "none") if d.embed_norm else x
-    mask = np.triu(np.full((x.shape[1],) * 2, -np.inf), 1)
-    for l in range(d.L):
-        qkv = (normed(x, "ln1w", l) @ p["qkvw"][l].T).reshape(*x.shape[:2], -1, d.HS)
-        q, k, v = np.split(qkv, [d.NH, d.NH + d.NKV], 2)
-        if d.qk_norm:
-            q, k = normed(q, "qnw", l), normed(k, "knw", l)
-        q, k, v = turned(q), *(np.repeat(each, d.NH // d.NKV, 2) for each in (turned(k), v))
-        scores = np.einsum("bthd,bshd->bhts", q, k) / math.sqrt(d.HS) + mask
-        y = np.einsum("bhts,bshd->bthd", softmax(scores), v)
-        x = x + y.reshape(*x.shape[:2], -1) @ p["attprojw"][l].T
-        h = normed(x, "ln2w", l) @ p["fcw"][l].T
-        h = ACTS[d.mlp](*np.split(h, 1 + d.gated, -1))
-        x = x + h @ p["fcprojw"][l].T
-    logits = normed(x, "lnfw") @ p["wte" if d.tied else "headw"][:d.V].T
-    return d.softcap * np.tanh(logits / d.softcap) if d.softcap else logits
-
-
-def logits_of(dims, params, tokens):
-    """Of either family, in double."""
-    if dims.is_llama:
-        return family_logits(dims, params, tokens)
-    return logits(dims, {name: x.astype(np.float64) for name, x in params.items()}, tokens)
-
-
-def greedy(dims, params, prompt, count, gap=1e-4):
-    """Prompt and text; the two best logits must not be nearer to each other than `gap`, for rounding."""
-    tokens = list(prompt)
-    for _ in range(count):
-        last = logits_of(dims, params, [tokens])[0, -1]
-        first, second = np.sort(last)[[-1, -2]]
-        assert first - second > gap
-        tokens.append(int(last.argmax()))
-    return tokens
 
 
 # ---- updates ----
