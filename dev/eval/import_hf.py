@@ -173,10 +173,15 @@ def check_dims(path, d):
 
 # ---- tensors ----
 
-def whole_numbers(values):
-    if not isinstance(values, list) or not all(type(n) is int and n >= 0 for n in values):  # True is none
-        raise ValueError("no list of whole numbers")
-    return tuple(values)
+def row_of(name, row):
+    """(begin, end, shape, name, dtype) of a table's row."""
+    (begin, end), shape, dtype = row["data_offsets"], row["shape"], row["dtype"]
+    numbers = [begin, end, *shape]
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):   # True is none
+        raise ValueError("no type, or no whole numbers")
+    if begin > end:
+        raise ValueError("it ends before it begins")
+    return begin, end, tuple(shape), name, dtype
 
 
 def read_table(path):
@@ -193,15 +198,11 @@ def read_table(path):
     try:
         rows = json_object(text)
         rows.pop("__metadata__", None)
-        places = sorted((*map(whole_numbers, (row["data_offsets"], row["shape"])), name, row["dtype"])
-                        for name, row in rows.items())
-        if not all(len(place) == 2 and place[0] <= place[1] and isinstance(dtype, str)
-                   for place, _, _, dtype in places):
-            raise ValueError("no place")
+        places = sorted(row_of(name, row) for name, row in rows.items())
     except (ValueError, LookupError, TypeError):
         die(f"'{path}' is no safetensors file: its table of tensors cannot be read")
     at, start = 0, 8 + length
-    for (begin, end), shape, name, dtype in places:
+    for begin, end, shape, name, dtype in places:
         if begin != at:
             die(f"'{path}' is damaged: {name} begins at byte {begin} of the tensors, and those before it end "
                 f"at {at}")
@@ -210,7 +211,7 @@ def read_table(path):
         at = end
     if at != size - start:
         die(f"'{path}' is truncated or damaged: {size - start} bytes of tensors, its table means {at}")
-    return {name: Tensor(path, dtype, shape, start + begin) for (begin, _), shape, name, dtype in places}
+    return {name: Tensor(path, dtype, shape, start + begin) for begin, _, shape, name, dtype in places}
 
 
 def read_tensor(tensor):
@@ -350,9 +351,9 @@ def tokenizer_of(folder, d):
 
 # ---- the folder ----
 
-def revision_of(folder, files):
+def revision_of(folder):
     """A folder has no commit: a hash of what is read of it."""
-    names = sorted({*files, *read_beside(folder)})
+    names = sorted({*weight_files(folder, os.listdir(folder)), *read_beside(folder)})
     lines = [f"{name} {sha256_of(os.path.join(folder, name))}\n" for name in names]
     return "sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -411,10 +412,7 @@ def run(args):
     if is_folder and args.revision:
         die(f"--revision is for names on the hub, and '{source}' is a folder")
     out = args.out or os.path.join("models", os.path.basename(os.path.realpath(source)))
-    if is_folder:
-        revision = revision_of(source, weight_files(source, os.listdir(source)))
-    else:
-        revision = commit_of(source, args.revision)
+    revision = revision_of(source) if is_folder else commit_of(source, args.revision)
     if is_there(out, revision):
         print(f"{out} is there already, of this revision: {revision}")
     elif is_folder:
