@@ -220,7 +220,7 @@ def draw_panel(axes, panel, runs, levels):
             label = name.replace("val", "validation", 1) if kind == "val" else "training, smoothed"
         elif name == "val" and "train" in run.curves:
             label = None
-        line = "" if kind == "val" and len(at) < FEW else "--" if kind == "val" else "-"
+        line = "" if kind == "val" and (len(at) < FEW or not alone) else "--" if kind == "val" else "-"
         axes.plot(at, values, color=color, linestyle=line, label=label,
                   marker="o" if kind in ("val", "eval") and len(at) < 100 else None)
         ends[name if alone else run] = values[-1], color
@@ -228,7 +228,7 @@ def draw_panel(axes, panel, runs, levels):
         axes.axhline(level, color="gray", linestyle=":", label=f"{label} {level:.3f}")
     seen = list(filter(math.isfinite, seen)) or [0]
     if panel == "loss":
-        title += ", validation dashed" if not alone and any("val" in run.curves for run in runs) else ""
+        title += ", validation as points" if not alone and any("val" in run.curves for run in runs) else ""
         axes.legend(loc="upper right")
         margin = 0.04 * (max(seen) - min(seen)) or 1
         axes.set_ylim(min(seen) - margin, max(seen) + margin)
@@ -245,8 +245,9 @@ def draw_panel(axes, panel, runs, levels):
     write_ends(axes, ends.values() if form else (), form, 0.05 if panel == "loss" else 0.1)
 
 
-def draw(runs, lines=(), seconds=False, loss_alone=False):
-    """A figure: the loss on top, what else any run has below. lines: [(loss, name)] to compare with."""
+def draw(runs, lines=(), seconds=False, loss_alone=False, title=""):
+    """A figure: the loss on top, what else any run has below. lines: [(loss, name)] to compare with. title:
+    for the runs' names and what they have in common."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure                # which needs no display
 
@@ -256,7 +257,7 @@ def draw(runs, lines=(), seconds=False, loss_alone=False):
     for run in runs:
         if unit != "step":
             run.go_over(unit)
-        run.label = " · ".join([run.name] + [fact for fact in run.facts() if fact not in common])
+        run.label = " · ".join([run.name] + [fact for fact in run.facts() if fact not in (run.name, *common)])
     known = any(run.is_on_fineweb() for run in runs)
     levels = {"loss": list(lines) + [GPT2["loss"]] * known,
               "eval": [GPT2["eval"]] * (known and any(run.asks_hellaswag() for run in runs))}
@@ -274,7 +275,7 @@ def draw(runs, lines=(), seconds=False, loss_alone=False):
             if unit == "tokens":
                 axes.xaxis.set_major_formatter(short)
         names = [", ".join(run.name for run in runs)] if len(runs) == 1 or not common else []
-        title = textwrap.fill(" · ".join(names + common), 64 if loss_alone else 110)
+        title = textwrap.fill(title or " · ".join(names + common), 64 if loss_alone else 110)
         figure.suptitle(title, x=0.01, ha="left")
         figure.supxlabel("seconds of training" if seconds else unit)
     return figure
@@ -295,6 +296,7 @@ def main():
                         help="a loss to compare with")
     parser.add_argument("--seconds", action="store_true", help="over the seconds of training, not its steps")
     parser.add_argument("--loss", action="store_true", help="a small picture, of the loss alone")
+    parser.add_argument("--title", default="", help="instead of the runs' names: data, GPU, cost")
     args = parser.parse_args()
     try:
         lines = [(float(level), name) for level, name in args.line]
@@ -304,7 +306,7 @@ def main():
     tell_apart(runs)
     output = args.output or os.path.join(os.path.dirname(runs[0].log), "loss.png")
     try:
-        figure = draw(runs, lines, args.seconds, args.loss)
+        figure = draw(runs, lines, args.seconds, args.loss, args.title.replace("$", r"\$"))
     except ImportError:
         take_the_venv()
         fail("no plot without matplotlib", "scripts/setup.sh installs it into .venv")

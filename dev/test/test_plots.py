@@ -195,8 +195,13 @@ def test_plot_of_several_runs():
     figure, panels, curves = draw("a", "b")
     assert (figure.get_suptitle(), figure.get_supxlabel()) == ("d12 · accuracy 0.250", "step")
     names = [f"a · 1.28K tokens · validation loss {HALF}", "b · 640 tokens · validation loss 1.000"]
-    assert panels[LOSS + ", validation dashed"].get_legend_handles_labels()[1] == names
+    assert panels[LOSS + ", validation as points"].get_legend_handles_labels()[1] == names
+    assert [line.get_linestyle() for line in panels[LOSS + ", validation as points"].lines
+            if line.get_marker() == "o"] == ["None", "None"]
     assert curves[0][names[1]][0] == list(range(10))
+    made_run("m12", model="m12")
+    figure, _, curves = draw("a", "m12", title="both")
+    assert figure.get_suptitle() == "both" and {"a · d12", "m12"} < set(curves[0]), "no name twice"
     figure, _, curves = draw("a", "large", loss_alone=True)
     assert (figure.get_supxlabel(), len(figure.axes)) == ("tokens", 1)
     assert curves[0]["large · 5.12K tokens"][0] == [256 * step for step in range(20)]
