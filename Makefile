@@ -107,7 +107,7 @@ TESTS := $(patsubst dev/test/%.cpp,build/%,$(wildcard dev/test/test_*.cpp))
 .DEFAULT_GOAL := help
 .PHONY: help quickstart tinyshakespeare tokenize stories bigram checkpoint plot check-docs fuzz lint
 .PHONY: test test-quick test-gpu test-all test-mutants built-cpu built-gpu built-all built-test look look-all
-.PHONY: sanitize bench bench-ops profile clean FORCE
+.PHONY: sanitize bench bench-ops profile verify clean FORCE
 .PHONY: train_gpt2 train_gpt2fp32cu test_gpt2 test_gpt2fp32cu profile_gpt2
 .DELETE_ON_ERROR:
 
@@ -282,6 +282,11 @@ sanitize: $(addprefix build/check/test_gpt2.,BF16 FP32 FP16) ## on a GPU: kernel
 
 check-docs: train_gpt2cpu ## runs the commands of README and docs, made small, in a copy
 	@$(PYTEST) -q --no-header -rA --slow dev/test/test_docs.py
+
+VERIFIED = $(if $(and $(NVCC),$(GPU_CAPS)),train_gpt2cu,build/plain/train_gpt2cpu)
+verify: build/stories build/tokenize ## trains 50 steps: which published bits do they have?
+	@$(MAKE) -s $(VERIFIED)
+	@python3 dev/verify.py ./$(VERIFIED)
 
 # On one GPU, the first that CUDA_VISIBLE_DEVICES names. FLAGS: for the trainer. More in dev/bench/bench.py.
 bench: train_gpt2cu profile_gpt2cu ## tokens/s beside PyTorch and llm.c: SIZES, WHO, LLMC, DATA, FLAGS

@@ -53,8 +53,8 @@ SUITES = [
 ]
 TOOLS = ["build/tokenize", "build/stories", "build/bigram", "build/checkpoint"]
 MADE_OF = {"test_gpt2": ["test_gpt2cpu"], "golden": ["build/plain/train_gpt2cpu"], "tiktoken": TOOLS,
-           "lazy": ["train_gpt2cpu", "build/train_gpt2lazy"], "datasets": TOOLS, "stories": TOOLS,
-           "conversations": TOOLS + ["train_gpt2cpu"]}
+           "lazy": ["train_gpt2cpu", "build/train_gpt2lazy"], "datasets": TOOLS,
+           "stories": TOOLS + ["build/plain/train_gpt2cpu"], "conversations": TOOLS + ["train_gpt2cpu"]}
 NOT_HERE = re.compile(r"llmc/ops/(cuda_|cublaslt|nccl)|profile_gpt2|dev/(cuda|fuzz)|(dev/)?test")
 
 # (what stands in a line, what it becomes)

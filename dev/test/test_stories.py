@@ -1,4 +1,5 @@
-"""The built-in corpus: its text is tidy, and stays as it is. Beside it: bigram, `make tinyshakespeare`."""
+"""The built-in corpus: its text is tidy, and stays as it is. Beside it: bigram, `make tinyshakespeare`, `make
+verify`."""
 import collections
 import hashlib
 import math
@@ -7,10 +8,14 @@ import random
 import re
 import struct
 import subprocess
+import sys
 
 import pytest
 
 from checks import ROOT, read, run_program, write
+
+sys.path.insert(1, os.path.join(ROOT, "dev"))
+import verify                                       # noqa: E402
 
 PROGRAM, BIGRAM = os.path.join(ROOT, "build/stories"), os.path.join(ROOT, "build/bigram")
 SEPARATOR = "<|endoftext|>\n"
@@ -107,3 +112,21 @@ def test_tinyshakespeare(own_folder):
     code, _, err = run_program(["make", "-s", "-C", ROOT, "tinyshakespeare", text])
     assert code != 0 and odd + "' is not tinyshakespeare" in err
     assert not os.path.exists(ROOT + "/evil"), "the name was run"
+
+
+def test_verify(monkeypatch, capsys, tmp_path):
+    """50 steps of the plain build have the published hash. Another hash is an error where one is published,
+    and elsewhere a new line."""
+    monkeypatch.chdir(ROOT)
+    machine, sha256 = verify.trained("build/plain/train_gpt2cpu", str(tmp_path))
+    lines = read(verify.PUBLISHED).decode().splitlines()
+    published = [line for line in lines if line.endswith("  " + machine)]
+    met, other = f"met the published hash of {machine}: {sha256}", "0" * 64
+    for of, hashed, code, said in ((machine, sha256, 0, met), ("GPU", sha256, 0, met),
+                                   (machine, other, 1, f"error: 50 steps have the hash {other}"),
+                                   ("GPU", other, 0, f"no published hash yet; theirs is\n{other}  GPU")):
+        monkeypatch.setattr(verify, "trained", lambda *_, found=(of, hashed): found)
+        if published:
+            assert verify.main("any") == code and said in capsys.readouterr().out
+    if not published:
+        pytest.skip(f"no line for '{machine}' in dev/verify.sha256; it is {sha256}")
