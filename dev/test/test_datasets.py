@@ -1463,9 +1463,16 @@ def english_clones():
     return files, made
 
 
-def test_english():
+def test_english(monkeypatch, capsys):
     """From clones and from a mirror, after breaks; damage and what is missing; what shares words is found."""
     files, made = english_clones()
+    asked = [f"w{i}x1" for i in range(60)]                  # of a document that DROPPED names
+    write("q.jsonl", "".join(json.dumps({"ctx": "He " + " ".join(ctx), "label": 0, "endings": endings}) + "\n"
+          for ctx, endings in ((asked[9:19], ["No.", " ".join(asked[19:22]).upper()]),
+                               ([f"w{i}x2" for i in range(12)], ["no"]))))      # twelve words are too few
+    monkeypatch.setattr(english, "FILES", "list")
+    english.main("clones", "hellaswag=q.jsonl")
+    assert capsys.readouterr().out == "wikipedia/7783\n" == english.DROPPED[0] + "\n"
     words = ["english", "--list", "list", "--bytes", "--val-tokens", "0"]
     works(*words, "--from", "clones", "--out", "o")
     for source, texts in made.items():

@@ -59,7 +59,7 @@ SMALLER = [
 # pattern, can it run here?, why not
 NOT_HERE = [
     (r"make test\b", lambda: False, "runs this very check"),
-    (r"get.py fineweb10B( |$)|get.py hub |make tinyshakespeare$|--from pypi", lambda: False,
+    (r"get.py (fineweb10B( |$)|fineweb-edu|hub )|make tinyshakespeare$|--from pypi", lambda: False,
      "needs the network"),
     (r"get.py (debian-docs|english)", lambda: False, "asks apt for 99 packages, GitHub for 660 files"),
     (r"run_m12_9min", lambda: False, "takes minutes of a GPU"),
