@@ -2719,7 +2719,7 @@ static void test_mark_likeliest(int V, int Vp) {
     }
     logits[Vp] = logits[Vp + V / 2] = logits[V / 2 + 1] = logits[2 * Vp + V - 1] = 50;
     check(k, [&](auto at) {
-        op<MarkLikeliestOf>(at, {at.s("losses", InOut(Doubles{1, 2, 3, 4}, 1e-12)),
+        op<MarkLikeliestOf>(at, {at.exact_out("likeliest", std::vector<int>(N)),
                                  at.x("logits", InOut(logits, 1e-12)),
                                  at.exact("targets", std::vector<int>(targets, targets + N)), N, V, Vp});
     });

@@ -2235,7 +2235,7 @@ __global__ void mark_likeliest_kernel(MarkLikeliest a) {
         beaten |= !(x < own || (x == own && c >= target));
     }
     beaten = __syncthreads_or(beaten);
-    if (threadIdx.x == 0 && !beaten) { a.losses[row] = -a.losses[row]; }
+    if (threadIdx.x == 0) { a.likeliest[row] = !beaten; }
 }
 
 static void mark_likeliest(const MarkLikeliest& a, Stream stream) {
@@ -4777,6 +4777,7 @@ struct Inputs {
     int *tokens, *targets;      // (B,T)
     int* order;                 // (B,T) positions sorted by token, for the embedding's backward
     int* counted;               // an evaluation's positions whose losses count; in order's memory
+    int* likeliest;             // is its target the likeliest token? In their memory, once they are read
     int4 *segments, *splits;    // see TokenBuckets
     size_t bytes;
 };
@@ -4863,7 +4864,7 @@ static Inputs inputs_layout(char* base, int B, int T) {
     Places places = {(uintptr_t)base};
     Inputs in;
     places.take(&in.tokens, N), places.take(&in.targets, N), places.take(&in.order, N);
-    in.counted = in.order;
+    in.counted = in.likeliest = in.order;
     places.take(&in.segments, (size_t)max_bucket_segments((int64_t)N));
     places.take(&in.splits, (size_t)max_bucket_splits((int64_t)N));
     in.bytes = places.bytes();
@@ -6067,9 +6068,9 @@ static void head_losses(const Pass& pass, const Head& head, float weight, int co
                 .softcap = c.shape().softcap}, pass.stream());
 }
 
-// An evaluation's losses, as mark_likeliest leaves them: of `count` positions of the N that the forward was
-// over. The LM head, 31 % of 124M's FLOPs, reads only these. Copies of position 0 round their number up to a
-// multiple of 256, so few shapes occur, each of whole tiles.
+// An evaluation's losses and likeliest targets, of `count` positions of the N that the forward was over. The
+// LM head, 31 % of 124M's FLOPs, reads only these. Copies of position 0 round their number up to a multiple
+// of 256, so few shapes occur, each of whole tiles.
 static void model_counted_losses(Model* model, int N, int count) {
     const Config& c = model->config;
     const int rows = std::min(N, round_up(count, 256)), part = head_rows(model->options, N);
@@ -6083,7 +6084,8 @@ static void model_counted_losses(Model* model, int N, int count) {
         const int n = std::min(part, rows - first), live = std::min(n, count - first);
         const Head h = head_part(head, first, c.C);
         head_losses({model, 1, n}, h, 0.0f, live);
-        mark_likeliest({h.losses, h.logits, h.targets, live, c.V, c.Vp}, model->stream);
+        mark_likeliest({model->feed.inputs.likeliest + first, h.logits, h.targets, live, c.V, c.Vp},
+                       model->stream);
     }
 }
 
@@ -6981,13 +6983,16 @@ static bool validate(Model* model, RunData* data, Logger* logger, int64_t step) 
     return report_finite("the validation loss is", loss);
 }
 
-// sums: for each row of the set what evalset_sum gives. Ranks take batches in turns. Gradients
-// and weights do not change. False: a signal ended it early.
-static bool model_evaluate(std::vector<double>* sums, Model* model, const EvalSet* set) {
+// Of each row of the set what evalset_sum gives. Ranks take batches in turns. Gradients and weights do not
+// change. False: a signal ended it early.
+static bool model_evaluate(std::vector<double>* sums, std::vector<double>* found, Model* model,
+                           const EvalSet* set) {
     const size_t room = (size_t)set->B * set->T, batches = set->batches.size();
     std::vector<int> inputs(room), counted(room), targets(room);
-    float* losses = (float*)pinned_malloc(evalset_positions(set) * sizeof(float), "evaluation losses");
-    size_t at = 0;                                      // in losses: this rank's batches lie in a row
+    const size_t positions = evalset_positions(set);
+    float* losses = (float*)pinned_malloc(positions * sizeof(float), "evaluation losses");
+    int* likeliest = (int*)pinned_malloc(positions * sizeof(int), "evaluation targets");
+    size_t at = 0;                                      // in both: this rank's batches lie in a row
     const bool done = take_turns(model, (int64_t)batches, [&](int64_t i) {
         const EvalBatch& batch = set->batches[i];
         const int count = evalset_fill(set, batch, inputs.data(), counted.data(), targets.data());
@@ -6997,23 +7002,28 @@ static bool model_evaluate(std::vector<double>* sums, Model* model, const EvalSe
         model_forward(e);
         model_counted_losses(model, batch.rows * batch.T, count);
         copy_to_host(losses + at, e.acts(0).losses, count * sizeof(float), model->stream);
+        copy_to_host(likeliest + at, model->feed.inputs.likeliest, count * sizeof(int), model->stream);
         at += count;
     });
     sums->assign(set->rows.size(), 0.0);
+    found->assign(set->rows.size(), 0.0);
     at = 0;
     for (size_t i = comm.rank; i < batches && done; i += comm.world) {
-        at += evalset_sum(set, set->batches[i], losses + at, &(*sums)[set->batches[i].first]);
+        const EvalBatch& batch = set->batches[i];
+        at += evalset_sum(set, batch, losses + at, likeliest + at, &(*sums)[batch.first],
+                          &(*found)[batch.first]);
     }
     pinned_free(losses);
-    if (done) { comm_merge(sums); }
+    pinned_free(likeliest);
+    if (done) { comm_merge(sums), comm_merge(found); }
     return done;
 }
 
 // Answers the questions, prints and logs the score. False: a loss is not finite.
 static bool evaluate(Model* model, const EvalSet* set, Logger* logger, int64_t step) {
-    std::vector<double> sums;
-    if (!model_evaluate(&sums, model, set)) { return true; }
-    const EvalScore score = evalset_score(set, sums);
+    std::vector<double> sums, found;
+    if (!model_evaluate(&sums, &found, model, set)) { return true; }
+    const EvalScore score = evalset_score(set, sums, found);
     DiskWait disk;
     report_eval(score);
     logger_eval(logger, step, score);

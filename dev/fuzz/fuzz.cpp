@@ -186,7 +186,7 @@ static void fuzz_questions(Bytes input) {
     }
     PROPERTY(again == input, "written again, it is another file");
     std::vector<int> inputs((size_t)B * (size_t)T), places(inputs), targets(inputs);
-    std::vector<double> sums(set.rows.size());
+    std::vector<double> sums(set.rows.size()), found(sums);
     for (const EvalBatch& batch : set.batches) {
         const int N = batch.rows * batch.T;
         const int count = evalset_fill(&set, batch, inputs.data(), places.data(), targets.data());
@@ -197,9 +197,11 @@ static void fuzz_questions(Bytes input) {
                      at);
         }
         const std::vector<float> losses((size_t)count, 1.0f);       // ASan sees who reads on
-        evalset_sum(&set, batch, losses.data(), &sums[(size_t)batch.first]);
+        const std::vector<int> likeliest((size_t)count, 1);
+        evalset_sum(&set, batch, losses.data(), likeliest.data(), &sums[(size_t)batch.first],
+                    &found[(size_t)batch.first]);
     }
-    const EvalScore score = evalset_score(&set, sums);
+    const EvalScore score = evalset_score(&set, sums, found);
     for (const EvalMeasure& m : score.measures) {
         const std::string name = m.name;
         const bool share = name == "acc" || name == "acc_norm";

@@ -762,10 +762,10 @@ static void test_classifier(int N, int V, int Vp, float softcap = 0.0f) {
 static void test_mark_likeliest() {
     const double logits[] = {1, 3, 3, 9, 3, 1, 3, 9, -1, -2, -3, 9};       // (3,4), the last column padding
     const int targets[] = {1, 2, 0};
-    double losses[] = {0.5, 0.25, 0};
-    mark_likeliest_cpu<double>({losses, logits, targets, 3, 3, 4}, 0);
-    CHECK(losses[0] == -0.5 && losses[1] == 0.25 && std::signbit(losses[2]), "%g %g %g", losses[0], losses[1],
-          losses[2]);
+    int likeliest[] = {7, 7, 7};
+    mark_likeliest_cpu<double>({likeliest, logits, targets, 3, 3, 4}, 0);
+    CHECK(likeliest[0] == 1 && likeliest[1] == 0 && likeliest[2] == 1, "%d %d %d", likeliest[0], likeliest[1],
+          likeliest[2]);
 }
 
 static void test_classifier_uncounted(float softcap) {

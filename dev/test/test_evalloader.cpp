@@ -261,9 +261,10 @@ static void check_fill(bool context_last, const std::vector<int>& inputs, const 
     CHECK(set.batches.size() == 1 && count == places.size(), "%zu losses", count);
     at.resize(count), to.resize(count);
     CHECK(in == inputs && at == places && to == targets, "context last: %d", context_last);
-    std::vector<double> sums(2);
+    std::vector<double> sums(2), found(2);
     const std::vector<float> losses = {1, 2, 4, 8, 16, 32};
-    CHECK_IS(evalset_sum(&set, set.batches[0], losses.data(), sums.data()), count);
+    const int likeliest[6] = {};
+    CHECK_IS(evalset_sum(&set, set.batches[0], losses.data(), likeliest, sums.data(), found.data()), count);
     const std::vector<double> wanted = context_last ? std::vector<double>{7, 56} : std::vector<double>{1, 6};
     CHECK(sums == wanted, "sums %g and %g", sums[0], sums[1]);
 }
@@ -277,10 +278,13 @@ static void test_fill() {
 
 typedef std::vector<std::vector<double>> Sums;              // of each question's completions
 
-static EvalScore score_of(const EvalSet& set, const Sums& sums) {
+// found: are all targets of the first row likeliest?
+static EvalScore score_of(const EvalSet& set, const Sums& sums, bool found = false) {
     std::vector<double> in_order;
     for (const EvalRow& row : set.rows) { in_order.push_back(sums[row.question][row.choice]); }
-    return evalset_score(&set, in_order);
+    std::vector<double> likeliest(set.rows.size());
+    for (size_t i = 0; i < set.rows.size(); i++) { likeliest[i] = found && set.rows[i].question == 0; }
+    return evalset_score(&set, in_order, likeliest);
 }
 
 // error: -1 if it is not looked at
@@ -324,28 +328,33 @@ static void test_score() {
     TEST("questions of one completion have a loss, a perplexity and the share that is likeliest") {
         const Texts alone = {0, {{5}, {1, 2}}};
         const EvalSet none = set_of(file_of({alone, {0, {{6}, {1}}}}), 10, 2, 4);
-        for (double sign : {1.0, -1.0}) {
-            const EvalScore s = score_of(none, {{sign * 4}, {1}});
+        for (bool found : {false, true}) {
+            const EvalScore s = score_of(none, {{4}, {1}}, found);
             CHECK(s.measures.size() == 3, "%zu measures", s.measures.size());
-            check_measure(s, "acc", (sign < 0) / 2.0, (sign < 0) * sqrt(0.25 / 2));
+            check_measure(s, "acc", found / 2.0, found * sqrt(0.25 / 2));
             check_measure(s, "loss", 1.5, 0.5 / sqrt(2.0));
             check_measure(s, "word_ppl", exp(2.5), exp(2.5) * 1.5 / sqrt(2.0));
         }
         // two completions: the second; five: the last, and the third by means
         const std::vector<Texts> mixed = {
             alone, {1, {{5}, {1}, {2}}}, {2, {{5}, {1}, {2}, {3, 4}, {4}, {6}}}};
-        const EvalScore m = score_of(set_of(file_of(mixed), 10, 2, 4), {{-9}, {3, -2}, {3, 3, 4, 3, 2.5}});
+        const EvalScore m = score_of(set_of(file_of(mixed), 10, 2, 4), {{9}, {3, 2}, {3, 3, 4, 3, 2.5}},
+                                     true);
         check_measure(m, "acc", 0.5);
         check_measure(m, "acc_norm", 1.0);
         check_measure(m, "loss", (4.5 + 2 + 2) / 3);
     }
-    TEST("a sum has a minus sign if each of its losses has one") {
+    TEST("a row is found if all of its targets are likeliest") {
         const EvalSet set = set_of(file_of({{0, {{5}, {1, 2}}}, {0, {{6}, {1}}}, {0, {{7}, {2}}}}), 10, 3, 4);
-        std::vector<double> sums(3);
-        const float losses[4] = {-1, -2, 3, -0.0f};
-        CHECK_IS(evalset_sum(&set, set.batches[0], losses, sums.data()), (size_t)4);
-        check_measure(evalset_score(&set, sums), "acc", 2.0 / 3);
-        check_measure(evalset_score(&set, sums), "loss", 4.5 / 3);
+        std::vector<double> sums(3), found(3);
+        const float losses[4] = {1, 2, 3, 0};
+        for (int both : {0, 1}) {
+            const int likeliest[4] = {1, both, 0, 1};
+            CHECK_IS(evalset_sum(&set, set.batches[0], losses, likeliest, sums.data(), found.data()),
+                     (size_t)4);
+            check_measure(evalset_score(&set, sums, found), "acc", (1 + both) / 3.0);
+            check_measure(evalset_score(&set, sums, found), "loss", 4.5 / 3);
+        }
     }
     TEST("facts tell sets apart") {
         const EvalSet none = {};

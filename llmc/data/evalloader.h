@@ -12,9 +12,9 @@ A question has a row for each completion: the context, then the completion, whos
 which of several beginnings makes the same end likeliest. The model reads a row without its last token. `acc`
 takes the completion with the lowest sum as the answer, `acc_norm` the one with the lowest mean; the first of
 several equal ones. A question with one completion (LAMBADA) has a loss, and is right if each token of the
-completion is the likeliest: a loss with a minus sign says so of its token. A row of more than
-T + 1 tokens loses its beginning. Completions of a question that look equal to the model share one row: at two
-positions of a batch their losses could differ in the last bit.
+completion is the likeliest. A row of more than T + 1 tokens loses its beginning. Completions of a question
+that look equal to the model share one row: at two positions of a batch their losses could differ in the last
+bit.
 
 Rows differ much in length. A batch has rows of one padded length (a multiple of 32, at most T), as many as
 fit into B*T positions, so HellaSwag costs an eighth of rows of 1024. Attention is causal, so padding behind a
@@ -25,10 +25,10 @@ and the loss are computed only for positions whose loss counts, a quarter in Hel
     evalset_init(&set, "hellaswag_val.bin", V, B, T);       // dies on a damaged file
     for (const EvalBatch& batch : set.batches) {
         int count = evalset_fill(&set, batch, inputs, places, targets);         // each (batch.rows,batch.T)
-        ...                                                 // the model: losses (count)
-        evalset_sum(&set, batch, losses, &sums[batch.first]);
+        ...                                                 // the model: losses, likeliest (count)
+        evalset_sum(&set, batch, losses, likeliest, &sums[batch.first], &found[batch.first]);
     }
-    EvalScore score = evalset_score(&set, sums);            // (rows of all batches)
+    EvalScore score = evalset_score(&set, sums, found);     // (rows of all batches)
 */
 #pragma once
 
@@ -293,20 +293,18 @@ static inline int evalset_fill(const EvalSet* set, const EvalBatch& batch, int* 
     return count;
 }
 
-// Adds up the losses of each row that count, in order. A sum has a minus sign if each of its losses has one.
-// Returns how many losses these were.
+// Adds up the losses of each row that count, in order. likeliest: is each one's target the likeliest token?
+// found: 1 where all of a row's are, else 0. Returns how many losses these were.
 static inline size_t evalset_sum(const EvalSet* set, const EvalBatch& batch, const float* losses,
-                                 double* sums /*(rows)*/) {
+                                 const int* likeliest, double* sums /*(rows)*/, double* found /*(rows)*/) {
     const float* const begin = losses;
     for (int b = 0; b < batch.rows; b++) {
         const EvalRow& row = set->rows[(size_t)(batch.first + b)];
-        bool likeliest = true;
-        sums[b] = 0.0;
-        for (int t = evalset_first(set, row); t < row.positions; t++, losses++) {
-            likeliest &= std::signbit(*losses);
-            sums[b] += fabs(*losses);
+        sums[b] = 0.0, found[b] = 1.0;
+        for (int t = evalset_first(set, row); t < row.positions; t++) {
+            if (!*likeliest++) { found[b] = 0.0; }
+            sums[b] += *losses++;
         }
-        if (likeliest) { sums[b] = -sums[b]; }
     }
     return (size_t)(losses - begin);
 }
@@ -320,7 +318,8 @@ struct EvalMean {
     double error() const { return sqrt(std::max(0.0, squares / n - value() * value()) / n); }
 };
 
-static inline EvalScore evalset_score(const EvalSet* set, const std::vector<double>& sums /*(rows)*/) {
+static inline EvalScore evalset_score(const EvalSet* set, const std::vector<double>& sums /*(rows)*/,
+                                      const std::vector<double>& found /*(rows)*/) {
     const size_t n = set->questions.size();
     std::vector<double> sum(n * kEvalMostChoices, INFINITY), mean = sum;    // (questions,choices)
     EvalMean right, right_norm, likeliest, loss, whole;
@@ -329,8 +328,8 @@ static inline EvalScore evalset_score(const EvalSet* set, const std::vector<doub
         const EvalRow& row = set->rows[i];
         const size_t at = (size_t)row.question * kEvalMostChoices + (size_t)row.choice;
         if (!isfinite(sums[i])) { poison = NAN; }               // the minimum of NaN would be some choice
-        likeliest.add(sums[i] <= 0);                            // a sum of 0 may have lost its sign
-        sum[at] = fabs(sums[i]);
+        likeliest.add(found[i]);
+        sum[at] = sums[i];
         mean[at] = sum[at] / (row.positions - evalset_first(set, row));
     }
     for (size_t i = 0; i < n; i++) {

@@ -908,11 +908,11 @@ template <class Real> void classifier_cpu(const ClassifierOf<Real, Real>& a) {
     }
 }
 
-// losses[n] = -losses[n] where targets[n] is the first of the largest logits
+// Is targets[n] the first of the largest logits?
 template <class Real> void mark_likeliest_cpu(const MarkLikeliestOf<Real, Real>& a) {
     for (int n = 0; n < a.N; n++) {
         const Real* logits = a.logits + (size_t)n * a.Vp;
-        if (std::max_element(logits, logits + a.V) == logits + a.targets[n]) { a.losses[n] = -a.losses[n]; }
+        a.likeliest[n] = std::max_element(logits, logits + a.V) == logits + a.targets[n];
     }
 }
 

@@ -353,12 +353,12 @@ template <class X, class S> struct ClassifierOf {       // softmax and cross-ent
         gives("fp8_inverse", fp8_tensor ? &fp8_tensor->inverse : nullptr, 1);
     }
 };
-template <class X, class S> struct MarkLikeliestOf {    // a loss gets a minus sign where no token is likelier
-    S* losses;                          // (N) of the targets, at least 0
+template <class X, class S> struct MarkLikeliestOf {
+    int* likeliest;                     // (N) 1 where no token is likelier than the target, else 0
     const X* logits;                    // (N,Vp)
     const int* targets;                 // (N) of equally likely tokens the first one counts
     int N, V, Vp;
-    template <class F> void outputs(F gives) const { gives("losses", losses, N); }
+    template <class F> void outputs(F gives) const { gives("likeliest", likeliest, N); }
 };
 template <class X, class S> struct LossSumOf {            // mean (+)= weight * sum of losses
     S* mean;                            // one value
