@@ -12,7 +12,7 @@
 #   why not more No text is read more than twice, and English ends there, at 1.996 times. Only documentation
 #                could fill nine minutes, and it is not the English of the questions
 #   warm-up      30 steps, 1.97e6 tokens; Muon's learning rates are the defaults, 0.02 and 3.6e-3
-#   one H200     4,070 x 109.0 ms = 7.4 minutes; with validation and checkpoints 7:49
+#   one H200     4,070 x 109.0 ms (measured) = 7.4 minutes; with validation and checkpoints 7:49
 #   d12          3,920 steps x 104 ms (estimated) = 6.8 minutes, 256.90e6 tokens. 1.2e-3 is AdamW's best rate
 #                for this batch in 3,000 steps (docs/models.md#muon)
 #   loss         m12 3.341, 1.084 bits per byte; 2026-11-29, commit 4c73fca (docs/train.md#nine-minutes)
