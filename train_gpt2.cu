@@ -33,7 +33,7 @@ matrix; but a product is M x N x K. An index is the lower-case letter: b t c l, 
 
 #include <type_traits>  // gives: std::decay_t, std::conditional_t
 
-#include "llmc/check.h"              // gives: die, die_if, format, file_size
+#include "llmc/checked_files.h"      // gives: die, die_if, format, file_size
 #include "llmc/rand.h"               // gives: rand_normal4, rand_unit, RoundKey
 #include "llmc/numbers.h"            // gives: ceil_div, round_up, is_power_of_two
 #include "llmc/model/model_config.h" // gives: Config, descriptor_config

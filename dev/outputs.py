@@ -18,8 +18,8 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")      # and what is no
 
 @contextlib.contextmanager
 def whole_file(path):
-    """As in llmc/check.h: PATH.PID.0.part, new and locked, gets the name when it is whole. A device, a pipe
-    or a link that has the name stays: behind it there may be anything."""
+    """As in llmc/atomic_files.h: PATH.PID.0.part, new and locked, gets the name when it is whole. A device, a
+    pipe or a link that has the name stays: behind it there may be anything."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EEXIST, "an output must be a regular file or new, and this is neither", path)
     remove_stale(path)

@@ -12,7 +12,7 @@ protect against an attacker. Host only.
 */
 #pragma once
 
-#include "check.h"      // gives: format
+#include "errors.h"     // gives: format
 
 constexpr uint64_t kXx1 = 0x9E3779B185EBCA87, kXx2 = 0xC2B2AE3D27D4EB4F, kXx3 = 0x165667B19E3779F9,
                    kXx4 = 0x85EBCA77C2B2AE63, kXx5 = 0x27D4EB2F165667C5;

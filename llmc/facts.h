@@ -7,7 +7,7 @@ Named texts in an order: what a state file, run.json or a table in JSON says, wh
 */
 #pragma once
 
-#include "check.h"      // gives: die
+#include "errors.h"     // gives: die
 #include "numbers.h"    // gives: parse_int
 
 typedef std::vector<std::pair<std::string, std::string>> Facts;     // names and values

@@ -8,7 +8,7 @@ How many cores this process may use, and OpenMP's threads. Host only.
 
 #include <sched.h>      // gives: sched_getaffinity
 
-#include "check.h"          // gives: std::string, sysconf
+#include "errors.h"         // gives: std::string, sysconf
 #include "host_memory.h"    // gives: cgroup_walk, number_in
 #include "numbers.h"        // gives: ceil_div
 

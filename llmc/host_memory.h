@@ -6,7 +6,7 @@ How much memory this process may still take. Host only.
 */
 #pragma once
 
-#include "check.h"      // gives: std::string, getrlimit
+#include "errors.h"     // gives: std::string, getrlimit
 
 // The number in a file's line `field: number kB`, in bytes (with unit 1: `field number`). 0: no such line.
 static inline size_t proc_bytes(const char* path, const char* field, size_t unit = 1024) {

@@ -12,7 +12,7 @@ plus or blanks in front, 007, hexadecimal, inf, nan, and values too large for 64
 
 #include <charconv>     // gives: std::from_chars
 
-#include "check.h"      // gives: format
+#include "errors.h"     // gives: format
 #include "rand.h"       // gives: LLMC_HD
 
 template <class Int> LLMC_HD constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) / b; }

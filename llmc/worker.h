@@ -13,7 +13,7 @@ A Worker is on the heap, where exit() destroys nothing: die() may end the progra
 #include <condition_variable>   // gives: std::condition_variable
 #include <system_error>         // gives: std::system_error
 
-#include "check.h"              // gives: die
+#include "errors.h"             // gives: die
 
 struct Worker {
     std::mutex mutex;

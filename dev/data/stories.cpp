@@ -16,7 +16,7 @@ A story is an opening, a plot and an ending. Each is a template:
 A word stays the same through the story. So the lost thing is found where it was put, the way home passes the
 landmarks backwards, and the sums come out right.
 */
-#include "llmc/check.h"         // gives: die, AtomicFile
+#include "llmc/atomic_files.h"  // gives: die, AtomicFile
 #include "llmc/run/flags.h"     // gives: flags_parse
 #include "llmc/rand.h"          // gives: rand_block
 

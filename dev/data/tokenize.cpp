@@ -35,7 +35,7 @@ size of the text.
 #include <thread>       // gives: std::thread
 #include <vector>       // gives: std::vector
 
-#include "llmc/check.h"             // gives: die, AtomicFile
+#include "llmc/atomic_files.h"      // gives: die, AtomicFile
 #include "llmc/host_cores.h"        // gives: host_cores
 #include "llmc/run/flags.h"         // gives: Flag, flags_parse
 #include "llmc/data/tokenizer.h"    // gives: Tokenizer

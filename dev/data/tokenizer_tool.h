@@ -18,7 +18,7 @@ long text can be cut, and the vocabulary as llm.c's gpt2_tokenizer.bin. Host onl
 #include <string>       // gives: std::string
 #include <vector>       // gives: std::vector
 
-#include "llmc/check.h"             // gives: die, AtomicFile
+#include "llmc/atomic_files.h"      // gives: AtomicFile, utf8_decode
 #include "llmc/data/tokenizer.h"    // gives: Tokenizer, TokenizerHead, tokenizer_merge, tokenizer_piece
 
 // ---- what is no text ----

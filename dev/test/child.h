@@ -27,7 +27,7 @@ what ends a process (errors, --help, kills), and a disk that refuses. Host only.
 #include <string>           // gives: std::string
 #include <vector>           // gives: std::vector
 
-#include "llmc/check.h"     // gives: fopen_check, file_size, allow_most_files
+#include "llmc/checked_files.h" // gives: fopen_check, file_size, allow_most_files
 #include "test.h"           // gives: CHECK
 
 // ---- texts and files ----

@@ -37,7 +37,7 @@ A graph's capture keeps work for later, as CUDA's does. What CUDA refuses ends t
 #include <thread>       // gives: std::this_thread
 #include <vector>       // gives: std::vector
 
-#include "llmc/check.h" // gives: die
+#include "llmc/errors.h" // gives: die
 #include "llmc/comm/comm.h" // gives: comm_meet, comm_now, CommWait
 #include "llmc/ops/op_types.h" // gives: Stream
 

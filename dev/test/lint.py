@@ -6,7 +6,7 @@
 A kernel launch names its stream (the fourth argument of <<<...>>>): work on the default stream would wait for
 everything else, or run before what it needs. Lines have at most 110 columns and no tabs (Makefile recipes
 need theirs), no blanks at their end, and no path of somebody's machine. A header of llmc/ includes only what
-llmc/README.md lists beside or below its own room, and not what check.h gives to all that include it.
+llmc/README.md lists beside or below its own room, and not what errors.h gives to all that include it.
 
 README.md and docs/ have at most 110 columns outside tables and lines with a link, README.md 200 lines, and
 their relative links lead to a file, or to a heading of one.
@@ -37,6 +37,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|farm|mnt|Users)/")
 
 ROOMS = ("run", "files", "model", "ops", "comm", "data", "")        # of llmc/, as in its README.md
 SYSTEM = re.compile(r"^#include <(.*?)>", re.M)
+BASICS = re.compile(r'^#include "(\.\./)?(errors|checked_files|atomic_files)\.h"', re.M)
 
 
 def room_of(header):
@@ -107,12 +108,12 @@ def check(path, text):
         room = room_of(os.path.normpath(os.path.join(os.path.dirname(path), include[1])))
         if room is not None and room < room_of(path):
             yield text.count("\n", 0, include.start()) + 1, f"{include[1]} is in a room above this header's"
-    if room_of(path) is not None and re.search(r'^#include "(\.\./)?check\.h"', text, re.M):
-        with open("llmc/check.h", encoding="utf-8") as file:
+    if room_of(path) is not None and BASICS.search(text):
+        with open("llmc/errors.h", encoding="utf-8") as file:
             basics = SYSTEM.findall(file.read())
         for include in SYSTEM.finditer(text):
             if include[1] in basics:
-                yield text.count("\n", 0, include.start()) + 1, "check.h includes this for all"
+                yield text.count("\n", 0, include.start()) + 1, "errors.h includes this for all"
     if path.endswith(".py") and Checker:
         yield from look_at_names(text)
     if path == "README.md" or path.startswith("docs/"):

@@ -1,7 +1,7 @@
 /*
-Tests of the small host headers: check, host_memory, json, memory plans, numbers, flags, settings, schedulers,
-sampler, rand, logger, reports, texts. Everything random comes from fixed seeds, so a result never changes
-from run to run.
+Tests of the small host headers: errors, checked and atomic files, host_memory, json, memory plans, numbers,
+flags, settings, schedulers, sampler, rand, logger, reports, texts. Everything random comes from fixed seeds,
+so a result never changes from run to run.
 */
 #include <float.h>                      // gives: FLT_MAX
 #include <math.h>                       // gives: fabs, sqrt, INFINITY, NAN
@@ -9,7 +9,7 @@ from run to run.
 
 #include <thread>                       // gives: std::thread
 
-#include "llmc/check.h"                 // gives: what is tested, here and in the lines below
+#include "llmc/atomic_files.h"          // gives: what is tested, here and in the lines below
 #include "llmc/run/flags.h"
 #include "llmc/run/run_folder.h"
 #include "llmc/files/json.h"
@@ -30,7 +30,7 @@ from run to run.
 
 static bool near(double a, double b, double tolerance) { return fabs(a - b) <= tolerance; }   // false for NaN
 
-// ---- check.h: errors, and files that appear whole or not at all ----
+// ---- errors, and files that appear whole or not at all ----
 
 // The unfinished files of that name, as a shell lists them.
 static std::vector<std::string> parts(const std::string& path) {

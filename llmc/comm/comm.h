@@ -23,7 +23,7 @@ watchdog and no sockets, and every function here returns at once. A start goes t
 
 #include <pthread.h>        // gives: pthread_sigmask
 
-#include "../check.h"       // gives: die, die_report, format
+#include "../errors.h"      // gives: die, die_report, format
 #include "../facts.h"       // gives: Facts, facts_text, facts_parse
 #include "net.h"            // gives: comm_read, comm_write
 #include "start.h"          // gives: CommOptions, comm_find

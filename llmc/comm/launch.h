@@ -22,7 +22,7 @@ launcher kills them. If the launcher is killed, the kernel kills the ranks.
 #include <sys/random.h>     // gives: getrandom
 #include <sys/wait.h>       // gives: waitpid
 
-#include "../check.h"       // gives: die, format
+#include "../errors.h"      // gives: die, format
 #include "../host_cores.h"  // gives: share_cores
 #include "net.h"            // gives: comm_listen, comm_now
 

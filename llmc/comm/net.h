@@ -26,7 +26,7 @@ to allocate unchecked.
 #include <poll.h>           // gives: poll
 #include <sys/socket.h>     // gives: recv, send
 
-#include "../check.h"       // gives: die, format
+#include "../checked_files.h" // gives: die, format, allow_most_files
 #include "../numbers.h"     // gives: parse_int
 
 static const int kCommMaxWorld = 4096;

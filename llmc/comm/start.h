@@ -22,7 +22,7 @@ id. It separates jobs that meet by accident.
 
 #include <sstream>          // gives: std::istringstream
 
-#include "../check.h"       // gives: die, format, mkdir_check
+#include "../checked_files.h" // gives: die, format, mkdir_check
 #include "../checksum.h"    // gives: checksum
 #include "../numbers.h"     // gives: parse_int
 #include "launch.h"          // gives: comm_launch, comm_child

@@ -22,7 +22,7 @@ unless its launcher has killed it.
 */
 #pragma once
 
-#include "../check.h"       // gives: die_report, format
+#include "../atomic_files.h" // gives: die_report, format, atomic_last_parts
 #include "launch.h"         // gives: comm_child, comm_print_error
 #include "net.h"            // gives: CommJob
 #include "start.h"          // gives: comm_foreign, comm_early_rank

@@ -39,7 +39,7 @@ samples_per_epoch - p rows of the batch at p.
 
 #include <glob.h>               // gives: glob
 
-#include "../check.h"           // gives: die, format, read_at, allow_most_files
+#include "../checked_files.h"   // gives: die, format, read_at, allow_most_files
 #include "../checksum.h"        // gives: Checksum, checksum_text
 #include "../rand.h"            // gives: rand_permuted
 #include "../worker.h"          // gives: Worker

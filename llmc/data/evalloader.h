@@ -32,7 +32,7 @@ and the loss are computed only for positions whose loss counts, a quarter in Hel
 */
 #pragma once
 
-#include "../check.h"   // gives: die, format, fopen_check, file_size
+#include "../checked_files.h" // gives: die, format, fopen_check, file_size
 #include "../checksum.h" // gives: checksum, checksum_text
 #include "../numbers.h" // gives: round_up
 

@@ -12,7 +12,7 @@ and read such a file. Beside 2 or 4 bytes for each token it matters little.
 */
 #pragma once
 
-#include "../check.h"           // gives: format, read_at
+#include "../checked_files.h"   // gives: format, read_at
 
 struct LossMask {
     int fd = -1;

@@ -19,7 +19,7 @@ from a source. There the order begins again, so a table of W rows holds it.
 
 #include <numeric>          // gives: std::gcd, std::accumulate
 
-#include "../check.h"       // gives: die, file_size, format
+#include "../checked_files.h" // gives: die, file_size, format
 #include "../numbers.h"     // gives: parse_double
 
 struct MixturePart { std::string pattern, weight; bool has_weight; };

@@ -26,7 +26,7 @@ token: the caller adds it.
 #include <string_view>  // gives: std::string_view
 #include <unordered_map>    // gives: std::unordered_map (only while the pair table is built)
 
-#include "../check.h"           // gives: die, file_text, utf8_decode
+#include "../checked_files.h"   // gives: die, file_text, utf8_decode
 #include "../checksum.h"        // gives: checksum
 #include "unicode_tables.h"     // gives: CharClass, its ranges
 

@@ -17,7 +17,7 @@ The checkpoints in a run's folder. Host only.
 */
 #pragma once
 
-#include "../check.h"       // gives: atomic_file, die, folder_names
+#include "../atomic_files.h" // gives: atomic_file, die, folder_names
 #include "../checksum.h"    // gives: checksum, checksum_text
 #include "model_file.h"     // gives: model_checksum, model_file_error
 #include "state_file.h"     // gives: StateHeader

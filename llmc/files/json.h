@@ -9,7 +9,7 @@ Texts and numbers for JSON written by printf, and a reader of such JSON. Host on
 */
 #pragma once
 
-#include "../check.h"   // gives: format, file_text, utf8_decode
+#include "../checked_files.h" // gives: format, file_text, utf8_decode
 #include "../facts.h"   // gives: Facts
 #include "../numbers.h" // gives: is_number
 

@@ -22,7 +22,7 @@ same function differently, so such a file is read, with a note. Word 252 is Conf
 */
 #pragma once
 
-#include "../check.h"               // gives: AtomicFile, die, format, fopen_check
+#include "../atomic_files.h"        // gives: AtomicFile, die, format, fopen_check
 #include "../checksum.h"            // gives: Checksum
 #include "../comm/comm.h"           // gives: comm
 #include "../model/layout.h"        // gives: ParamSpec, ParamTable

@@ -15,7 +15,7 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 
 #include <type_traits>  // gives: std::remove_reference_t, std::is_same
 
-#include "../check.h"               // gives: die, format, shown
+#include "../checked_files.h"       // gives: die, format, shown, file_size
 #include "../facts.h"               // gives: Facts, facts_find
 #include "../comm/comm.h"           // gives: comm, comm_all_gather, comm_broadcast, comm_shorten, warn
 #include "../model/model_config.h"  // gives: Config, config_error

@@ -17,7 +17,7 @@ pieces are saved in groups, and the host waits for each group.
 */
 #pragma once
 
-#include "../check.h"               // gives: die, shown, progress_clear
+#include "../checked_files.h"       // gives: die, shown, file_size
 #include "../comm/comm.h"           // gives: comm, comm_any, comm_now, warn, DiskWait
 #include "../host_memory.h"         // gives: host_memory_free, addresses_limited
 #include "../model/layout.h"        // gives: Split

@@ -19,7 +19,7 @@ A piece is a range of a tensor's elements. The file does not say which rank wrot
 */
 #pragma once
 
-#include "../check.h"       // gives: AtomicFile, die, format, read_at
+#include "../atomic_files.h" // gives: AtomicFile, die, format, read_at
 #include "../checksum.h"    // gives: Checksum
 #include "../facts.h"       // gives: Facts, facts_text, facts_parse
 

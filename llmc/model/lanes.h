@@ -9,7 +9,7 @@ there are, and in which buffer each is summed.
 */
 #pragma once
 
-#include "../check.h"           // gives: format
+#include "../errors.h"          // gives: format
 #include "../numbers.h"         // gives: is_power_of_two
 #include "../ops/op_types.h"    // gives: kMaxLevels
 

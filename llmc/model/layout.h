@@ -14,7 +14,7 @@ The buckets of parameters, gradients and optimizer state follow from the specs, 
 */
 #pragma once
 
-#include "../check.h"           // gives: size_t, std::vector
+#include "../errors.h"          // gives: size_t, std::vector
 #include "../numbers.h"         // gives: round_up, ceil_div
 #include "../ops/op_types.h"    // gives: kChunk, ChunkRange
 

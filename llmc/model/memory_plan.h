@@ -11,7 +11,7 @@ it would. Host only.
 */
 #pragma once
 
-#include "../check.h"       // gives: die, format
+#include "../errors.h"      // gives: die, format
 #include "../numbers.h"     // gives: bytes_text
 
 struct MemoryItem { std::string name; size_t bytes; };

@@ -6,7 +6,7 @@ A model's configuration: its sizes, its kind of block and of norm, from a descri
 */
 #pragma once
 
-#include "../check.h"           // gives: die, format
+#include "../errors.h"          // gives: die, format
 #include "../data/chat_template.h"      // gives: kChatTemplates
 #include "../numbers.h"         // gives: parse_int, round_up
 #include "../ops/op_types.h"    // gives: NormKind, Mlp, kMlps

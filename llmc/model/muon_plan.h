@@ -10,7 +10,7 @@ memory that takes. Host only.
 */
 #pragma once
 
-#include "../check.h"       // gives: std::vector, std::find_if
+#include "../errors.h"      // gives: std::vector, std::find_if
 #include "../numbers.h"     // gives: ceil_div, round_up
 #include "../ops/ops.h"     // gives: MuonPlaces, kMuonParts, kChunk
 #include "layout.h"         // gives: Layout, ParamSpec, Split, kAlign

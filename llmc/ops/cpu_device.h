@@ -13,7 +13,7 @@ the program's waits, -DLAZY_STREAMS replaces them by dev/test/lazy_streams.h.
 #include <omp.h>        // gives: omp_get_max_threads
 #endif
 
-#include "../check.h"   // gives: die, format
+#include "../errors.h"  // gives: die, format
 #include "../host_cores.h"  // gives: share_cores
 #include "../host_memory.h" // gives: host_memory_free, proc_bytes, addresses_limited
 #include "../comm/comm.h" // gives: comm_all_to_all, comm_all_gather, comm_now

@@ -17,7 +17,7 @@ equal algorithms.
 #include <array>                // gives: std::array
 #include <list>                 // gives: std::list
 
-#include "../check.h"           // gives: die
+#include "../errors.h"          // gives: die
 #include "../checksum.h"        // gives: checksum
 #include "cuda_device.h"        // gives: cublasCheck, Stream, device_is_hopper
 

@@ -15,7 +15,7 @@ Everything is asynchronous on the stream it is given, unless its name or comment
 #include <cuda_runtime.h>       // gives: cudaMalloc, streams, events
 #include <nvtx3/nvToolsExt.h>   // gives: nvtxRangePushA
 
-#include "../check.h"           // gives: die, format
+#include "../errors.h"          // gives: die, format
 #include "ops.h"                // gives: op_name, Stream
 
 typedef cudaEvent_t Event;

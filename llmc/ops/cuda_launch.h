@@ -11,7 +11,7 @@ of tensors that Hopper's copy engine (TMA) takes. The includer has defined float
 #include <cuda.h>               // gives: CUtensorMap, cuTensorMapEncodeTiled
 #include <cuda_runtime.h>       // gives: cudaFuncSetAttribute, cudaGetDriverEntryPointByVersion
 
-#include "../check.h"           // gives: die
+#include "../errors.h"          // gives: die
 #include "cuda_device.h"        // gives: cudaCheck, device_index
 #include "cuda_helpers.h"       // gives: kWidth
 #include "ops.h"                // gives: op_name

@@ -15,7 +15,7 @@ bucket takes 0.36 ms that way, and GEMMs beside it take 3 % longer; with NCCL's 
 */
 #pragma once
 
-#include "../check.h"       // gives: die
+#include "../errors.h"      // gives: die
 #include "../comm/comm.h"   // gives: comm, comm_broadcast, comm_health, CommWait
 #include "cuda_device.h"    // gives: Stream, cudaCheck
 

@@ -19,7 +19,7 @@ its comment says so.
 
 #include "op_types.h"   // gives: GradOf, Accumulate, Dropout, NormKind, TokenBuckets, UpdateState, Stream
 #include "fp8.h"        // gives: Fp8Tensor, Fp8Stats
-#include "../check.h"   // gives: format
+#include "../errors.h"  // gives: format
 #include "../data/sampler.h" // gives: Sampling
 
 template <class X, class S> struct EncoderForwardOf {     // token plus position embedding

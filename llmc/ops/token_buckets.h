@@ -13,7 +13,7 @@ than the others.
 */
 #pragma once
 
-#include "../check.h"   // gives: die
+#include "../errors.h"  // gives: die
 #include "op_types.h"   // gives: TokenBuckets, int4
 
 constexpr int kBucketSegment = 128;     // positions one thread block sums

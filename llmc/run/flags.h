@@ -18,7 +18,7 @@ A user writes `-b 8`, `-b=8`, `--micro-batch 8` or `--micro-batch=8`; `_` in a l
 */
 #pragma once
 
-#include "../check.h"       // gives: die, format
+#include "../errors.h"      // gives: die, format
 #include "../files/json.h"  // gives: json_quote
 #include "../numbers.h"     // gives: parse_int, parse_double, parse_int_hint
 

@@ -24,7 +24,7 @@ line is flushed, so a kill loses none. The run ends if a write fails, or if anot
 
 #include "../data/evalloader.h" // gives: EvalScore
 #include "../facts.h"   // gives: Facts
-#include "../check.h"   // gives: mkdir_check, die, file_text, atomic_file
+#include "../atomic_files.h" // gives: mkdir_check, die, file_text, atomic_file
 #include "flags.h"      // gives: flags_json
 #include "../files/json.h" // gives: json_quote, json_number
 

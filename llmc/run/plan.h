@@ -7,7 +7,7 @@
 */
 #pragma once
 
-#include "../check.h"           // gives: die
+#include "../errors.h"          // gives: die
 #include "../model/model_config.h"      // gives: Config
 #include "../ops/fp8.h"         // gives: fp8_layer
 #include "run_config.h"         // gives: run, rank_micro_steps

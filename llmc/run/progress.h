@@ -4,11 +4,11 @@ Two lines at the bottom of a terminal that rewrite themselves. Host only.
     progress_start();                                           // all do nothing if stdout is no terminal
     const std::string loss = "loss 3.2 " + progress_sparkline({5, 4, 3.2});
     progress_show("step 12/100 " + progress_bar(12, 100, 20), loss);            // replaces the lines
-    progress_clear();                                           // erases them, before other output (check.h)
+    progress_clear();                                           // erases them, before other output (errors.h)
 */
 #pragma once
 
-#include "../check.h"   // gives: progress_shown, progress_clear, terminal_columns
+#include "../errors.h"  // gives: progress_shown, progress_clear, terminal_columns
 #include "../comm/net.h"    // gives: comm_now
 
 constexpr double kProgressInterval = 0.1;   // seconds between two updates, at least

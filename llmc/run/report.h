@@ -14,7 +14,7 @@ Host only.
 */
 #pragma once
 
-#include "../check.h"           // gives: format, progress_clear, terminal_columns
+#include "../errors.h"          // gives: format, progress_clear, terminal_columns
 #include "../model/layout.h"    // gives: ParamSpec
 #include "../model/model_config.h"      // gives: Config, BLOCK_NAMES, NORM_NAMES
 #include "../ops/fp8.h"         // gives: kFp8MaxSaturated

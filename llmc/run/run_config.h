@@ -11,7 +11,7 @@ keeps. Host only.
 */
 #pragma once
 
-#include "../check.h"               // gives: die, format, file_text
+#include "../checked_files.h"       // gives: die, format, file_text
 #include "../checksum.h"            // gives: checksum, checksum_text
 #include "../facts.h"               // gives: Facts, facts_find, fact_number
 #include "../numbers.h"             // gives: parse_int, kLargestCount

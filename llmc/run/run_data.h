@@ -10,7 +10,7 @@ What a run reads beside its model: token shards, questions, a tokenizer and a pr
 */
 #pragma once
 
-#include "../check.h"               // gives: die, file_size
+#include "../checked_files.h"       // gives: die, file_size
 #include "../facts.h"               // gives: Facts
 #include "../comm/comm.h"           // gives: comm, comm_check_same, DiskWait
 #include "../data/dataloader.h"     // gives: DataLoader

@@ -10,7 +10,7 @@ A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the pla
 */
 #pragma once
 
-#include "../check.h"               // gives: die, shown, file_size, file_text
+#include "../checked_files.h"       // gives: die, shown, file_size, file_text
 #include "../facts.h"               // gives: Facts, facts_find, fact_number
 #include "../numbers.h"             // gives: parse_int
 #include "../comm/comm.h"           // gives: comm, comm_broadcast, comm_foreign, warn

@@ -12,7 +12,7 @@ Texts on the terminal: samples, and a chat. A callback draws the tokens, so no m
 #include <pthread.h>    // gives: pthread_sigmask
 #include <sys/select.h> // gives: pselect
 
-#include "../check.h"           // gives: die, format, shown, print_text, file_size
+#include "../checked_files.h"   // gives: die, format, shown, print_text, file_size
 #include "../comm/comm.h"       // gives: comm_now, warn
 #include "../data/chat_template.h"  // gives: chat_system, chat_question
 #include "../data/tokenizer.h"  // gives: Tokenizer

@@ -11,7 +11,7 @@ From step `total` on the rate is peak*final_fraction; the last trained step, tot
 */
 #pragma once
 
-#include "../check.h"   // gives: int64_t, std::max
+#include "../errors.h"  // gives: int64_t, std::max
 
 enum LrKind { LR_COSINE, LR_LINEAR, LR_CONSTANT, LR_WSD };
 static const char* const kLrKinds = "cosine|linear|constant|wsd";      // for the flag table, in enum order

@@ -11,7 +11,7 @@ always has work.
 */
 #pragma once
 
-#include "../check.h"                   // gives: std::string
+#include "../errors.h"                  // gives: std::string
 #include "../comm/comm.h"               // gives: comm, CommWait, DiskWait
 #include "../files/json.h"              // gives: json_number
 #include "../model/model_config.h"      // gives: Config

@@ -14,7 +14,7 @@ once. A launcher counts for its ranks, and ends them with SIGQUIT (llmc/comm/lau
 */
 #pragma once
 
-#include "../check.h"       // gives: progress_clear, atomic_remove_parts
+#include "../atomic_files.h" // gives: progress_clear, atomic_remove_parts
 #include "../comm/comm.h"   // gives: comm_any, comm_launched, comm_progress
 
 static volatile sig_atomic_t stop_requested = 0;

@@ -13,7 +13,7 @@ report are left out. The declarations follow NVML's API reference.
 
 #include <dlfcn.h>      // gives: dlopen, dlsym
 
-#include "../check.h"   // gives: format
+#include "../errors.h"  // gives: format
 #include "../files/json.h" // gives: json_number, json_quote
 
 struct Telemetry { void *library, *gpu; };      // gpu: NVML's handle, or nullptr

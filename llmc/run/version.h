@@ -7,7 +7,7 @@ The Makefile gives the commit. It is that of the last compilation: no commit alo
 */
 #pragma once
 
-#include "../check.h"       // gives: format
+#include "../errors.h"      // gives: format
 
 #ifndef GIT_COMMIT
 #define GIT_COMMIT unknown
