@@ -242,9 +242,9 @@ int main(int argc, char** argv) {
     const int B = run.B, T = run.T, steps = run_max_steps() > 0 ? (int)run_max_steps() : 40;
     const DeviceInfo device = device_init();
     if (options.fp8) { die_if(fp8_error()); }
-    model_check_memory(c, options, B, T, device);
+    model_check_memory(c, options, device);
     Model model;
-    model_allocate(&model, c, options, B, T);
+    model_allocate(&model, c, options);
     model_init_random(&model, options.seed);
     std::vector<int> x((size_t)B * T), y((size_t)B * T);
     for (size_t i = 0; i < x.size(); i++) {

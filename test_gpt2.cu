@@ -118,7 +118,10 @@ static Options default_options() {
 }
 
 struct TestModel : Model {
-    TestModel(const Config& c, const Options& o, int B, int T) { model_allocate(this, c, o, B, T); }
+    TestModel(const Config& c, Options o, int B, int T) {
+        o.B = B, o.T = T;
+        model_allocate(this, c, o);
+    }
     ~TestModel() { model_free(this); }
     TestModel(const TestModel&) = delete;
 };
@@ -1268,9 +1271,10 @@ static void test_scratch() {
             const Config shape = {N, 256, 256, 2, 1, C};
             const std::vector<ParamSpec> specs = param_table(shape);
             Options o = default_options();
-            const size_t bytes = model_scratch_bytes(shape, o, 1, N);
+            o.B = 1, o.T = N;
+            const size_t bytes = model_scratch_bytes(shape, o);
             o.grads_bf16 = true;
-            const size_t bf16 = model_scratch_bytes(shape, o, 1, N);
+            const size_t bf16 = model_scratch_bytes(shape, o);
             const size_t dwte = specs[PARAM_wte].elems * sizeof(float);     // behind it: both parts of dwte
             CHECK(bf16 >= bytes + dwte && bf16 >= dwte + (size_t)C * C * 16, "C=%d N=%d: bf16 gradients", C,
                   N);
@@ -1287,11 +1291,13 @@ static void test_scratch() {
 static void test_large_logits() {
     const Config wide = {1024, 50257, 50304, 1, 1, 64};
     const int B = 44;                           // 45056 * 50304 = 2.27e9
-    if (memory_total(model_memory_plan(wide, default_options(), B, 1024)) > device_init().memory_free) {
+    Options o = default_options();
+    o.B = B, o.T = 1024;
+    if (memory_total(model_memory_plan(wide, o)) > device_init().memory_free) {
         SKIP(1, "not enough GPU memory");
         return;
     }
-    TestModel model(wide, default_options(), B, 1024);
+    TestModel model(wide, o, B, 1024);
     model_init_random(&model, 1);
     const Batch batch = random_batch(wide, B, 3);
     auto losses = [&] { return from_device(&model, model_acts(&model, 0).losses, (size_t)B * 1024); };

@@ -4719,14 +4719,10 @@ static std::vector<ParamSpec> param_table(const Config& c) {
 // What a run may choose; fixed after model_allocate.
 struct Options : ModelSettings {
     bool trains = true;         // else forward only: gradients and optimizer have no memory
-    bool grads_bf16 = false;    // gradients of tensors with two dimensions in bf16, rounded with dither
-    bool state_bf16 = false;    // m and v in bf16, rounded stochastically
     bool fp8 = false, fp8_head = false;         // the layers' matrix products, and the LM head's, in FP8
-    bool muon = false;          // for the layers' matrices; AdamW for the others
     int muon_steps = 5;         // of Newton-Schulz
     size_t muon_bytes = (size_t)576 << 20;      // that Muon may work in: see muon_share
     float loss_scale = kFirstLossScale;         // FP16: the first one
-    uint64_t seed = 0;
     int text_rows = 0;          // texts that can be written at once; 0: none
     Sampling sampling = {};     // how their tokens are drawn
     Split split = {};           // this rank's part of the job
@@ -4839,7 +4835,6 @@ struct Fp8 {
 struct Model {
     Config config;
     Options options;
-    int B, T;                   // the largest batch; a pass may be over less
     std::vector<ParamSpec> param_specs;
     Layout layout;
     char* params;               // bucket by bucket (llmc/model/layout.h)
@@ -4871,8 +4866,8 @@ static Inputs inputs_layout(char* base, int B, int T) {
     return in;
 }
 
-static size_t model_scratch_bytes(const Config& c, const Options& options, int B, int T) {
-    const int N = B * T;
+static size_t model_scratch_bytes(const Config& c, const Options& options) {
+    const int B = options.B, T = options.T, N = B * T;
     if (!options.trains) { return 0; }          // only backward passes need any
     // GPT-2: a norm's weight and bias and a branch's bias; other blocks have up to two of each. qkvb and fcb:
     // the narrower one may be summed in more chunks and then needs more
@@ -4905,10 +4900,9 @@ template <class Visit> static void model_arrays(Model* model, Visit visit) {
     const Memory shared = o.split.world > 1 ? Memory::Shared : Memory::Zeroed;
     visit("parameters", &model->params, layout.params_bytes, shared);
     visit("activations", &model->acts.data, model->acts.bytes, Memory::Plain);
-    visit("scratch", &model->acts.scratch, model_scratch_bytes(c, o, model->B, model->T), Memory::Plain);
+    visit("scratch", &model->acts.scratch, model_scratch_bytes(c, o), Memory::Plain);
     visit("matmul workspace", &model->acts.workspace, gemm_workspace_bytes(), Memory::Plain);
-    visit("inputs", &model->feed.inputs.tokens, inputs_layout(nullptr, model->B, model->T).bytes,
-          Memory::Plain);
+    visit("inputs", &model->feed.inputs.tokens, inputs_layout(nullptr, o.B, o.T).bytes, Memory::Plain);
     visit("state", &model->state, sizeof(DeviceState), Memory::Plain);
     visit("rotation", &model->rotation,
           c.is_llama() ? rotation_table_size(c.maxT, c.llama.HS) * sizeof(float) : 0, Memory::Plain);
@@ -4933,11 +4927,10 @@ template <class Visit> static void model_arrays(Model* model, Visit visit) {
 }
 
 // Fills in the model's description and the sizes of its parts; allocates nothing.
-static void model_describe(Model* model, const Config& config, const Options& options, int B, int T) {
+static void model_describe(Model* model, const Config& config, const Options& options) {
     *model = {};
     model->config = config;
     model->options = options;
-    model->B = B, model->T = T;
     model->param_specs = param_table(config);
     // --grad-dtype bf16 leaves LayerNorms and biases in fp32: 0.1 % of the gradients, and sums over all
     // tokens, which have the most digits to lose
@@ -4946,9 +4939,9 @@ static void model_describe(Model* model, const Config& config, const Options& op
     model->muon = muon_share(model->layout, model->param_specs, options.split, bytes_floatX,
                              options.muon_bytes);
     Activations& acts = model->acts;
-    const size_t passes = act_specs(acts.specs, config, B, T, options);
+    const size_t passes = act_specs(acts.specs, config, options.B, options.T, options);
     const size_t muon = options.trains && options.muon ? model->muon.bytes(bytes_floatX) : 0;
-    acts.bytes = std::max({passes, muon, decoder_bytes(config, T, options.text_rows)});
+    acts.bytes = std::max({passes, muon, decoder_bytes(config, options.T, options.text_rows)});
     acts.muon_bytes = std::max(passes, muon) - passes;
     acts.text_bytes = acts.bytes - passes - acts.muon_bytes;
     model->fp8.linears = 4 * config.L + 1;
@@ -4959,9 +4952,9 @@ static void model_describe(Model* model, const Config& config, const Options& op
 }
 
 // Every byte that the run will take on the device, by name. Each tensor of the activations has a line.
-static std::vector<MemoryItem> model_memory_plan(const Config& c, const Options& options, int B, int T) {
+static std::vector<MemoryItem> model_memory_plan(const Config& c, const Options& options) {
     Model model;
-    model_describe(&model, c, options, B, T);
+    model_describe(&model, c, options);
     std::vector<MemoryItem> plan;
     model_arrays(&model, [&](const char* name, auto** at, size_t bytes, Memory) {
         if ((void*)at != (void*)&model.acts.data) { plan.push_back({name, bytes}); }
@@ -4981,6 +4974,7 @@ static std::vector<MemoryItem> model_memory_plan(const Config& c, const Options&
     // fp32 and in its type.
     size_t largest = 0;
     for (const ParamSpec& s : model.param_specs) { largest = std::max(largest, s.elems); }
+    const int B = options.B, T = options.T;
     const size_t batches = (options.trains ? 2 : 1) * 2 * 2 * sizeof(int) * (size_t)B * T;
     plan.push_back({"host buffers", Feed::kSlots * inputs_layout(nullptr, B, T).bytes + batches +
                                         largest * (sizeof(float) + sizeof(uint16_t))});
@@ -5011,32 +5005,33 @@ static const MemoryFlag kMemoryFlags[] = {
     {"-w 0", false, [](Options* o) { o->master = 0; }}};
 
 // Those that make this plan smaller.
-static std::vector<MemoryFlag> memory_flags(const Config& c, const Options& options, int B, int T,
-                                            bool resumed) {
+static std::vector<MemoryFlag> memory_flags(const Config& c, const Options& options, bool resumed) {
     std::vector<MemoryFlag> flags;
     for (const MemoryFlag& flag : kMemoryFlags) {
         Options with = options;
         flag.apply(&with);
-        const size_t bytes = memory_total(model_memory_plan(c, with, B, T));
+        const size_t bytes = memory_total(model_memory_plan(c, with));
         if (resumed && !flag.keeps_bits) { continue; }
-        if (bytes < memory_total(model_memory_plan(c, options, B, T))) { flags.push_back(flag); }
+        if (bytes < memory_total(model_memory_plan(c, options))) { flags.push_back(flag); }
     }
     return flags;
 }
-static std::vector<MemoryItem> model_memory_plan(const Config& c, Options o, int B, int T,
+// The plan with B rows, and with the flags whose bits are set.
+static std::vector<MemoryItem> model_memory_plan(const Config& c, Options o, int B,
                                                  const std::vector<MemoryFlag>& flags, unsigned with) {
+    o.B = B;
     for (const MemoryFlag& flag : flags) {
         if (with & 1) { flag.apply(&o); }
         with /= 2;
     }
-    return model_memory_plan(c, o, B, T);
+    return model_memory_plan(c, o);
 }
 
-static void model_check_memory(const Config& c, const Options& options, int B, int T,
-                               const DeviceInfo& device, bool resumed = false) {
-    const std::vector<MemoryFlag> flags = memory_flags(c, options, B, T, resumed);
-    memory_check([&](int b, unsigned with) { return model_memory_plan(c, options, b, T, flags, with); },
-                 flags, memory_room(device), {B, T, resumed});
+static void model_check_memory(const Config& c, const Options& options, const DeviceInfo& device,
+                               bool resumed = false) {
+    const std::vector<MemoryFlag> flags = memory_flags(c, options, resumed);
+    memory_check([&](int B, unsigned with) { return model_memory_plan(c, options, B, flags, with); }, flags,
+                 memory_room(device), {options.B, options.T, resumed});
 }
 
 // ---- allocation ----
@@ -5085,8 +5080,8 @@ static void optimizer_init(Model* model) {
     stream_sync(model->stream);
 }
 
-static void model_allocate(Model* model, const Config& config, const Options& options, int B, int T) {
-    model_describe(model, config, options, B, T);
+static void model_allocate(Model* model, const Config& config, const Options& options) {
+    model_describe(model, config, options);
     model->stream = stream_create();
     model_arrays(model, [&](const char* name, auto** at, size_t bytes, Memory kind) {
         if (bytes == 0) { return; }
@@ -5095,7 +5090,7 @@ static void model_allocate(Model* model, const Config& config, const Options& op
         // Gaps between tensors take part in the norm and in AdamW: they are zero and stay zero.
         if (kind != Memory::Plain) { device_zero(*at, bytes, model->stream); }
     });
-    feed_init(&model->feed, B, T);
+    feed_init(&model->feed, options.B, options.T);
     exchange_init(&model->exchange, model->layout, options.split.rank);
     optimizer_init(model);
     if (model->rotation) {
@@ -5768,7 +5763,8 @@ struct Forward : Pass {
         const auto [NH, NKV, HS] = att.heads;
         if (cache) {
             cache_store({.keys = att.keys, .values = att.values, .qkv = qkv, .rows = cache->texts,
-                         .count = cache->count, .T = model->T, .NH = NH, .NKV = NKV, .HS = HS}, stream());
+                         .count = cache->count, .T = model->options.T, .NH = NH, .NKV = NKV, .HS = HS},
+                        stream());
         }
         attention_forward({.out = out, .lse = att.lse, .qkv = qkv, .B = B, .T = T, .NH = NH, .NKV = NKV,
                            .HS = HS, .mask = att.mask}, stream());
@@ -6291,7 +6287,7 @@ static Rows model_update_rows(const Model* model, int bucket) {
 
 // This rank's m or v, from element `at` of the arena on.
 static StateOf<float> model_state(const Model* model, char* arena, size_t at) {
-    return {arena + at * model->options.state_bytes(), model->options.state_bf16};
+    return {arena + at * model->options.state_bytes(), model->options.state_bf16 != 0};
 }
 
 // An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
@@ -6451,7 +6447,7 @@ static size_t decoder_bytes(const Config& c, int T, int rows) {
 }
 
 static void decoder_init(Decoder* d, Model* model) {
-    *d = decoder_layout(model->acts.data, model->config, model->T, model->options.text_rows);
+    *d = decoder_layout(model->acts.data, model->config, model->options.T, model->options.text_rows);
     d->model = model;
     d->drawn = (int*)pinned_malloc(Decoder::kAhead * d->rows * sizeof(int), "drawn tokens");
     for (Event& e : d->ready) { e = event_create(); }
@@ -6469,12 +6465,12 @@ static void decoder_free(Decoder* d) {
 // ones.
 static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, int rows) {
     Model* model = d->model;
-    const int count = (int)text.size() - 1, T = std::min(model->T, round_up(count, 64));
+    const int count = (int)text.size() - 1, T = std::min(model->options.T, round_up(count, 64));
     if (count == 0) { return; }
     std::vector<int> tokens(text.begin(), text.end() - 1);
     tokens.resize(T, 0);
     const Config::Shape s = model->config.shape();
-    const size_t at = (size_t)row * model->T * s.NKV * s.HS;
+    const size_t at = (size_t)row * model->options.T * s.NKV * s.HS;
     const Cache cache = {d->cache.keys + at, d->cache.values + at, d->cache.layer_stride, rows, count};
     model_feed(model, tokens.data(), nullptr, 1, T, ClassifierMode::LossOnly);
     Forward e({.model = model, .B = 1, .T = T, .act_specs = d->text_specs, .cache = &cache});
@@ -6486,7 +6482,7 @@ static void decoder_prefill(Decoder* d, const std::vector<int>& text, int row, i
 static int decoder_begin(Decoder* d, const std::vector<std::vector<int>>& texts, uint32_t first_id,
                          uint64_t first_draw) {
     Model* model = d->model;
-    const int n = (int)texts[0].size(), kept = n <= model->T ? n : std::max(1, model->T / 2);
+    const int n = (int)texts[0].size(), kept = n <= model->options.T ? n : std::max(1, model->options.T / 2);
     model_await_all_params(model);
     bool equal = true;
     for (const auto& text : texts) { equal = equal && text == texts[0]; }
@@ -6534,8 +6530,8 @@ struct Decoding : Forward {
     void attend(floatX* out, const floatX* qkv, const Attention& att) override {
         const auto [NH, NKV, HS] = att.heads;
         decode_attention({.out = out, .keys = att.keys, .values = att.values, .qkv = qkv,
-                          .positions = d->positions, .N = N(), .T = model->T, .NH = NH, .NKV = NKV, .HS = HS,
-                          .mask = att.mask}, stream());
+                          .positions = d->positions, .N = N(), .T = model->options.T, .NH = NH, .NKV = NKV,
+                          .HS = HS, .mask = att.mask}, stream());
     }
 };
 
@@ -6567,7 +6563,7 @@ static void decoder_step(Decoder* d, int i) {
 // stops all texts. Weights and the state of training do not change.
 static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count, int end, uint32_t first_id,
                           uint64_t first_draw, const OnToken& on_token) {
-    const int T = d->model->T;
+    const int T = d->model->options.T;
     std::vector<std::vector<int>> texts(d->rows, prompt);
     std::vector<bool> over(d->rows, false);
     int position = decoder_begin(d, texts, first_id, first_draw), asked = 0, live = d->rows;
@@ -6731,27 +6727,24 @@ struct Training {
     int64_t position = 0;       // of the next step's data, as data.train counts
 };
 
-// Returns the model that the flags ask for, or that of the run to resume. Checks and settles the flags: after
-// this `run` does not change.
-static Config settle(const Facts* resumed = nullptr, const Build& build = kBuild) {
-    const bool is_file = model_is_file(run.model);
-    if (is_file && !resumed) { model_file_check(run.model); }
-    Config c = resumed ? facts_config(*resumed)
+// Files settle what the flags leave open: the checkpoint to resume from, or the folder or file of -e. Returns
+// the model. After this `run` does not change.
+static Config settle(const Checkpoint& resumed = {}, const Build& build = kBuild) {
+    if (!run.resumed && model_is_folder()) { folder_resolve(); }
+    const bool is_file = !run.resumed && model_is_file(run.model);
+    if (is_file) { model_file_check(run.model); }
+    Config c = run.resumed ? facts_config(resumed.facts)
              : is_file ? checkpoint_config(run.model) : descriptor_config(run.model);
-    config_check(&c, !resumed && !is_file, build);
+    settings_settle(&c, !run.resumed && !is_file, build);
     return c;
 }
 
 static Options run_options() {
     Options o = {run};
     o.trains = run_task() == Task::Train;
-    o.grads_bf16 = run.grad_dtype == GradDtype::Bf16;
-    o.state_bf16 = run.state_dtype == StateDtype::Bf16;
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
-    o.muon = run.optimizer == OptimizerKind::Muon;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
-    o.seed = (uint64_t)run.seed;
     o.text_rows = !run_writes_text() ? 0 : run.chat ? 1 : std::min(run.num_samples, kDecodeRows);
     o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};
     o.split = {comm.rank, comm.world, comm.world > 1 && o.trains ? run.zero : 0};
@@ -6763,30 +6756,33 @@ static Options run_options() {
 // a buffer for gradients, and the run then has the bits of fewer lanes. A run that trains takes no memory for
 // texts but the activations'; other runs may use all that the device has.
 static void fit(const Config& config, Options* o, const DeviceInfo& device) {
-    auto fits = [&] { return memory_fits(model_memory_plan(config, *o, run.B, run.T), memory_room(device)); };
+    auto fits = [&] { return memory_fits(model_memory_plan(config, *o), memory_room(device)); };
     auto texts_fit = [&] {
         Model model;
-        model_describe(&model, config, *o, run.B, run.T);
+        model_describe(&model, config, *o);
         return o->trains ? model.acts.text_bytes == 0 : fits();
     };
     while (o->text_rows > 1 && !texts_fit()) { o->text_rows /= 2; }
     while (o->trains && !run_given("lanes") && o->lanes > 1 && !fits()) { o->lanes /= 2; }
 }
 
-// Chooses the GPU and finds out whether the model fits, before any memory is taken.
-static void take_device(Training* t, const Config& config, Options* options) {
+// Chooses the GPU and finds out whether the model fits, before any memory is taken. Returns the model's
+// options: the run's, with as many lanes and texts as there is memory for.
+static Options take_device(Training* t, const Config& config) {
+    Options options = run_options();
     gpus_check(device_count());
     t->device = device_init(comm.local_rank);
-    fit(config, options, t->device);
-    if (options->trains) {                  // all ranks get as many lanes as the one with the least room
-        std::vector<int> lanes(comm.world, options->lanes);
+    fit(config, &options, t->device);
+    if (options.trains) {                   // all ranks get as many lanes as the one with the least room
+        std::vector<int> lanes(comm.world, options.lanes);
         comm_all_gather(lanes.data(), sizeof(int));
-        options->lanes = *std::min_element(lanes.begin(), lanes.end());
-        lanes_lowered_print(options->lanes * comm.world);
+        options.lanes = *std::min_element(lanes.begin(), lanes.end());
+        lanes_lowered_print(options.lanes * comm.world);
     }
-    model_check_memory(config, *options, run.B, run.T, t->device, run.resumed);
+    model_check_memory(config, options, t->device, run.resumed);
     die_if(attention_error(config.NH, config.shape().NKV, config.shape().HS));
-    if (options->fp8) { die_if(fp8_error()); }
+    if (options.fp8) { die_if(fp8_error()); }
+    return options;
 }
 
 // Facts that are saved with a run. If they differ when it is resumed, its bits may.
@@ -6807,7 +6803,7 @@ static void print_model(const Model& model) {
     if (model.options.fp8) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
-    memory_print(model_memory_plan(c, model.options, run.B, model.T), run.verbose > 0);
+    memory_print(model_memory_plan(c, model.options), run.verbose > 0);
     const Config::Shape s = c.shape();
     printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlps[(int)s.mlp].name,
            activation_form(s.mlp, c.C, s.F, model.options.fp8));
@@ -6817,7 +6813,7 @@ static void print_model(const Model& model) {
 static void load_model(Training* t, const Config& config, const Options& options, Checkpoint* resumed) {
     Model* model = &t->model;
     device_comm_init();
-    model_allocate(model, config, options, run.B, run.T);
+    model_allocate(model, config, options);
     decoder_init(&t->decoder, model);
     print_model(*model);
     if (run.resumed) {
@@ -6886,8 +6882,7 @@ static void print_plan() {
     if (!here && !gpu) { die("--plan %s: choose auto, or one of %s", run.plan, gpu_names().c_str()); }
     if (!kBuild.is_cuda) { bytes_floatX = 2; }
     comm.world = std::max({1, run.comm.gpus, run.comm.processes});
-    if (model_is_folder()) { folder_resolve(); }
-    const Config config = settle(nullptr, build);
+    const Config config = settle({}, build);
     Options options = run_options();
     DeviceInfo device;
     if (here) {
@@ -6906,19 +6901,18 @@ static void print_plan() {
     printf("plan: %s on %d x %s, %s\n", shown(run.model).c_str(), comm.world, device.name.c_str(),
            build.precision);
     report_model(config, specs, options.muon, false);
-    memory_print(model_memory_plan(config, options, run.B, run.T), run.verbose > 0);
+    memory_print(model_memory_plan(config, options), run.verbose > 0);
     const MemoryRoom room = memory_room(device);
-    const int largest = memory_largest([&](int B) { return model_memory_plan(config, least, B, run.T); },
-                                       room, std::min(65536, INT_MAX / run.T));
-    const std::vector<MemoryFlag> flags = memory_flags(config, least, run.B, run.T, false);
-    const std::string advice = memory_advice([&](int B, unsigned with) {
-        return model_memory_plan(config, least, B, run.T, flags, with);
-    }, flags, room, run.B, largest);
+    const std::vector<MemoryFlag> flags = memory_flags(config, least, false);
+    auto plan_of = [&](int B, unsigned with) { return model_memory_plan(config, least, B, flags, with); };
+    const int largest = memory_largest([&](int B) { return plan_of(B, 0); }, room,
+                                       std::min(65536, INT_MAX / run.T));
+    const std::string advice = memory_advice(plan_of, flags, room, run.B, largest);
     plan_print_batch(largest, advice, options.lanes * comm.world);
     if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
-                    {run.B, run.T, comm.world, rank_micro_steps(), run.recompute, options.muon,
-                     options.split.zero > 0, options.fp8, options.fp8_head, options.state_bf16},
+                    {run.B, run.T, comm.world, rank_micro_steps(), run.recompute, run.muon != 0,
+                     options.split.zero > 0, options.fp8, options.fp8_head, run.state_bf16 != 0},
                     run_max_steps(), run.price);
 }
 
@@ -7098,7 +7092,7 @@ static void train(Training* t) {
     Model* model = &t->model;
     const LrSchedule schedule = t->data.schedule(run.lr), muon_schedule = t->data.schedule(run.muon_lr);
     Reports reports = {};
-    reports_init(&reports, model->config, (double)report_parameters(model->param_specs), model->T, t->device,
+    reports_init(&reports, model->config, (double)report_parameters(model->param_specs), run.T, t->device,
                  kLowPrecision, t->data.max_steps);
     // Reports all steps but the newest `behind`.
     auto report = [&](int behind) {
@@ -7169,9 +7163,7 @@ static void write_alone(Training* t) {
 int main(int argc, char** argv) {
     if (version_asked(argc, argv)) { version_print(PRECISION_NAME); return 0; }
     device_prepare(argv);
-    const std::vector<const char*> words = words_in_full(argc, argv);
-    flags_parse(kFlags, (int)words.size(), words.data(), kFlagGroups, kOtherNames);
-    muon_rate_defaults();
+    settings_parse(argc, argv);
     if (run.plan[0] != '\0') {
         print_plan();
         stdout_check();
@@ -7183,15 +7175,13 @@ int main(int argc, char** argv) {
 
     Training t;
     Checkpoint resumed = find_resumed(&t.saver.retention.bad, kBuild);
-    if (!run.resumed && model_is_folder()) { folder_resolve(); }
-    Config config = settle(run.resumed ? &resumed.facts : nullptr);         // from here on `run` is fixed
-    Options options = run_options();
+    Config config = settle(resumed);        // from here on `run` is fixed
     const Task task = run_task();
 
     // errors in sizes, files and the prompt are found before any memory is taken or any file written
     if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
     t.program = executable_hash();
-    take_device(&t, config, &options);
+    const Options options = take_device(&t, config);
     data_open(&t.data, &config);
     data_check_same(t.data, t.program);
     if (run.resumed) { resumed_check(resumed.facts, origin_facts(t), run.output_dir); }

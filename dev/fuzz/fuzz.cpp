@@ -418,7 +418,7 @@ static void parse(std::vector<std::string>* words) {
 }
 
 static void fuzz_flags(Bytes input) {
-    settings = RunConfig();
+    settings = Settings();
     comm = Comm();
     comm.world = 1 + take_byte(&input) % 8;
     std::vector<std::string> words = {"train_gpt2cpu"};

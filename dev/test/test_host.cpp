@@ -732,7 +732,7 @@ static void test_flags() {
 // ---- run_config.h, run_folder.h: what other builds and jobs make of the flags; programs test the rest ----
 
 static void parse_run(const std::vector<std::string>& words) {
-    settings = RunConfig();
+    settings = Settings();
     parse_table(kFlags, words);
 }
 
@@ -748,7 +748,7 @@ static void test_run() {
             check_dies(c.message, [&] {
                 parse_run(c.words);
                 Config config = descriptor_config("d12");
-                config_check(&config, true, cuda);
+                settings_settle(&config, true, cuda);
             }, {c.message});
         }
         comm = Comm();

@@ -2,10 +2,9 @@
 A run's configuration: the table of all flags, checks over several flags, and the settings that a resumed run
 keeps. Host only.
 
-    flags_parse(kFlags, argc, argv);                        // fills in `settings`
-    muon_rate_defaults();
+    settings_parse(argc, argv);                             // the command line fills `settings`
     if (checkpoint) { settings_resume(checkpoint->facts, config, build); } else { settings_keep(); }
-    config_check(&config, is_descriptor, build);            // settles what the flags leave open
+    settings_settle(&config, is_descriptor, build);         // and all that the flags and files leave open
     if (run.B > 4 && run_task() == Task::Train) { ... }     // nothing changes any more
     if (run_given("prompt")) { ... }                        // by the user, not by default
 */
@@ -28,13 +27,15 @@ keeps. Host only.
 struct Build { const char* precision; bool is_cuda; };
 
 // Options of ENUM flags, in the order of the table's texts.
-enum class GradDtype { Fp32, Bf16 };
-enum class StateDtype { Fp32, Bf16 };
 enum class MatmulDtype { Bf16, Fp8, Fp8Head };
-enum class OptimizerKind { AdamW, Muon };
 
-// What the model itself goes by: its Options (train_gpt2.cu) hold these, too.
+// What the model itself goes by: its Options (train_gpt2.cu) begin with these.
 struct ModelSettings {
+    int B = 0, T = 0;               // rows and tokens a row of a micro-step, at most
+    uint64_t seed = 0;
+    int muon = 0;                   // for the layers' matrices; AdamW for the others
+    int grads_bf16 = 0;             // gradients of tensors with two dimensions in bf16, rounded with dither
+    int state_bf16 = 0;             // m and v in bf16, rounded stochastically
     double dropout = 0.0;           // probability, in training: of the embedding's and the branches' outputs
     double weight_decay = 0.0, beta1 = 0.9, beta2 = 0.95, eps = 1e-8;   // AdamW's; decay: of matrices
     double embedding_rate = 1.0, head_rate = 1.0;   // AdamW's learning rate of these, in learning rates
@@ -50,10 +51,9 @@ struct ModelSettings {
     Kernels kernels = Kernels::Auto;
 };
 
-struct RunConfig : ModelSettings {
+struct Settings : ModelSettings {
     // data, model and sizes
     const char *train_data, *val_data, *eval_data, *model, *output_dir, *prompt;
-    int B, T;
     int64_t total_batch;            // tokens per optimizer step
     const char* max_steps;          // the user's text; run_max_steps() is the number
     Block block;
@@ -61,13 +61,10 @@ struct RunConfig : ModelSettings {
 
     // training
     double lr, final_fraction, cooldown, muon_lr;
-    int64_t warmup, seed;
+    int64_t warmup;
     int schedule, overfit, shuffle; // schedule: LrKind
-    OptimizerKind optimizer;
 
     // computation
-    GradDtype grad_dtype;
-    StateDtype state_dtype;
     MatmulDtype matmul_dtype;
     CommOptions comm;
     const char* plan;
@@ -88,10 +85,10 @@ struct RunConfig : ModelSettings {
     bool tells_speed;               // tokens/s of texts, on stderr
     int folder_B;                   // -e FOLDER: -b of the folder's run; 0: not known
 };
-// Only this header and run_folder.h write the settings, and config_check is the last to do so. All else reads
-// `run`, which is the same, but const.
-static RunConfig settings;
-static const RunConfig& run = settings;
+// The command line fills the settings, then files do (run_folder.h), and settings_settle is the last to write
+// them. All else reads `run`, which is the same, but const.
+static Settings settings;
+static const Settings& run = settings;
 
 #define DATA_DIR "dev/data/tinyshakespeare/"
 static const FlagTable kFlags = {
@@ -152,7 +149,7 @@ static const FlagTable kFlags = {
         "an untied LM head's learning rate, as a multiple of the others'; with Muon, m12's and m24's "
         "is by default 1.111",
         FLAG_FIXED},
-    {"",    "optimizer",       FLAG_ENUM,   &settings.optimizer,      "adamw",   0, 0, "adamw|muon",
+    {"",    "optimizer",       FLAG_ENUM,   &settings.muon,           "adamw",   0, 0, "adamw|muon",
         "AdamW for all tensors, or Muon for the layers' matrices and AdamW for the others", FLAG_FIXED},
     {"",    "muon-lr",         FLAG_FLOAT,  &settings.muon_lr,        "0.02",    0, 100, nullptr,
         "Muon: peak learning rate; -k, -u and -q are those of -l", FLAG_FIXED},
@@ -225,10 +222,10 @@ static const FlagTable kFlags = {
     {"",    "kernels",         FLAG_ENUM,   &settings.kernels,        "auto",    0, 0, "auto|portable|sm90",
         "kernels of ops that have several: the best for this GPU, sm_80's, or Hopper's (or an error)",
         FLAG_FIXED},
-    {"",    "grad-dtype",      FLAG_ENUM,   &settings.grad_dtype,     "fp32",    0, 0, "fp32|bf16",
+    {"",    "grad-dtype",      FLAG_ENUM,   &settings.grads_bf16,     "fp32",    0, 0, "fp32|bf16",
         "gradient accumulation; bf16: 2-D gradients in bf16, rounded without bias, others in fp32",
         FLAG_FIXED},
-    {"",    "state-dtype",     FLAG_ENUM,   &settings.state_dtype,    "fp32",    0, 0, "fp32|bf16",
+    {"",    "state-dtype",     FLAG_ENUM,   &settings.state_bf16,     "fp32",    0, 0, "fp32|bf16",
         "AdamW's m and v and Muon's momentum; bf16: rounded stochastically", FLAG_FIXED},
     {"",    "matmul-dtype",    FLAG_ENUM,   &settings.matmul_dtype,   "bf16",    0, 0, "bf16|fp8|fp8-head",
         "what matrix products multiply in training: the weights' type; FP8 in the layers; or also in the "
@@ -326,12 +323,18 @@ static inline std::vector<const char*> words_in_full(int argc, char** argv) {
 // What is left to AdamW beside Muon wants a higher rate (dev/bench/NOTES.md). The embedding of m12 and m24,
 // which is not the head, wants a still higher one: 0.1, and the head 0.004.
 static inline void muon_rate_defaults() {
-    if (run.optimizer != OptimizerKind::Muon) { return; }
+    if (!run.muon) { return; }
     if (!run_given("learning-rate")) { settings.lr = 3.6e-3; }
     const std::string model = run.model, size = model.substr(0, model.find(",V"));
     if (size != "m12" && size != "m24") { return; }
     if (!run_given("embedding-rate")) { settings.embedding_rate = 27.78; }
     if (!run_given("head-rate")) { settings.head_rate = 1.111; }
+}
+
+static inline void settings_parse(int argc, char** argv) {
+    const std::vector<const char*> words = words_in_full(argc, argv);
+    flags_parse(kFlags, (int)words.size(), words.data(), kFlagGroups, kOtherNames);
+    muon_rate_defaults();
 }
 
 // Prints text that is no result; --verbose -1 suppresses it.
@@ -347,7 +350,7 @@ __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ..
 // answer questions first.
 enum class Task { Train, Evaluate, Write };
 static inline Task run_task() {
-    // as a text: config_check has not yet refused what is no number
+    // as a text: settings_settle has not yet refused what is no number
     if (strcmp(run.max_steps, "0") != 0) { return Task::Train; }
     return run.chat || run_given("prompt") ? Task::Write : Task::Evaluate;
 }
@@ -396,16 +399,16 @@ static inline std::string executable_hash() {
 // ---- settings that a run keeps ----
 
 // With bf16 sums each rank has one lane.
-static inline bool one_lane_each() { return run.grad_dtype == GradDtype::Bf16; }
+static inline bool one_lane_each() { return run.grads_bf16; }
 
-// The settings to be saved: before config_check settles what they leave open.
+// The settings to be saved: before settings_settle settles what they leave open.
 static std::vector<std::string> run_texts;
 static inline void settings_keep() {
     run_texts.clear();
     for (const Flag& flag : kFlags) { run_texts.push_back(flags_text(&flag)); }
 }
 
-// The flags that config_check has settled. A run that begins again leaves them open again.
+// The flags that settings_settle has settled. A run that begins again leaves them open again.
 static inline std::string settings_left_open() {
     std::string names;
     for (size_t i = 0; i < kFlags.size(); i++) {
@@ -617,12 +620,12 @@ static inline int64_t run_max_steps() {
 
 // Checks over several flags, before anything is allocated. Settles what the flags leave open, and the model's
 // block and norm. From then on no setting changes.
-static inline void config_check(Config* c, bool is_descriptor, const Build& build) {
+static inline void settings_settle(Config* c, bool is_descriptor, const Build& build) {
     variant_check(c, is_descriptor);
     batch_check(*c);
     fp8_check(*c, build);
     for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-decay"}) {
-        if (run.optimizer == OptimizerKind::AdamW && !run.resumed && run_given(name)) {
+        if (!run.muon && !run.resumed && run_given(name)) {
             die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
                 "hint: give --optimizer muon, or leave --%s out", name, name);
         }
@@ -635,7 +638,7 @@ static inline void config_check(Config* c, bool is_descriptor, const Build& buil
         die("--cooldown is for -k wsd, and this run has -k %s\nhint: give -k wsd, or leave --cooldown out",
             flags_text(flags_find(kFlags, "--lr-schedule")).c_str());
     }
-    if (!build.is_cuda && run.grad_dtype != GradDtype::Fp32) {
+    if (!build.is_cuda && run.grads_bf16) {
         die("--grad-dtype bf16 needs the CUDA program; the CPU build accumulates in fp32");
     }
     const bool trains = run_max_steps() != 0;

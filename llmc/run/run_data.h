@@ -44,7 +44,7 @@ struct RunData {
 
 static inline void data_open_shards(DataLoader* loader, const char* pattern, bool shuffle, DataShare share,
                                     int V) {
-    dataloader_init(loader, pattern, run.B, run.T, shuffle, (uint64_t)run.seed, V, share);
+    dataloader_init(loader, pattern, run.B, run.T, shuffle, run.seed, V, share);
 }
 
 static inline void data_open_tokenizer(RunData* d, int V) {

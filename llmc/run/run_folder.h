@@ -2,8 +2,8 @@
 A run's folder: the model to read (-e FOLDER), the run to resume (-y 1), the place to write (-o). Host only.
 
     launch_resume();                                    // -y 1: takes --gpus from run.json
-    if (model_is_folder()) { folder_resolve(); }        // -e FOLDER: run.model becomes its newest model
     Checkpoint c = find_resumed(&bad, build);           // -y 1: the last checkpoint, and the run's settings
+    if (model_is_folder()) { folder_resolve(); }        // -e FOLDER: run.model becomes its newest model
     run_folder_check(run.output_dir);                   // dies if the run cannot write there
     folder_taken_up(c, retention, max_steps);           // -y 1: says where the run goes on, and tidies
     print_folder(argv[0], stopped, chats);              // a run's last lines: how to resume it
