@@ -259,11 +259,10 @@ int main(int argc, char** argv) {
         profile.gemm_flops = 0;
         if (step == steps - 1) { cudaCheck(cudaProfilerStart()); }      // for ncu --profile-from-start off
         const Event begin = event_now(model.stream);
-        MicroStep micro;
         for (int i = 0; i < micro_steps; i++) {
-            micro = model_micro_step(&model, x.data(), y.data(), B, T, i, micro_steps);
+            model_micro_step(&model, x.data(), y.data(), B, T, i, micro_steps);
         }
-        model_update(&model, micro, run.lr, run.muon_lr);
+        model_update(&model, micro_steps, run.lr, run.muon_lr);
         const Event end = event_now(model.stream);
         model_read_state(&model);                                        // waits
         const double ms = ms_between(begin, end);

@@ -128,19 +128,19 @@ struct TestModel : Model {
 
 struct Batch { int B, T; std::vector<int> x, y; };
 
-// The gradients of a batch, in `micro_steps` parts. last_micro_step: its last one's, which step_update needs.
-static MicroStep last_micro_step;
+// The gradients of a batch, in `micro_steps` parts: host_grad and step_update need their number.
+static int last_count = 1;
 static void accumulate(Model* model, const Batch& batch, int micro_steps = 1) {
     const int rows = batch.B / micro_steps;
     for (int micro = 0; micro < micro_steps; micro++) {
         const size_t at = (size_t)micro * rows * batch.T;
-        last_micro_step = model_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro,
-                                           micro_steps);
+        model_micro_step(model, &batch.x[at], &batch.y[at], rows, batch.T, micro, micro_steps);
     }
+    last_count = micro_steps;
 }
 
 static void step_update(Model* model, double lr, double muon_lr = 0.0) {
-    model_update(model, last_micro_step, lr, muon_lr);
+    model_update(model, last_count, lr, muon_lr);
 }
 
 // The mean loss of a batch. LossOnly: its logits stay.
@@ -195,8 +195,8 @@ static Vector host_grad(Model* model, int i) {
     const float scale = model_read_state(model).update.loss_scale;
     Vector all;
     for (int l : s.layers) {
-        MicroStep micro = last_micro_step;
-        micro.lane = 0;                         // whose buffer has the sum of all lanes
+        MicroStep micro;                        // of lane 0, whose buffer has the sum of all
+        micro.number = last_count - 1;
         const Grad grad = model_grad(model, (ParamId)i, l, micro);
         Vector values;
         if (grad.is_bf16) {
@@ -576,7 +576,7 @@ static void test_lane_gradients(const Config& c) {
         std::vector<std::vector<Vector>> sums;          // of a part of the tree, of a tensor
         for (int lane = 0; lane < lanes; lane++) {
             const size_t at = (size_t)lane * batch.T;
-            last_micro_step = model_micro_step(&model, &batch.x[at], &batch.y[at], 1, batch.T, 0, lanes);
+            model_micro_step(&model, &batch.x[at], &batch.y[at], 1, batch.T, 0, lanes);
             sums.push_back(host_grads(&model));
         }
         for (int apart = 1; apart < lanes; apart *= 2) {

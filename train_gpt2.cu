@@ -4808,7 +4808,7 @@ struct Feed {
 struct BucketExchange {
     Event arrived;              // the gradients of all ranks are here
     Event gathered;             // the updated parameters of all ranks' shards are here
-    int inbox;                  // of Exchange's three: the one that the gradients arrive in
+    char* inbox;                // one of Exchange's three: where the gradients arrive
 };
 struct Exchange {
     Stream stream;
@@ -5049,7 +5049,7 @@ static void exchange_init(Exchange* exchange, const Layout& layout, int rank) {
     exchange->handover = event_create();
     exchange->bucket_in_flight = -1;
     for (size_t bucket = 0; bucket < layout.buckets.size(); bucket++) {
-        exchange->buckets.push_back({event_create(), event_create(), 0});
+        exchange->buckets.push_back({event_create(), event_create(), nullptr});
     }
 }
 
@@ -5223,11 +5223,6 @@ struct MicroStep {
     bool exchanges = false;     // each bucket of gradients goes to the other ranks once it is complete
 };
 
-// The key that rounds a micro-step's gradients.
-static RoundKey model_grad_key(const Model* model, uint32_t micro) {
-    return {model->options.seed, model->step, micro, kRoundGrads};
-}
-
 // Where the backward stores a gradient: in the buffer of the micro-step's lane.
 static Grad model_grad(const Model* model, ParamId id, int l, const MicroStep& micro) {
     const ParamAddress at = param_address(model->param_specs, model->layout, id, l);
@@ -5235,26 +5230,14 @@ static Grad model_grad(const Model* model, ParamId id, int l, const MicroStep& m
     const size_t buffer = lane_buffer(micro.lane) * model->layout.grads_bytes;
     char* data = model->grads + buffer + b.grads + at.offset * b.grad_bytes;
     const Accumulate acc = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
-    return Grad{(float*)data, acc, b.grads_bf16, model_grad_key(model, micro.number), b.first + at.offset};
-}
-
-// A bucket's gradients at the end of a step, summed over all micro-steps and ranks: from element `from` on,
-// where this rank's part begins. last: the step's last micro-step.
-static StoredGrads model_summed_grads(const Model* model, const MicroStep& last, int bucket, size_t from) {
-    const Split& split = model->options.split;
-    const Bucket& b = model->layout.buckets[bucket];
-    RoundKey key = model_grad_key(model, last.number);
-    if (split.world > 1) {      // the sum over ranks was rounded with the key of the job's last micro-step
-        key.micro = (uint32_t)(split.world * last.count - 1);
-        key.tensor = kRoundGradSums;
-    }
-    return {model->grads + b.grads + from * b.grad_bytes, b.grads_bf16, key, b.first + from};
+    const RoundKey key = {model->options.seed, model->step, micro.number, kRoundGrads};
+    return Grad{(float*)data, acc, b.grads_bf16, key, b.first + at.offset};
 }
 
 // == 8 a step ==
 // train_step, then the functions that it calls, roughly in the order of the calls:
-static MicroStep model_micro_step(Model* model, const int* tokens, const int* targets, int B, int T, int i,
-                                  int count, int64_t counted = -1);
+static void model_micro_step(Model* model, const int* tokens, const int* targets, int B, int T, int i,
+                             int count, int64_t counted = -1);
 static MicroStep micro_step_of(const Model* model, int i, int count);
 static void model_feed(Model* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
                        const int* counted = nullptr);
@@ -5262,38 +5245,43 @@ static void model_forward(Model* model, int B, int T, const MicroStep* micro = n
 static void model_head(Model* model, int B, int T, float weight, float* mean, Accumulate acc,
                        const MicroStep* micro = nullptr);        // losses, and the LM head's backward
 static void model_backward(Model* model, int B, int T, const MicroStep& micro);
-static void model_merge_lanes(Model* model, int lane, size_t offset, size_t n);   // these three: the exchange
-static void model_bucket_complete(Model* model, int bucket, const MicroStep& micro);
+static void model_bucket_complete(Model* model, int bucket, const MicroStep& micro);      // the exchange, to
+static void model_merge_lanes(Model* model, int lane, size_t offset, size_t n);           // model_await_params
+static void stream_follow(const Model* model, Stream later, Stream earlier);
+static void model_sum_bucket(Model* model, int bucket, int count);
+static StoredGrads model_summed_grads(const Model* model, int count, int bucket, size_t from);
 static void model_await_params(Model* model, int bucket);
-static void model_update(Model* model, const MicroStep& last, double lr, double muon_lr = 0.0);
+static void model_update(Model* model, int count, double lr, double muon_lr = 0.0);
+template <class Send> static void model_exchange_now(Model* model, Send send);
+static void model_update_muon(Model* model, int count, Rows rows, double lr);
+static StateOf<float> model_state(const Model* model, char* arena, size_t at);
+static void model_orthogonalise(Model* model, muonX* updates, int layers);
+static void model_gather_params(Model* model, int first, int count);
 
 // False: a signal came before the last micro-step. There is no update then, and the run ends.
 static bool train_step(Model* model, DataLoader* loader, const Saver& saver, double lr, double muon_lr) {
     const int count = rank_micro_steps();
     const int64_t counted = data_counted_targets(*loader);     // of the whole step, before its first part
-    MicroStep micro;
     for (int i = 0; i < count; i++) {
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
         data_next(loader);
-        micro = model_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count, counted);
+        model_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count, counted);
     }
     saver_hold(saver);                          // weights change only after a checkpoint has its copies
-    model_update(model, micro, lr, muon_lr);
+    model_update(model, count, lr, muon_lr);
     return true;
 }
 
-// What each of `counted` losses weighs in their mean. A step that counts none has loss and gradients 0.
-static float mean_weight(int64_t counted) { return counted > 0 ? (float)(1.0 / (double)counted) : 0.0f; }
-
 // Adds a micro-step's part to the mean loss over the total batch, and to the gradients; a lane's first
 // micro-step stores them. counted: the targets of the total batch that are not -1, of all ranks; -1: all are.
-static MicroStep model_micro_step(Model* model, const int* tokens, const int* targets, int B, int T, int i,
-                                  int count, int64_t counted) {
+// A step that counts none has loss and gradients 0.
+static void model_micro_step(Model* model, const int* tokens, const int* targets, int B, int T, int i,
+                             int count, int64_t counted) {
     const MicroStep micro = micro_step_of(model, i, count);
     const Accumulate add = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
-    const int64_t all = (int64_t)B * T * count * model->options.split.world;
-    const float weight = mean_weight(counted < 0 ? all : counted);
+    if (counted < 0) { counted = (int64_t)B * T * count * model->options.split.world; }
+    const float weight = counted > 0 ? (float)(1.0 / (double)counted) : 0.0f;
     float* losses = (float*)(model->exchange.record + model->exchange.losses_at);     // (lanes)
     model_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
     auto work = [&] {
@@ -5312,7 +5300,6 @@ static MicroStep model_micro_step(Model* model, const int* tokens, const int* ta
         work();
     }
     if (micro.ends_lane && !micro.exchanges) { model_merge_lanes(model, micro.lane, 0, model->layout.elems); }
-    return micro;
 }
 
 // This rank's micro-step number i of `count`. The job's micro-steps are numbered rank by rank. Lanes are
@@ -6167,6 +6154,26 @@ static void model_backward(Model* model, int B, int T, const MicroStep& micro) {
 // r. ZeRO stage 0 gathers these sums, and every rank updates all parameters. At stage 1 a rank updates its
 // shards. The parameters are then gathered bucket by bucket, as the next forward needs them.
 
+// Called when the backward has computed a bucket's gradients. Sends them to the other ranks, and sums the
+// gradients of the bucket before, which have arrived in the meantime. bucket -1: no more buckets follow.
+static void model_bucket_complete(Model* model, int bucket, const MicroStep& micro) {
+    if (!micro.exchanges) { return; }
+    Exchange& exchange = model->exchange;
+    const int before = exchange.bucket_in_flight;
+    exchange.bucket_in_flight = bucket;
+    if (bucket >= 0) {
+        const Bucket& b = model->layout.buckets[bucket];
+        BucketExchange& sent = exchange.buckets[bucket];
+        model_merge_lanes(model, micro.lane, b.grads, b.padded);
+        stream_follow(model, exchange.stream, model->stream);       // the inbox's last sums are done, too
+        const size_t inbox = bucket == model->layout.embedding() ? 2 : exchange.next_inbox++ % 2;
+        sent.inbox = exchange.inboxes + inbox * model->layout.largest_but_first * sizeof(float);
+        device_all_to_all(sent.inbox, model->grads + b.grads, b.shard * b.grad_bytes, exchange.stream);
+        event_record(sent.arrived, exchange.stream);
+    }
+    if (before >= 0) { model_sum_bucket(model, before, micro.count); }
+}
+
 // After a lane: adds the pairs that it completes (lanes.h), in n elements from `offset` bytes on.
 // With several lanes on a rank, gradients are fp32.
 static void model_merge_lanes(Model* model, int lane, size_t offset, size_t n) {
@@ -6186,60 +6193,33 @@ static void stream_follow(const Model* model, Stream later, Stream earlier) {
     stream_wait(later, model->exchange.handover);
 }
 
-static char* exchange_inbox(const Model* model, int bucket) {
-    const size_t bytes = model->layout.largest_but_first * sizeof(float);
-    return model->exchange.inboxes + model->exchange.buckets[bucket].inbox * bytes;
-}
-
 // Sums a bucket's gradients of all ranks as soon as they have arrived. Piece r is rank r's sum of its lanes,
-// stored by that rank's last micro-step. The kernels run on the backward's stream: on a second one, both
-// would wait for each other's SMs (dev/bench/NOTES.md).
-static void model_sum_bucket(Model* model, int bucket, const MicroStep& last) {
+// stored by the last of its `count` micro-steps. The kernels run on the backward's stream: on a second one,
+// both would wait for each other's SMs (dev/bench/NOTES.md).
+static void model_sum_bucket(Model* model, int bucket, int count) {
+    const Options& o = model->options;
     const Bucket& b = model->layout.buckets[bucket];
-    const StoredGrads sum = model_summed_grads(model, last, bucket, b.mine);
-    stream_wait(model->stream, model->exchange.buckets[bucket].arrived);
+    const BucketExchange& sent = model->exchange.buckets[bucket];
+    const StoredGrads sum = model_summed_grads(model, count, bucket, b.mine);
+    const RoundKey key = {o.seed, model->step, (uint32_t)count - 1, kRoundGrads};
+    stream_wait(model->stream, sent.arrived);
     lane_sum({.out = {(float*)sum.data, Accumulate::No, sum.is_bf16, sum.key, sum.first},
-              .pieces = {exchange_inbox(model, bucket), sum.is_bf16, model_grad_key(model, last.count - 1),
-                         sum.first},
-              .piece_micros = (uint32_t)last.count, .num_pieces = model->options.split.world,
-              .n = b.shard}, model->stream);
-    if (model->options.split.zero == 0) {
+              .pieces = {sent.inbox, sum.is_bf16, key, sum.first}, .piece_micros = (uint32_t)count,
+              .num_pieces = o.split.world, .n = b.shard}, model->stream);
+    if (o.split.zero == 0) {
         stream_follow(model, model->exchange.stream, model->stream);
         device_all_gather(model->grads + b.grads, b.shard * b.grad_bytes, model->exchange.stream);
     }
 }
 
-// Called when the backward has computed a bucket's gradients. Sends them to the other ranks, and sums the
-// gradients of the bucket before, which have arrived in the meantime. bucket -1: no more buckets follow.
-static void model_bucket_complete(Model* model, int bucket, const MicroStep& micro) {
-    if (!micro.exchanges) { return; }
-    Exchange& exchange = model->exchange;
-    const int before = exchange.bucket_in_flight;
-    exchange.bucket_in_flight = bucket;
-    if (bucket >= 0) {
-        const Bucket& b = model->layout.buckets[bucket];
-        BucketExchange& sent = exchange.buckets[bucket];
-        model_merge_lanes(model, micro.lane, b.grads, b.padded);
-        stream_follow(model, exchange.stream, model->stream);       // the inbox's last sums are done, too
-        sent.inbox = bucket == model->layout.embedding() ? 2 : exchange.next_inbox++ % 2;
-        device_all_to_all(exchange_inbox(model, bucket), model->grads + b.grads, b.shard * b.grad_bytes,
-                          exchange.stream);
-        event_record(sent.arrived, exchange.stream);
-    }
-    if (before >= 0) { model_sum_bucket(model, before, micro); }
-}
-
-// Gathers the updated parameters of `count` buckets from `first` on, while the next forward runs.
-static void model_gather_params(Model* model, int first, int count) {
-    const Split& split = model->options.split;
-    if (split.world == 1 || split.zero == 0) { return; }
-    const Exchange& exchange = model->exchange;
-    stream_follow(model, exchange.stream, model->stream);
-    for (int bucket = first; bucket < first + count; bucket++) {
-        const Bucket& b = model->layout.buckets[bucket];
-        device_all_gather(model->params + b.params, b.shard * b.elem_bytes, exchange.stream);
-        event_record(exchange.buckets[bucket].gathered, exchange.stream);
-    }
+// A bucket's gradients at the end of a step, summed over all ranks' micro-steps, `count` on each: from
+// element `from` on, where this rank's part begins. Their key is that of the job's last micro-step.
+static StoredGrads model_summed_grads(const Model* model, int count, int bucket, size_t from) {
+    const int world = model->options.split.world;
+    const Bucket& b = model->layout.buckets[bucket];
+    const RoundKey key = {model->options.seed, model->step, (uint32_t)(world * count - 1),
+                          world > 1 ? kRoundGradSums : kRoundGrads};
+    return {model->grads + b.grads + from * b.grad_bytes, b.grads_bf16, key, b.first + from};
 }
 
 // Makes the model's stream wait until this bucket's parameters have arrived from the other ranks.
@@ -6276,98 +6256,28 @@ static void check_ranks(Model* model, int64_t step) {
 }
 
 // ---- update ----
-// The buckets that one launch updates, from this one on: all layers' buckets at once, each as a row of the
-// launch (op_types.h, Rows); any other bucket alone.
-static Rows model_update_rows(const Model* model, int bucket) {
-    const int L = model->config.L, layer = model->layout.layer(0);
-    if (bucket != layer || L == 1) { return {}; }
-    const Bucket &b = model->layout.buckets[layer], &next = model->layout.buckets[layer + 1];
-    return {L, next.params - b.params, next.grads - b.grads, next.first - b.first};
-}
-
-// This rank's m or v, from element `at` of the arena on.
-static StateOf<float> model_state(const Model* model, char* arena, size_t at) {
-    return {arena + at * model->options.state_bytes(), model->options.state_bf16 != 0};
-}
-
-// An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
-template <class Send> static void model_exchange_now(Model* model, Send send) {
-    if (model->options.split.world == 1) { return; }
-    const Stream stream = model->exchange.stream;
-    stream_follow(model, stream, model->stream);
-    send(stream);
-    stream_follow(model, model->stream, stream);
-}
-
-// Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the bucket of
-// the first of these layers.
-static void model_orthogonalise(Model* model, muonX* updates, int layers) {
-    const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
-    char* products = model->acts.data + model->muon.elems * sizeof(muonX);
-    auto product = [&](int i) { return products + i * model->muon.product; };
-    for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
-        muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
-                            .gram = (muonX*)product(2), .poly = (muonX*)product(3),
-                            .sums = (double*)product(4), .places = s.places, .rows = s.rows, .cols = s.cols,
-                            .steps = model->options.muon_steps, .layers_all = model->config.L},
-                           model->stream);
-    }
-}
-
-// Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
-// a whole matrix, so its bits do not depend on the number of ranks. No activation lives while weights are
-// updated, so all but what the ranks exchange is in the activations' memory.
-static void model_update_muon(Model* model, const MicroStep& last, Rows rows, double lr) {
-    const Options& o = model->options;
-    const Split& split = o.split;
-    const MuonShare& share = model->muon;
-    const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
-    const RoundKey key = {o.seed, model->step, 0, kRoundParams};
-    muonX* updates = (muonX*)(split.world > 1 ? model->opt.muon_updates : model->acts.data);
-    for (int first = 0; first < model->config.L; first += share.together) {
-        const int layers = std::min(share.together, model->config.L - first);
-        const int bucket = model->layout.layer(first);
-        const Bucket& b = model->layout.buckets[bucket];
-        rows.count = layers;
-        muon_momentum({.update = updates + b.held_at, .m = model_state(model, model->opt.m, b.state),
-                       .grads = model_summed_grads(model, last, bucket, b.held_at),
-                       .state = &model->state->update, .n = b.held, .update_row = b.padded, .rows = rows,
-                       .momentum = momentum, .key = key, .first = b.first + b.held_at}, model->stream);
-        if (split.zero >= 1) {
-            model_exchange_now(model, [&](Stream stream) {
-                for (int l = 0; l < layers; l++) {
-                    device_all_gather(updates + l * b.padded, b.shard * sizeof(muonX), stream);
-                }
-            });
-        }
-        const int mine = split.rank * share.each, count = std::min(share.each, layers - mine);
-        if (count > 0) { model_orthogonalise(model, updates + mine * b.padded, count); }
-        model_exchange_now(model, [&](Stream stream) {
-            device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
-        });
-        muon_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
-                     .master = model->opt.master ? model->opt.master + b.state : nullptr,
-                     .update = updates + b.held_at, .state = &model->state->update, .n = b.held,
-                     .update_row = b.padded, .rows = rows, .weight_decay = o.muon_decay, .lr = lr,
-                     .key = key, .first = b.first + b.held_at}, model->stream);
-        model_gather_params(model, bucket, layers);
-    }
-}
-
 // Computes the norm, decides whether to skip, and runs AdamW and Muon: all on the device, from the same
-// numbers on every rank.
-static void model_update(Model* model, const MicroStep& last, double lr, double muon_lr) {
+// numbers on every rank. count: this rank's micro-steps in the step.
+static void model_update(Model* model, int count, double lr, double muon_lr) {
     const Options& o = model->options;
     const Split& split = o.split;
     const Exchange& exchange = model->exchange;
     const auto order = model->layout.update_order();
+    // The buckets that one launch updates, from this one on: all layers' buckets at once, each as a row of
+    // the launch (op_types.h, Rows); any other bucket alone.
+    auto rows_of = [&](int bucket) {
+        const int L = model->config.L, layer = model->layout.layer(0);
+        if (bucket != layer || L == 1) { return Rows{}; }
+        const Bucket &b = model->layout.buckets[layer], &next = model->layout.buckets[layer + 1];
+        return Rows{L, next.params - b.params, next.grads - b.grads, next.first - b.first};
+    };
 
     // this rank's record, of its shards; then the ranks gather all records
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
         square_sums({(double*)exchange.record + b.shards / kChunk,
-                     model_summed_grads(model, last, bucket, b.mine), b.shard,
-                     model_update_rows(model, bucket)}, model->stream);
+                     model_summed_grads(model, count, bucket, b.mine), b.shard, rows_of(bucket)},
+                    model->stream);
     }
     model_exchange_now(model, [&](Stream stream) {
         device_all_gather(exchange.records, exchange.record_bytes, stream);
@@ -6388,14 +6298,14 @@ static void model_update(Model* model, const MicroStep& last, double lr, double 
                     model->stream);
     for (int bucket : order) {
         const Bucket& b = model->layout.buckets[bucket];
-        const Rows rows = model_update_rows(model, bucket);
-        if (b.muon) { model_update_muon(model, last, rows, muon_lr); continue; }
+        const Rows rows = rows_of(bucket);
+        if (b.muon) { model_update_muon(model, count, rows, muon_lr); continue; }
         adamw_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
                       .m = model_state(model, model->opt.m, b.state),
                       .v = model_state(model, model->opt.v, b.v),
-                      .grads = model_summed_grads(model, last, bucket, b.held_at),
+                      .grads = model_summed_grads(model, count, bucket, b.held_at),
                       .state = &model->state->update, .n = b.held, .rows = rows,
                       .weight_decay = is_2d(b.kind) ? (float)o.weight_decay : 0.0f,
                       .lr = lr * (b.kind == Kind::Embedding ? o.embedding_rate
@@ -6407,6 +6317,88 @@ static void model_update(Model* model, const MicroStep& last, double lr, double 
         model_gather_params(model, bucket, rows.count);
     }
     model->step++;
+}
+
+// An exchange between the ranks that the model's stream waits for at once: send(stream) enqueues it.
+template <class Send> static void model_exchange_now(Model* model, Send send) {
+    if (model->options.split.world == 1) { return; }
+    const Stream stream = model->exchange.stream;
+    stream_follow(model, stream, model->stream);
+    send(stream);
+    stream_follow(model, model->stream, stream);
+}
+
+// Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
+// a whole matrix, so its bits do not depend on the number of ranks. No activation lives while weights are
+// updated, so all but what the ranks exchange is in the activations' memory.
+static void model_update_muon(Model* model, int count, Rows rows, double lr) {
+    const Options& o = model->options;
+    const Split& split = o.split;
+    const MuonShare& share = model->muon;
+    const double momentum = momentum_at(o.muon_momentum, o.muon_warmup, model->step);
+    const RoundKey key = {o.seed, model->step, 0, kRoundParams};
+    muonX* updates = (muonX*)(split.world > 1 ? model->opt.muon_updates : model->acts.data);
+    for (int first = 0; first < model->config.L; first += share.together) {
+        const int layers = std::min(share.together, model->config.L - first);
+        const int bucket = model->layout.layer(first);
+        const Bucket& b = model->layout.buckets[bucket];
+        rows.count = layers;
+        muon_momentum({.update = updates + b.held_at, .m = model_state(model, model->opt.m, b.state),
+                       .grads = model_summed_grads(model, count, bucket, b.held_at),
+                       .state = &model->state->update, .n = b.held, .update_row = b.padded, .rows = rows,
+                       .momentum = momentum, .key = key, .first = b.first + b.held_at}, model->stream);
+        if (split.zero >= 1) {
+            model_exchange_now(model, [&](Stream stream) {
+                for (int l = 0; l < layers; l++) {
+                    device_all_gather(updates + l * b.padded, b.shard * sizeof(muonX), stream);
+                }
+            });
+        }
+        const int mine = split.rank * share.each, own = std::min(share.each, layers - mine);
+        if (own > 0) { model_orthogonalise(model, updates + mine * b.padded, own); }
+        model_exchange_now(model, [&](Stream stream) {
+            device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
+        });
+        muon_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
+                     .master = model->opt.master ? model->opt.master + b.state : nullptr,
+                     .update = updates + b.held_at, .state = &model->state->update, .n = b.held,
+                     .update_row = b.padded, .rows = rows, .weight_decay = o.muon_decay, .lr = lr,
+                     .key = key, .first = b.first + b.held_at}, model->stream);
+        model_gather_params(model, bucket, layers);
+    }
+}
+
+// This rank's m or v, from element `at` of the arena on.
+static StateOf<float> model_state(const Model* model, char* arena, size_t at) {
+    return {arena + at * model->options.state_bytes(), model->options.state_bf16 != 0};
+}
+
+// Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the bucket of
+// the first of these layers.
+static void model_orthogonalise(Model* model, muonX* updates, int layers) {
+    const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
+    char* products = model->acts.data + model->muon.elems * sizeof(muonX);
+    auto product = [&](int i) { return products + i * model->muon.product; };
+    for (const MuonShape& s : muon_shapes(model->param_specs, stride, layers)) {
+        muon_orthogonalise({.out = updates, .inp = updates, .x = (muonX*)product(0), .y = (muonX*)product(1),
+                            .gram = (muonX*)product(2), .poly = (muonX*)product(3),
+                            .sums = (double*)product(4), .places = s.places, .rows = s.rows, .cols = s.cols,
+                            .steps = model->options.muon_steps, .layers_all = model->config.L},
+                           model->stream);
+    }
+}
+
+// Gathers the updated parameters of `count` buckets from `first` on, while the next forward runs.
+static void model_gather_params(Model* model, int first, int count) {
+    const Split& split = model->options.split;
+    if (split.world == 1 || split.zero == 0) { return; }
+    const Exchange& exchange = model->exchange;
+    stream_follow(model, exchange.stream, model->stream);
+    for (int bucket = first; bucket < first + count; bucket++) {
+        const Bucket& b = model->layout.buckets[bucket];
+        device_all_gather(model->params + b.params, b.shard * b.elem_bytes, exchange.stream);
+        event_record(exchange.buckets[bucket].gathered, exchange.stream);
+    }
 }
 
 // == 9 writing text ==
@@ -6938,7 +6930,7 @@ static bool validation_loss(float* loss, Model* model, DataLoader* loader, int s
     const int64_t B = run.B, T = run.T, rows = data_val_rows(data_sources(*loader)[source]);
     const int64_t batches = ceil_div(rows, B);
     dataloader_seek(loader, 0, source);
-    const float weight = mean_weight(dataloader_counted(loader, 0, rows));
+    const float weight = (float)(1.0 / (double)dataloader_counted(loader, 0, rows));   // > 0: see data_open
     float* losses = (float*)pinned_malloc(batches * sizeof(float), "validation losses");
     memset(losses, 0, batches * sizeof(float));
     const bool done = take_turns(model, batches, [&](int64_t i) {
