@@ -5246,7 +5246,7 @@ static void model_head(Model* model, int B, int T, float weight, float* mean, Ac
                        const MicroStep* micro = nullptr);        // losses, and the LM head's backward
 static void model_backward(Model* model, int B, int T, const MicroStep& micro);
 static void model_bucket_complete(Model* model, int bucket, const MicroStep& micro);      // the exchange, to
-static void model_merge_lanes(Model* model, int lane, size_t offset, size_t n);           // model_await_params
+static void model_merge_lanes(Model* model, int lane, size_t offset, size_t n);          // model_await_params
 static void stream_follow(const Model* model, Stream later, Stream earlier);
 static void model_sum_bucket(Model* model, int bucket, int count);
 static StoredGrads model_summed_grads(const Model* model, int count, int bucket, size_t from);
