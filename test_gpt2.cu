@@ -2127,6 +2127,28 @@ static void test_grad_accumulate(size_t n) {
     }
 }
 
+// The gradient of GELU's input and, with it, of the biases.
+static void test_gelu_backward(int N, int K, int columns) {
+    const size_t n = (size_t)N * columns;
+    for (const GradForm& is : kGradForms) {
+        Case k(format("matmul_backward_input N=%d C=%d OC=%d GELU acc=%d bf16=%d", N, columns, K, (int)is.acc,
+                      is.bf16));
+        compute(k, [&](auto at) {
+            auto dbias = at.grad("dbias", In(columns), is.acc, is.bf16);
+            auto* scratch = at.s("sums", Scratch(activate_backward_scratch_bytes(N, columns) / 4));
+            if (at.is_twin) { dbias.data = nullptr; }
+            op<MatmulBackwardInputOf>(at, {at.x("dinp", Out(n, 7e-6)), at.x("dout", In(N * K)),
+                                         at.x("weight", In(columns * K, 1.0 / sqrt(K))), nullptr,
+                                         at.x("pre_act", In(n, 2.0)), N, columns, K, dbias, scratch});
+        });
+        k.take("dinp");                                 // dbias sums the values as stored
+        op<BiasBackwardOf>(Twin{&k}, {Twin{&k}.grad("dbias", In(columns), is.acc, is.bf16), nullptr,
+                                    k["dinp"].twin.data(), N, columns});
+        k.expect();
+        if (N > 1000) { break; }
+    }
+}
+
 // Products of K terms with the activation of an MLP F wide: against the twin; and with whole numbers, whose
 // product is exact in 16 bits, to the bit as a product and then the activation's op.
 static void test_matmul_act(Mlp mlp, int N, int K, int F) {
@@ -2140,16 +2162,22 @@ static void test_matmul_act(Mlp mlp, int N, int K, int F) {
         }
     };
     draw(inp, 1.0), draw(forward_weight, 0.125), draw(weight, 0.125);
-    if (mlp != Mlp::Gelu) {                             // test_matmul_gelu has GELU's
-        Case k("matmul_forward " + shape);
+    for (bool biased : {false, true}) {
+        if (biased && mlp != Mlp::Gelu) { continue; }   // the others' models have no biases
+        Case k(format("matmul_forward %s bias=%d", shape.c_str(), biased));
         compute(k, [&](auto at) {
             op<MatmulForwardOf>(at, {at.x("out", Out(n)), at.x("inp", In(N * K)),
-                                   at.x("weight", In(pre * K, 1.0 / sqrt(K))), nullptr, nullptr,
+                                   at.x("weight", In(pre * K, 1.0 / sqrt(K))),
+                                   biased ? at.x("bias", In(pre)) : nullptr, nullptr,
                                    at.x("pre_act", Out(N * pre, 5e-6)), N, K, pre, mlp});
         });
         k.take("pre_act");                              // the activation reads it as stored
         op<ActivateOf>(Twin{&k}, {k["out"].twin.data(), k["pre_act"].twin.data(), N, F, mlp});
         k.expect();
+    }
+    if (mlp == Mlp::Gelu) {
+        test_gelu_backward(N, K, F);
+    } else {
         Case b("matmul_backward_input " + shape);
         check(b, [&](auto at) {
             auto* inplace = at.x("pre_act", InOut(N * pre, 2.0, 7e-6));
@@ -2258,40 +2286,6 @@ template <class X> static void test_epilogues() {
                                                                    false);
             });
         }
-    }
-}
-
-// GELU's products of `columns` results, each a sum of K, with biases.
-static void test_matmul_gelu(int N, int K, int columns) {
-    const size_t n = (size_t)N * columns;
-    for (bool biased : {false, true}) {
-        Case k(format("matmul_forward N=%d C=%d OC=%d GELU bias=%d", N, K, columns, biased));
-        compute(k, [&](auto at) {
-            op<MatmulForwardOf>(at, {at.x("out", Out(n)), at.x("inp", In(N * K)),
-                                   at.x("weight", In(columns * K, 1.0 / sqrt(K))),
-                                   biased ? at.x("bias", In(columns)) : nullptr, nullptr,
-                                   at.x("pre_act", Out(n, 5e-6)), N, K, columns});
-        });
-        k.take("pre_act");                              // GELU reads it as stored
-        op<ActivateOf>(Twin{&k}, {k["out"].twin.data(), k["pre_act"].twin.data(), N, columns, Mlp::Gelu});
-        k.expect();
-    }
-    for (const GradForm& is : kGradForms) {
-        Case k(format("matmul_backward_input N=%d C=%d OC=%d GELU acc=%d bf16=%d", N, columns, K, (int)is.acc,
-                      is.bf16));
-        compute(k, [&](auto at) {
-            auto dbias = at.grad("dbias", In(columns), is.acc, is.bf16);
-            auto* scratch = at.s("sums", Scratch(activate_backward_scratch_bytes(N, columns) / 4));
-            if (at.is_twin) { dbias.data = nullptr; }
-            op<MatmulBackwardInputOf>(at, {at.x("dinp", Out(n, 7e-6)), at.x("dout", In(N * K)),
-                                         at.x("weight", In(columns * K, 1.0 / sqrt(K))), nullptr,
-                                         at.x("pre_act", In(n, 2.0)), N, columns, K, dbias, scratch});
-        });
-        k.take("dinp");                                 // dbias sums the values as stored
-        op<BiasBackwardOf>(Twin{&k}, {Twin{&k}.grad("dbias", In(columns), is.acc, is.bf16), nullptr,
-                                    k["dinp"].twin.data(), N, columns});
-        k.expect();
-        if (N > 1000) { break; }
     }
 }
 
@@ -3200,14 +3194,7 @@ static void test_kernels() {
         test_grad_accumulate(1000);
         if (!small_shapes) { test_grad_accumulate(1 << 20); }
     }
-    TEST("kernels: products with GELU") {
-        test_matmul_gelu(7, 40, 120);                   // a product, then the op
-        test_matmul_gelu(1, 512, 256);                  // from here on the sm90 kernel: a row of a tile
-        test_matmul_gelu(129, 576, 512);                // a row of the cluster's second tile
-        if (!small_shapes) {
-            test_matmul_gelu(300, 1600, 768);
-            test_matmul_gelu(3112, 512, 1536);          // blocks take several tiles
-        }
+    TEST("kernels: which products have activations") {
         for (int C : {448, 512, 520, 768, 1600}) {
             const bool fits = attention_uses_sm90(64) && C >= 512 && C % 64 == 0;
             for (const MlpRow& row : kMlps) {
