@@ -4557,16 +4557,20 @@ static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
 static size_t bytes_floatX = sizeof(floatX);
 constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX = kFp16 ? 4 : 2;
 
-// The order is the checkpoint's order: append nothing in the middle. Rows beyond the live ones are padding:
-// zero, and not counted as parameters. The norms' weights and biases are fp32 in every build, as in PyTorch's
-// autocast. Near 1 bf16 has steps of 0.0078, which swallow an update (dev/bench/NOTES.md: loss +3e-3 after
-// ten steps). A tensor without rows does not exist in this model: RMSNorm has no biases (`biased` is 0), a
-// tied block has no second norm (`second` is 0), and Llama's family neither wpe (`learned`) nor biases
-// (`added`); its norms may lack weights (`weighted`). Each layer asks for its rows, so a tensor may also be
-// one of some layers. QC, QKVC and FCC: the columns of q, of qkv and of fch; F: those of act. kind: names the
-// optimizer and its rate (layout.h). parts: a layer's matrix may be several, one below the other, each with a
-// name and a height; --optimizer muon updates them one by one. id: the key of the random numbers that its
-// first values are drawn with; it never changes, whatever tensors are added.
+// Rows stand in the order of a checkpoint; a new one goes to the end. Norms' weights and biases are fp32 in
+// every build, as in PyTorch's autocast. Near 1 bf16 has steps of 0.0078, which swallow an update
+// (dev/bench/NOTES.md: loss +3e-3 after ten steps). A tensor without rows does not exist in this model. Each
+// layer asks for its rows, so a tensor may also be one of some layers.
+//   rows, cols  names of sizes: QC, QKVC and FCC are the columns of q, of qkv and of fch; F those of act.
+//               Names that are 0 or 1: `biased`, LayerNorm; `second`, a norm ln2, which a tied block lacks;
+//               `learned` positions and `added` biases, which Llama's family lacks; `weighted` norms;
+//               `qk_norm`; an LM head of its own, `untied`
+//   kind        names the optimizer and its rate (layout.h)
+//   live        rows that count. The others are padding: they are zero, and are not counted as parameters
+//   parts       a layer's matrix may be several, one below the other, each with a height; --optimizer muon
+//               updates them one by one
+//   id          the key of the random numbers that its first values are drawn with. It never changes,
+//               whatever tensors are added
 //    name      type    where   rows    cols    init        kind    live    parts  id
 #define MODEL_PARAMS(X)                                                                                      \
     X(wte,      floatX, Global, Vp,     C,      Normal,     Embedding, V,   NONE,  0)                        \
@@ -4589,16 +4593,18 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(knw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 17)                       \
     X(headw,    floatX, Global, untied * Vp, C, Zero,       Head,   untied * V, NONE, 18)
 
-// A Block's tensor has a copy per layer, kept for the backward pass. SAVED(r) keeps it only while the
-// recompute level (-r) is below r; otherwise all layers share one buffer, and the backward recomputes it.
-// ENDS(r) is SAVED(r), but with FP8 only the first and the last layer have copies: the others keep bytes. A
-// model that does not train (`trains` is 0) keeps nothing: its layers share all buffers, and the backward's
-// tensors have no elements. IN(other): the tensor lies in the memory of another row, and lives until another
-// tensor is written there; a DEBUG build mostly fills it with NaN first. Names that are 0 or 1: `sequential`
-// and `parallel`, the kind of block; `second`, a norm ln2, in whose place a tied block reads ln1; `dropout`;
-// `embed_norm`, a norm behind the embedding; `fp8` and `fp8_head`. NAME_8 are FP8's bytes of a tensor, row by
-// row; NAME_t8 the same, transposed. Bytes of weights are kept for all layers only at -r 0; otherwise each
+// A Block's tensor has a copy per layer, kept for the backward pass. NAME_8 are FP8's bytes of a tensor, row
+// by row; NAME_t8 the same, transposed. Bytes of weights are kept for all layers only at -r 0; otherwise each
 // forward and backward casts a layer's weights when it comes to the layer.
+//   kept        how many copies. SAVED(r): one per layer while the recompute level (-r) is below r; otherwise
+//               all layers share one, and the backward recomputes it. ENDS(r): the same, but with FP8 only
+//               the first and the last layer have copies, and the others keep bytes. A model that does not
+//               train keeps nothing: its layers share all buffers
+//   IN(other)   the tensor lies in the memory of another row, and lives until another tensor is written
+//               there. A DEBUG build fills most of such memory with NaN first
+//   elements    names that are 0 or 1: `sequential` and `parallel`, the kind of block; `second`, a norm ln2,
+//               which a tied block lacks; `trains`; `dropout`; `qk_norm`; `embed_norm`, a norm behind the
+//               embedding; `fp8` and `fp8_head`
 //    name        type    where   kept    elements
 #define MODEL_ACTS(X)                                                                                       \
     X(embedded,   floatX, Global, ALWAYS, N * C)            /* (B,T,C) */                                   \
@@ -5289,10 +5295,10 @@ static void model_micro_step(Model* model, const int* tokens, const int* targets
         model_head(model, B, T, weight, losses + micro.lane, add, &micro);
         model_backward(model, B, T, micro);
     };
-    // In a graph a kernel begins 1 us sooner after the one before: 0.35 ms for 124M's 350. Arguments change,
-    // so each micro-step records its graph anew. A split token (6.1) is a kernel more, and so another graph.
-    // An exchange waits for events from outside, which a graph cannot. FP8 does other work in its first step,
-    // and in the first micro-step of each step.
+    // A graph starts each kernel 1 us sooner, which is 0.35 ms for 124M's 350 kernels. Each micro-step
+    // records its graph anew, because arguments change. A token that is split (6.1) takes one kernel more, so
+    // that is another graph. Ranks use none: an exchange waits for events from outside, which a graph cannot.
+    // FP8 uses none: its first step, and the first micro-step of each step, have other kernels.
     if (model->options.graphs && model->options.split.world == 1 && !model->options.fp8) {
         Graph* graphs = model->micro_graphs[add == Accumulate::Yes];
         graph_run(&graphs[model->feed.buckets.num_splits > 0], model->stream, work, true);
@@ -5317,7 +5323,8 @@ static MicroStep micro_step_of(const Model* model, int i, int count) {
 }
 
 // ---- feed ----
-// The host waits. It may wait for other ranks: if these hang, CommWait keeps the blame from this one.
+// The host waits, perhaps for work of other ranks. CommWait says so to the watch (llmc/comm/watch.h), which
+// then does not take this rank for the one that hangs.
 static void await_event(Event event) {
     CommWait waiting;
     event_wait(event);
@@ -5363,12 +5370,12 @@ static void model_feed(Model* model, const int* tokens, const int* targets, int 
 // the dimension that it sums over, so an operand has its bytes twice, once transposed.
 // A run's first step has no scales yet. It multiplies data and records each operand's largest element, from
 // which the second step's scales follow. If the first step is not finite, scales stay 1 until a later step
-// has recorded some. Llama's projections and head begin as zeros, and the gradients that come through them
-// grow manyfold in each of the first steps. Small models with AdamW skipped updates for it, and none where
-// bytes began after five updates or more.
+// has recorded some. Llama's family multiplies data in more steps: its projections and head begin as zeros,
+// and the gradients that come through them grow manyfold in each of the first steps. There scales came too
+// late, and small models with AdamW skipped updates; none was skipped where bytes began after five steps.
 // docs/numerics.md says why the gradient of the logits is e5m2, and why attproj and the first and the last
 // layer stay in 16 bits.
-constexpr uint32_t kFp8LlamaBegins = 8;         // updates
+constexpr uint32_t kFp8LlamaBegins = 8;         // steps
 struct Operand {
     const floatX* data = nullptr;       // a verb gets the memory to write from `to_write`
     uint8_t *bytes = nullptr, *bytes_t = nullptr;   // row by row, and transposed; null: data is multiplied
@@ -5403,12 +5410,11 @@ struct Rotation {
 };
 struct Activation { Mlp mlp; int F; };  // F: the columns that it gives
 
-// The residual stream at one point: a sum, and the branches that the last addition added to it. A branch ends
-// with a linear layer. norm_backward computes the gradient of the sum, and with it dout and dbias of these
-// linear layers.
-struct Branch { uint32_t place; Grad dbias; Operand dout; };    // place: numbers its dropout mask
-// (B,T,C). 0 branches: the embedding, whose added[0] has its dropout and the gradient behind that.
-// kept: as an operand's.
+// A branch ends with a linear layer, whose output is added to the residual stream. dout and dbias are this
+// linear layer's; norm_backward computes them. place: numbers the branch's dropout mask.
+struct Branch { uint32_t place; Grad dbias; Operand dout; };
+// The residual stream (B,T,C) at one point: a sum, and the branches that the last addition added to it. The
+// embedding has 0 branches; its added[0] has its dropout, and the gradient behind that. kept: as of operands.
 struct Sum { floatX* data; int branches; Branch added[2]; bool kept = true; };
 
 struct Layer {
@@ -5440,8 +5446,8 @@ struct Head {
     floatX* dlnf;
 };
 
-// Keys and values of texts that are written. A forward over one text copies those of its first `count`
-// positions here, for `texts` texts that begin alike.
+// Keys and values of the texts that the program writes. A forward over one text copies those of its first
+// `count` positions here, for `texts` texts that begin alike.
 struct Cache {
     floatX *keys, *values;              // (L,all texts,T,C), at the first of `texts`
     size_t layer_stride;                // elements from layer to layer
@@ -6029,7 +6035,7 @@ static void model_layer_backward(Backward& e, int l) {
 // N parts: a part's logits, losses and gradients are complete before the next part's logits take their place.
 // The head's weight then has the sum of N parts' gradients.
 
-// The head from row `first` on. Bytes stay: fp8-head takes all rows at once (fp8_check).
+// The head from row `first` on. Its bytes are not moved on: fp8-head takes all rows at once (fp8_check).
 static Head head_part(Head head, int first, int C) {
     const size_t at = (size_t)first * C;
     head.lnf.data += at, head.dlnf += at, head.losses += first, head.targets += first;
