@@ -913,7 +913,7 @@ static void test_muon_updates(const Config& c) {
         for (const auto& it : before) {
             const int i = it.first.first, l = it.first.second;
             const ParamSpec& s = model.param_specs[i];
-            const int rows = (int)s.parts[0].rows, cols = (int)s.cols;
+            const int rows = (int)s.parts[0], cols = (int)s.cols;
             const Vector after = host_param(&model, i, l, true);
             Doubles& m = ms[it.first];
             m.resize(s.elems);
@@ -1079,7 +1079,7 @@ static void test_checkpoint(const Config& c, const Options& o, bool in_parts) {
         model_save(&a, &saver, 1, model_facts(&a));
         saver_hold(saver);
         for (uint32_t step : {1, 2}) { one_step(&a, B, step); }
-        saver_advance(&saver, true);
+        saver_finish(&saver);
     }
     file_layer.fsync = fsync;
     file_layer.rename = rename;

@@ -62,7 +62,7 @@ matrix; but a product is M x N x K. An index is the lower-case letter: b t c l, 
 #include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
 #include "llmc/files/checkpoints.h"  // gives: Retention
 #include "llmc/files/model_file.h"   // gives: model_read_config, model_read
-#include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance
+#include "llmc/files/saver.h"        // gives: Saver, SavedPiece, saver_advance, saver_finish
 #include "llmc/files/resume.h"       // gives: Checkpoint, checkpoint_find, checkpoint_resume, resumed_check
 #include "llmc/comm/comm.h"          // gives: comm, comm_start, comm_any, comm_all_gather
 
@@ -4702,8 +4702,8 @@ static std::vector<ParamSpec> param_rows(const Config& c, int l) {
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     const size_t learned = !c.is_llama(), added = !c.is_llama(), untied = !s.tied;
     const size_t weighted = s.norm_weights, qk_norm = s.qk_norm && weighted;
-    const Parts NONE = {}, WHOLE = {{"", 0}}, QKV = {{"q", QC}, {"k", s.NKV * HS}, {"v", s.NKV * HS}};
-    const Parts FC = is_gated(s.mlp) ? Parts{{"gate", F}, {"up", F}} : WHOLE;
+    const Parts NONE = {}, WHOLE = {0}, QKV = {QC, s.NKV * HS, s.NKV * HS};
+    const Parts FC = is_gated(s.mlp) ? Parts{F, F} : WHOLE;             // gate and up
     const Init Zero = Init::Zero, One = Init::One, Normal = Init::Normal;
     const Init Projection = c.is_llama() ? Init::Zero : Init::Residual;
     std::vector<ParamSpec> specs;
@@ -7075,7 +7075,7 @@ static void save(Training* t) {
     const char* cure = run.skip_loss > 0 || run.skip_norm > 0 ? "a larger -sl or -sg skips less"
                                                               : "a smaller -l or a longer -u";
     save(t);                                // the weights are those from before the skipped updates
-    if (t->saves) { saver_advance(&t->saver, true); }
+    if (t->saves) { saver_finish(&t->saver); }
     comm_any(false);                        // no rank dies before rank 0 has printed what was skipped
     die("%d updates in a row were skipped: the run stops after step %lld, and %s\n"
         "hint: %slook at the data; %s", kMaxSkipsInARow, (long long)t->step,
@@ -7110,7 +7110,7 @@ static void train(Training* t) {
         const bool eval_due = run.evaluate && due(run.eval_every > 0 ? run.eval_every : run.val_every, step);
         const bool sample_due = step > 0 && due(run.sample_every, step);
         const bool save_due = t->saves && step > 0 && due(run.checkpoint_every, step);
-        if (t->saves) { saver_advance(&t->saver, false); }
+        if (t->saves) { saver_advance(&t->saver); }
         if (val_due || eval_due || sample_due || save_due) { report(0); }
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // the steps up to here
@@ -7131,7 +7131,7 @@ static void train(Training* t) {
     if (t->step < t->data.max_steps) { printf("stopped by a signal after step %lld\n", (long long)t->step); }
     check_ranks(model, t->step);                // a model on which the ranks disagree is not saved
     save(t);                                    // first: the rest takes time
-    if (t->saves) { saver_advance(&t->saver, true); }
+    if (t->saves) { saver_finish(&t->saver); }
     if (run.val_every > 0) { validate(model, &t->data, &t->logger, t->step); }
     if (run.evaluate) { evaluate(model, &t->data.questions, &t->logger, t->step); }
     if (run.sample_every > 0) { generate(t); }

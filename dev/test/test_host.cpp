@@ -381,9 +381,9 @@ static std::vector<ParamSpec> muon_table(size_t C, size_t gate_rows, int L) {
     auto matrix = [&](const char* name, size_t rows, size_t cols, const Parts& parts) {
         return param_spec(name, 2, Where::Block, rows, cols, Init::Normal, Kind::Matrix, rows, parts, 0);
     };
-    const Parts whole = {{"", 0}};
+    const Parts whole = {0};
     const std::vector<ParamSpec> rows = {
-        matrix("qkvw", 2 * C, C, {{"q", C}, {"k", C / 2}, {"v", C / 2}}), matrix("attprojw", C, C, whole),
+        matrix("qkvw", 2 * C, C, {C, C / 2, C / 2}), matrix("attprojw", C, C, whole),
         matrix("fcw", 4 * C, C, whole), matrix("fcprojw", C, 4 * C, whole),
         matrix("gatew", gate_rows, C, whole)};
     std::vector<ParamSpec> specs;
@@ -424,7 +424,7 @@ static void test_tensors_of_some_layers() {
         for (int l = 0; l < L; l++) {
             const size_t odd = l % 2;
             auto row = [](Where where, size_t rows, Kind kind) {
-                const Parts parts = kind == Kind::Matrix ? Parts{{"", 0}} : Parts{};
+                const Parts parts = kind == Kind::Matrix ? Parts{0} : Parts{};
                 return param_spec("", 2, where, rows, C, Init::Normal, kind, rows, parts, 0);
             };
             const std::vector<ParamSpec> rows = {

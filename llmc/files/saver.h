@@ -8,7 +8,8 @@ writes them to disk.
     saver_begin(&saver, step);                                      // all ranks, after the same step
     saver_copy(&saver, facts);                                      // enqueues the copies
     saver_hold(saver);                                              // before each update
-    saver_advance(&saver, false);                                   // all ranks, after each later step
+    saver_advance(&saver);                                          // all ranks, after each later step
+    saver_finish(&saver);                                           // all ranks; waits for the last one
     saver_free(&saver);
 
 The device copies the pieces while the next step runs forward and backward; the step's update waits for the
@@ -131,8 +132,8 @@ static inline void saver_wait(Saver* saver) {      // until the thread is idle
 }
 
 // All ranks call this between steps. When all have written their files of the last checkpoint, rank 0 writes
-// the marker and removes old checkpoints. wait: return only when this is done.
-static inline void saver_advance(Saver* saver, bool wait) {
+// the marker and removes old checkpoints.
+static inline void saver_advance(Saver* saver) {
     if (saver->phase == Saver::Idle) { return; }
     const std::string folder = saver->folder;
     const int64_t step = saver->step;
@@ -140,7 +141,6 @@ static inline void saver_advance(Saver* saver, bool wait) {
     for (int r = 0; r < (saver->split.zero == 0 ? 1 : comm.world); r++) {
         states.push_back(checkpoint_state(folder, step, r));
     }
-    if (wait) { saver_wait(saver); }
     if (saver->phase == Saver::Writing && !comm_any(worker_busy(saver->worker))) {
         saver->phase = comm.rank == 0 ? Saver::Marking : Saver::Idle;
         const Retention retention = saver->retention;
@@ -152,7 +152,6 @@ static inline void saver_advance(Saver* saver, bool wait) {
             after();
             checkpoint_retain(folder, step, retention);
         });
-        if (wait) { saver_wait(saver); }
     }
     if (saver->phase != Saver::Marking || worker_busy(saver->worker)) { return; }
     saver->phase = Saver::Idle;
@@ -165,9 +164,17 @@ static inline void saver_advance(Saver* saver, bool wait) {
     fflush(stdout);
 }
 
+// The same, until the last checkpoint is done.
+static inline void saver_finish(Saver* saver) {
+    while (saver->phase != Saver::Idle) {
+        saver_wait(saver);
+        saver_advance(saver);
+    }
+}
+
 // Finishes the previous checkpoint and begins one.
 static inline void saver_begin(Saver* saver, int64_t step) {
-    saver_advance(saver, true);
+    saver_finish(saver);
     saver->phase = Saver::Writing;
     saver->step = step;
     saver->began_s = comm_now();

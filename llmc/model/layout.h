@@ -30,9 +30,8 @@ enum class Kind { Embedding, Matrix, Bias, Norm, Head };
 // Two dimensions: weight decay, and gradients that may be bf16.
 static inline bool is_2d(Kind kind) { return kind != Kind::Bias && kind != Kind::Norm; }
 
-// A layer's matrix is one matrix or several, one below the other, each with its own height.
-struct Part { const char* name; size_t rows; };
-typedef std::vector<Part> Parts;
+// A layer's matrix is one matrix or several, one below the other: the rows of each. {0}: one, all rows.
+typedef std::vector<size_t> Parts;
 
 struct ParamSpec {
     const char* name;
@@ -74,10 +73,9 @@ struct Places {
 
 // A row of MODEL_PARAMS, as a layer has it.
 static inline ParamSpec param_spec(const char* name, size_t elem_bytes, Where where, size_t rows, size_t cols,
-                                   Init init, Kind kind, size_t live_rows, Parts parts,
-                                   uint32_t id) {
+                                   Init init, Kind kind, size_t live_rows, Parts parts, uint32_t id) {
     assert(parts.empty() == (kind != Kind::Matrix) && (where == Where::Block || kind != Kind::Matrix));
-    if (parts.size() == 1) { parts[0].rows = rows; }
+    if (parts.size() == 1) { parts[0] = rows; }
     const size_t elems = rows * cols;
     const size_t padded = round_up(elems, kAlign / 2);  // whole kAlign bytes for 2-byte elements, too
     return {name, where, init, kind, rows, cols, live_rows, parts, id, elems, padded, elem_bytes, {}, 0, 0};

@@ -23,15 +23,15 @@ static inline std::vector<MuonShape> muon_shapes(const std::vector<ParamSpec>& s
     std::vector<MuonShape> shapes;
     for (const ParamSpec& s : specs) {
         size_t above = 0;                       // rows of the parts before
-        for (const Part& part : s.parts) {
-            const int rows = (int)part.rows, cols = (int)s.cols;
+        for (const size_t part : s.parts) {
+            const int rows = (int)part, cols = (int)s.cols;
             auto same = [&](const MuonShape& m) {
                 return m.rows == rows && m.cols == cols && m.places.parts < kMuonParts;
             };
             auto it = std::find_if(shapes.begin(), shapes.end(), same);
             if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
             it->places.at[it->places.parts++] = s.offset + above * s.cols;
-            above += part.rows;
+            above += part;
         }
     }
     return shapes;
