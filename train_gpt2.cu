@@ -5389,10 +5389,7 @@ struct Operand {
 // weight: (OC,C). bias: (OC), null in the LM head.
 struct Linear { Operand weight; const floatX* bias; int C, OC; Grad dweight, dbias; };
 struct Norm { const float *weight, *bias; float *mean, *rstd; Grad dweight, dbias; };
-struct Heads {
-    int NH, NKV, HS;                    // of queries, of keys and values, a head's size
-    int columns() const { return (NH + 2 * NKV) * HS; }         // of qkv
-};
+struct Heads { int NH, NKV, HS; };      // of queries, of keys and values, a head's size
 struct Attention {
     Heads heads;
     Mask mask;
@@ -5866,9 +5863,6 @@ struct Backward : Pass {
     // To write an operand. A backward runs once, so it always writes.
     static floatX* to_write(const Operand& y) { return (floatX*)y.data; }
 
-    void begin_layer(int l) {
-        bucket = model->layout.layer(l), weights_left = model->layout.matrices[l], postpones = l == 0;
-    }
     void weight_backward(const Operand& dout, const Operand& inp, const Linear& w) {
         if (dout.bytes) {
             fp8_matmul({.grad = w.dweight, .scratch = scratch, .a = dout.bytes_t, .b = inp.bytes_t,
@@ -5920,7 +5914,7 @@ struct Backward : Pass {
     void attention_backward(const Operand& dqkv, const floatX* datty, const Operand& atty, const Operand& qkv,
                             const Attention& att, const Grad& dbias, const Rotation& rotation = {}) {
         const auto [NH, NKV, HS] = att.heads;
-        const int OC = att.heads.columns();
+        const int OC = (NH + 2 * NKV) * HS;
         AttentionBackward a = {.dqkv = fresh(to_write(dqkv)), .scratch = scratch, .dout = datty,
                                .out = atty.data, .qkv = qkv.data, .lse = att.lse, .B = B, .T = T, .NH = NH,
                                .NKV = NKV, .HS = HS, .mask = att.mask};
@@ -5950,8 +5944,9 @@ struct Backward : Pass {
                                  .N = N(), .T = T, .NH = NH, .NKV = NKV, .HS = HS,
                                  .fp8 = dqkv.bytes, .tensor = dqkv.tensor, .stats = dqkv.stats},
                                 stream());
-        if (dqkv.bytes) { transpose(dqkv, r.heads.columns()); }
-        else { cast(dqkv, r.heads.columns()); }
+        const int OC = (NH + 2 * NKV) * HS;
+        if (dqkv.bytes) { transpose(dqkv, OC); }
+        else { cast(dqkv, OC); }
     }
 
     // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
@@ -6122,7 +6117,7 @@ static void model_backward(Model* model, int B, int T, const MicroStep& micro) {
     recompute.recomputes = true;
     for (int l = c.L - 1; l >= 0; l--) {
         model_layer(recompute, l);
-        e.begin_layer(l);
+        e.bucket = layout.layer(l), e.weights_left = layout.matrices[l], e.postpones = l == 0;
         model_layer_backward(e, l);
     }
 
