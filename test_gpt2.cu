@@ -684,7 +684,9 @@ static void test_slopes(const char* name, const Config& c, double dropout = 0.0)
         auto loss = [&](double step) {
             Vector values = start;
             for (size_t k = 0; k < values.size(); k++) { values[k] += (float)(step * grads[i][k]); }
-            for (int l : s.layers) { model_set_param(&model, i, l, &values[l * s.elems]); }
+            for (size_t k = 0; k < s.layers.size(); k++) {
+                model_set_param(&model, i, s.layers[k], &values[k * s.elems]);
+            }
             mean_loss(&model, batch, ClassifierMode::LossAndGrad);      // with the step's dropout
             const auto losses = from_device(&model, model_acts(&model, 0).losses, batch.x.size());
             return std::accumulate(losses.begin(), losses.end(), 0.0) / (double)losses.size();

@@ -203,8 +203,13 @@ NAMES = [row[0] for row in PARAMS]
 def param_shape(dims, name):
     """Shape of a whole table row: layers come first."""
     _, layers, shape, _, _ = PARAMS[NAMES.index(name)]
-    count = len(layers(dims)) if callable(layers) else dims.L
-    return ((count,) if layers else ()) + shape(dims)
+    return ((len(layers_of(dims, name)),) if layers else ()) + shape(dims)
+
+
+def layers_of(dims, name):
+    """The layers that have a copy of a table row; (0,) of a row that is not one per layer."""
+    layers = PARAMS[NAMES.index(name)][1]
+    return layers(dims) if callable(layers) else range(dims.L) if layers else (0,)
 
 
 # ---- random numbers: Philox 4x32-10, vectorised over blocks ----
@@ -315,9 +320,11 @@ def init_params(dims, seed, kind="gpt2"):
         std = np.float32(0.02 if init == "normal" else 0.02 / math.sqrt(2.0 * dims.L))
         if name == "wpe" and kind == "wide-positions":
             std = np.float32(1.0)
-        live = (dims.V, dims.C) if name == "wte" else shape
         params[name] = np.zeros(shape, dtype=np.float32)
-        params[name].reshape(-1)[:math.prod(live)] = rand_normal(seed, tensor, math.prod(live)) * std
+        layers = layers_of(dims, name)
+        for l, copy in zip(layers, params[name].reshape(len(layers), -1), strict=True):
+            live = len(copy) // dims.Vp * dims.V if name == "wte" else len(copy)
+            copy[:live] = rand_normal(seed, tensor, live, l * live) * std       # numbered by layer
     return params
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from formats import NAMES, PARAMS, dropout_factors, param_shape
+from formats import NAMES, PARAMS, dropout_factors, layers_of, param_shape
 from llama import Llama, undropped
 
 
@@ -119,7 +119,7 @@ def tensor_list(model, name):
              "ln2b": "ln2.bias", "fcw": "fc.weight", "fcb": "fc.bias", "fcprojw": "fcproj.weight",
              "fcprojb": "fcproj.bias", "qnw": "att.qn.weight", "knw": "att.kn.weight"}
     if name in paths:
-        return [block.get_parameter(paths[name]) for block in model.blocks]
+        return [model.blocks[l].get_parameter(paths[name]) for l in layers_of(model.dims, name)]
     return [model.get_parameter({"lnfw": "lnf.weight", "lnfb": "lnf.bias"}.get(name, name))]
 
 
