@@ -3386,14 +3386,18 @@ int main(int argc, char** argv) {
                 if (kDeviceIsAsync) { test_variants(kTensorCore); }
                 Config parallel = kSmall;
                 parallel.block = Block::Parallel;           // two norms of one sum, two branches behind it
-                if (!kLowPrecision) { test_slopes("parallel, dropout", parallel, 0.2); }
+                for (const Config& c : {kSmall, parallel}) {
+                    if (!kLowPrecision) { test_slopes("GPT-2's, dropout", c, 0.2); }
+                }
             }
             TEST("Llama's family") {
                 for (const Config& c : family(kLlama, kNano)) {
                     const char* name = kMlps[(int)c.llama.mlp].name;
                     const std::string text = llama_text(c);
                     CHECK(llama_text(descriptor_config(text.c_str())) == text, "%s", text.c_str());
-                    if (!kLowPrecision) { test_slopes(name, c); }
+                    for (double dropout : {0.0, 0.2}) {
+                        if (!kLowPrecision) { test_slopes(name, c, dropout); }
+                    }
                     if (variants) { for (double dropout : {0.0, 0.2}) { test_variant(c, dropout); } }
                     if (variants) { test_writing(name, c); }
                 }

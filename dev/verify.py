@@ -1,7 +1,6 @@
 """Do 50 steps here have published bits? Weights and losses are compared by their sha256.
 
     make verify                                     # m12 on a GPU, a small model of the plain build on a CPU
-    python3 dev/verify.py ./train_gpt2cu            # the same, of this program
 
 The text is dev/data/stories.cpp's, so nothing is fetched. verify.sha256 has what is published, a kind of
 machine a line: precision, GPU, cuBLASLt and CUDA, or for a CPU the C library, whose exp a new version may

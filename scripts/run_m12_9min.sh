@@ -17,7 +17,7 @@
 #                for this batch in 3,000 steps (docs/models.md#muon)
 #   loss         m12 3.341, 1.084 bits per byte; 2026-11-29, commit 4c73fca (docs/train.md#nine-minutes)
 #
-# gpus=N: more of them divide the time. data=FOLDER: the shards' place. val=SHARDS: others to validate on.
+# gpus=N: more of them divide the time. data=FOLDER: the shards' place; other texts want val=SHARDS, too.
 # questions=FOLDER: where hellaswag/ and so on are. Flags by their long names replace the script's, except
 # --output-dir.
 set -euo pipefail

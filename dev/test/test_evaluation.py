@@ -225,10 +225,12 @@ def test_one_completion():
             last = tokens[-1] if len(written) % 3 else int(second)
             written.append((tokens[:-2], [[tokens[-2], last]]))
     assert len(written) > 9
-    write_questions("written.bin", written, [0] * len(written))
     share = 1 - len(written[::3]) / len(written)
-    for b in (1, 7):
-        asked = {"-e": path, "-b": b, "-t": LONG, "-x": 0, "-h": 1, "--eval-data": "written.bin", "-j": None}
+    written *= 5
+    write_questions("written.bin", written, [0] * len(written))
+    for b, parts in ((1, 1), (7, 1), (len(written), 64)):       # the last: parts of 64 tokens each
+        asked = {"-e": path, "-b": b, "-t": LONG, "-x": 0, "-h": 1, "--eval-data": "written.bin", "-j": None,
+                 "--head-chunks": parts}
         [got] = re.findall(said, run_ok(asked).out, re.M)
         wanted = [share, math.sqrt(share * (1 - share) / len(written))]
         assert_close([float(number) for number in got[2:]], wanted, 1e-6, "acc and its error")

@@ -87,6 +87,13 @@ def test_dropout_aside():
     assert dropped.samples() == without.samples() and len(dropped.samples()) == 3
 
 
+def test_dropout_by_seed():
+    """Masks take all 64 bits of the seed; with --shuffle 0 and -l 0 nothing else does."""
+    flags = {"-e": few_steps(), "-x": 2, "-l": 0, "--shuffle": 0, "--dropout": 0.2}
+    losses = [run_ok({**flags, "--seed": seed}).losses() for seed in (5, 5, 6, 5 + (1 << 32))]
+    assert losses[0] == losses[1] and len({str(found) for found in losses}) == 3
+
+
 def test_threads():
     """They share out rows, columns and heads, and change no bit."""
     flags = {"-e": "L2,NH3,C72,T70,V500", "-b": 9, "-x": 3, "-l": "1e-2", "--dropout": 0.1, "-c": 0.1}
