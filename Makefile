@@ -236,7 +236,7 @@ endef
 test: ## what a push has to pass: six minutes on two cores
 	$(call build_and_test,built-test,dev/test)
 test-quick: ## beside the editor: the CPU model, golden losses, unit tests of what changed
-	@$(PYTEST) --version >/dev/null 2>&1 || scripts/setup.sh tests
+	@$(PYTEST) --version >/dev/null 2>&1 || scripts/setup.sh quick
 	@$(MAKE) -s -j$(CORES) SAY=1 test_gpt2cpu build/plain/train_gpt2cpu train_gpt2cpu \
 	    $(CHANGED_TESTS:%=build/asan/test_%)
 	@$(PYTEST) -q --no-header -n 2 --slow -m "not gpu" dev/test/test_golden.py \

@@ -40,7 +40,12 @@ data=dev/data/stories/gpt2
 # stop CODE SENTENCE: the run folder keeps what there is
 stop() {
     echo "error: $2" >&2
-    echo "hint: what it printed is above; make quickstart starts anew and keeps this run" >&2
+    if compgen -G "$run/state_*" >/dev/null; then
+        echo "hint: ./$trainer --resume 1 --output-dir $run goes on;" \
+            "make quickstart starts anew, and keeps it" >&2
+    else
+        echo "hint: what it printed is above; make quickstart starts anew, and keeps this run" >&2
+    fi
     exit "$1"
 }
 

@@ -28,7 +28,7 @@ def stand_in(name, text=""):
 
 # What the Makefile, the scripts and the stand-ins take from the environment; a machine may have some of it.
 SETTINGS = "CXX CAPS FIRST GPUS ID LACKS LAST MODE OFFLINE PNG RUN RUNS TEXT data gpus hosts launch".split()
-SETTINGS += ["model", "questions", "val"]
+SETTINGS += ["SAVES", "model", "questions", "val"]
 SETTINGS += ["MAKEFLAGS", "MFLAGS", "MAKELEVEL"]            # of the make that may have started this
 SETTINGS += re.findall(r"^(\w+) \?=", read(os.path.join(ROOT, "Makefile")).decode(), re.M)
 
@@ -74,7 +74,7 @@ done
 mkdir -p "$out"
 echo "s:0 tel:${FIRST:-5.579}" >"$out/main.log"
 [ "$MODE" = killed ] && kill -9 $$
-[ "$MODE" = interrupted ] && exit 0
+[ "$MODE" = interrupted ] && { [ -z "$SAVES" ] || echo >"$out/state_00000007_0000.bin"; exit 0; }
 echo "s:$steps tel:${LAST:-1.023}" >>"$out/main.log"
 echo "$MODE" >"$out/model_$(printf %08d "$steps").bin"
 """
@@ -126,14 +126,16 @@ def test_quickstart_takes_what_works(caps, trainer):
 
 @pytest.mark.parametrize("mode, env, expected, said", [
     ("fails", {}, 3, "error: ./train_gpt2cpu "), ("killed", {}, 137, "error: ./train_gpt2cpu "),
-    ("interrupted", {}, 1, "error: ./train_gpt2cpu "),
+    ("interrupted", {}, 1, "hint: what it printed is above"),
+    ("interrupted", {"SAVES": "1"}, 1, "hint: ./train_gpt2cpu --resume 1 --output-dir runs/quickstart goes"),
     ("learned nothing", {"LAST": "2.4"}, 1, "error: it should be"),
     ("learned nothing", {"FIRST": "1.9"}, 1, "error: it should be"),
     ("learned nothing", {"LAST": "x"}, 1, "error: it should be")])
 def test_quickstart_fails(mode, env, expected, said):
     code, out, err = quickstart(mode, **env)
-    assert code == expected and said in err and ("at the end" in out) == bool(env)
-    assert bool(env) or "hint: " in err.splitlines()[-1]
+    learned = mode == "learned nothing"
+    assert code == expected and said in err and ("at the end" in out) == learned
+    assert learned or "hint: " in err.splitlines()[-1]
 
 
 # ---- run_*.sh: the recipes ----
@@ -348,7 +350,7 @@ def test_lint():
 # ---- setup.sh, and make test on a bare machine ----
 
 TOOLS = ("bash sh env sed awk cat tail head mktemp rm mkdir dirname chmod ln cmp tr sort uname grep nproc "
-         "true").split()
+         "true sleep").split()
 LOG = 'echo "${0##*/} $*" >>called.log\n'
 PYTHON = 'case "$*" in *"import "*) ! echo "$*" | grep -qE "${LACKS:-nothing}" ;; *) ' + LOG.strip() + \
          '\n[ "$*" != "-m venv .venv" ] || { mkdir -p .venv/bin; ln -sf ../../bin/pip .venv/bin; } ;; esac\n'
@@ -374,6 +376,7 @@ def bare_machine(make=None):
 
 
 MPI, CLANG = "libopenmpi-dev openmpi-bin", "recommends clang libclang-rt-dev\n"     # apart: other releases
+SYSTEM = "apt-get install"
 PIP, BOTH = "pip install -r dev/requirements.txt", "-DUSE_MPI -DUSE_NCCL"
 
 
@@ -392,7 +395,9 @@ SETUPS = [
       for word, calls in (("data", ["pip install pyarrow=="]), ("tensorboard", ["pip install tensorboard=="]))
       for env, calls, said in (({"LACKS": "arrow|tens"}, calls, ""), ({}, [], ""),
                                ({"LACKS": "arrow|tens", "OFFLINE": "1"}, calls, "error: no"))],
-    ("", BOTH, {"LACKS": "arrow|tens"}, [], ["pip"], "")]
+    ("", BOTH, {"LACKS": "arrow|tens"}, [], ["pip"], ""),
+    ("quick", "", {"LACKS": "pytest"}, [PIP], [MPI, "clang"], ""),
+    ("tensorboard", "", {"LACKS": "numpy|tens"}, ["pip install tensorboard=="], [PIP, SYSTEM], "")]
 
 
 @pytest.mark.parametrize("words, make, env, calls, never, said, venv", [
@@ -409,9 +414,10 @@ def test_setup(words, make, env, calls, never, said, venv):
     assert code == (1 if said.startswith("error") else 0)
     assert all(text in called() for text in calls) and not any(text in called() for text in never)
     assert called().count("apt-get update") == ("apt-get" in called())
+    assert out.count("installing (a dot every five seconds): ") == len(re.findall(" install ", called()))
     assert said in err and ("libnccl" in said or "libnccl" not in err)
     assert ("hint: " in err) == ("OFFLINE" in env)
-    assert ("\nnext: " in "\n" + out) == (code == 0 and words != "tests"), "a setup ends with what comes next"
+    assert ("\nnext: " in "\n" + out) == (code == 0 and words not in ("tests", "quick")), "what comes next"
     assert os.path.exists(".venv") == (venv or "OFFLINE" not in env and "pip" in called() or code == 1)
 
 
