@@ -112,6 +112,36 @@ def test_flag_changes(words, must, may):
 
 
 @pytest.mark.cpu_only
+def test_automate():
+    """docs/automate.md names the fields of metrics.jsonl and of run.json, each in its kind of lines, and no
+    others."""
+    write_questions("choices.bin", [([1, 2], [[3], [4]])] * 2, [0, 1])
+    write_questions("words.bin", [([1, 2], [[3]])] * 2, [0, 0])
+    shutil.copy("val.bin", "other.bin")
+    rows, _, others = read(f"{ROOT}/docs/automate.md").decode().partition("## metrics.jsonl")[2].partition(
+        "## Other JSON files")
+    told = [(set(re.findall(r"`(\w+)`", names)), kind) for names, kind in re.findall(
+        r"^\| (`.*?) \| (.*?) \|", rows, re.M)]
+    wanted, got = {}, {}
+    for names, kind in told:
+        for key in ("a training step", "a validation", "questions") if kind == "all" else (kind,):
+            wanted.setdefault(key, set()).update(name for name in names if name[:4] != "gpu_")
+    for questions in ("choices.bin", "words.bin"):
+        run_ok({"-e": "L2,NH2,C32,T32,V256", "-b": 2, "-t": 16, "-x": 1, "-v": 1, "-m": 1, "-h": 1,
+                "-j": "val.bin:0.5,other.bin:0.5", "--eval-data": questions, "--matmul-dtype": "fp8",
+                "-o": "told"})
+        for row in metrics("told"):
+            kinds = {"loss": "a training step", "val_loss": "a validation", "eval_loss": "questions"}
+            [kind] = [kind for name, kind in kinds.items() if name in row]
+            got.setdefault(kind, set()).update(row)
+        shutil.move("told/run.json", "run.json")
+        shutil.rmtree("told")
+    assert got == wanted
+    run_json, = re.findall(r"^\| `run.json` in .*", others, re.M)
+    assert json.loads(read("run.json")).keys() == set(re.findall("`([^`]+)`", run_json)) - {"run.json"}
+
+
+@pytest.mark.cpu_only
 def test_every_flag_has_a_row():
     """In --help all with its default, in run.json, and in CHANGES or tests of its own."""
     text = run_ok(ALONE, extra=["--help", "all"]).out
