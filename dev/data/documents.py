@@ -1,24 +1,29 @@
-"""Documents out of text, JSON and parquet files, as the tokenize tool's pipe wants them: a byte 0 ends each.
+"""Documents out of text, JSON, parquet, CSV and TSV files, as the tokenize tool's pipe wants them: a
+byte 0 ends each.
 
 In a text file a line <|endoftext|> ends a document, and so does its end. The others hold one document a row.
-A file's first bytes say whether it is packed, parquet or JSON rows; its name may also say JSON.
+A file's first bytes say whether it is packed, parquet or JSON rows; its name may also say JSON. A table, CSV
+or TSV, is one by its name alone.
 """
 import bz2
 import codecs
 import contextlib
+import csv
 import gzip
+import io
 import itertools
 import json
 import lzma
 import os
 import re
 import stat
+import sys
 import zlib
 
 from fetch import Problem, all_of, need
 
 KINDS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".parquet": "parquet",
-         ".json": "json", ".jsonl": "json", ".ndjson": "json"}
+         ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "table", ".tsv": "table"}
 PACKED = (".gz", ".xz", ".bz2", ".zst")
 PARQUET = b"PAR1"
 JSON_ROWS = re.compile(r'\s*(?:\{[ \t]*|\[\s*\{\s*)"(?:[^"\\\n]|\\.)*"\s*:')      # lines, or one list of them
@@ -43,7 +48,7 @@ def ending(path):
 
 
 def kind_of(path):
-    """"text", "json", "parquet" or "" for a name that says nothing"""
+    """"text", "json", "parquet", "table" or "" for a name that says nothing"""
     return KINDS.get(ending(path), "")
 
 
@@ -158,7 +163,8 @@ def is_conversation(line):
         row = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(row, list) and row != [] and all(isinstance(m, dict) and "role" in m for m in row)
+    return isinstance(row, list) and row != [] and all(
+        isinstance(m, dict) and ("role" in m or {"from", "value"} <= {*m}) for m in row)
 
 
 def json_rows(path, pieces):
@@ -177,13 +183,14 @@ def json_rows(path, pieces):
 
 
 class Reader:
-    """How texts are read. field: where rows have theirs; encoding: of texts and JSON; errors: "replace" makes
-    U+FFFD of each byte that the encoding does not allow, and counts it, "strict" refuses the file."""
+    """How texts are read. field: where rows have theirs, None: not said, "text" but of no table; encoding: of
+    texts, JSON and tables; errors: "replace" makes U+FFFD of each byte that the encoding does not allow, and
+    counts it, "strict" refuses the file."""
 
     rows, no_field = (str,), "--text-field NAME says where the text is"     # rows: of files without fields
 
-    def __init__(self, field="text", encoding="utf-8", errors="strict"):
-        self.field, self.encoding, self.replaced = field, encoding, 0
+    def __init__(self, field=None, encoding="utf-8", errors="strict"):
+        self.field, self.field_said, self.encoding, self.replaced = field or "text", bool(field), encoding, 0
         self.errors = f"count{id(self)}" if errors == "replace" else "strict"
         codecs.register_error(f"count{id(self)}", self.replace)     # all readers share these names
 
@@ -230,14 +237,43 @@ class Reader:
         if last := "".join(kept):
             yield last
 
+    def columns(self, where, names):
+        """Which of a row's fields text_of() reads, out of those that it has."""
+        if self.field not in names:
+            raise Problem(f"{where} has no '{self.field}', but {', '.join(map(repr, names))}", self.no_field)
+        return [self.field]
+
+    def text_of(self, row):
+        return row[self.field]
+
     def row_texts(self, path, pieces):
         for where, row in json_rows(path, pieces):
             if not isinstance(row, (dict, *self.rows)):
                 raise Problem(f"{where} is neither an object nor a text")
-            if isinstance(row, dict) and self.field not in row:
-                raise Problem(f"{where} has no '{self.field}', but {', '.join(map(repr, row))}",
-                              self.no_field)
-            yield where, row[self.field] if isinstance(row, dict) else row
+            if isinstance(row, dict):
+                self.columns(where, row)
+                row = self.text_of(row)
+            yield where, row
+
+    def table_texts(self, path, pieces):
+        lines = (line for piece in pieces for line in io.StringIO(piece, newline="\n"))
+        csv.field_size_limit(sys.maxsize)
+        rows = csv.reader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
+        quotes = "a text with quotes, separators or line ends has quotes around it, and its own ones twice"
+        try:
+            names = next(rows, [])
+            if names and not self.field_said:
+                raise Problem(f"'{path}' is a table, with the columns {', '.join(map(repr, names))}",
+                              "--text-field NAME says which of them is the text")
+            if names:
+                self.columns(f"'{path}'", names)
+            for number, values in enumerate(filter(None, rows), 1):
+                where = f"'{path}' row {number}"
+                if len(values) != len(names):
+                    raise Problem(f"{where} has {len(values)} columns, and its table {len(names)}", quotes)
+                yield where, self.text_of(dict(zip(names, values)))
+        except csv.Error as error:
+            raise Problem(f"'{path}' line {rows.line_num} is no row of a table: {error}", quotes) from error
 
     def parquet_texts(self, path):
         need_pyarrow()
@@ -246,22 +282,23 @@ class Reader:
         number = 0
         try:
             with parquet.ParquetFile(path) as f:
-                if self.field not in f.schema_arrow.names:
-                    raise Problem(f"'{path}' has no column '{self.field}', but "
-                                  f"{', '.join(map(repr, f.schema_arrow.names))}",
-                                  self.no_field)
-                for batch in f.iter_batches(batch_size=1024, columns=[self.field]):
-                    column = batch.column(0)
-                    is_text = column.type in (pyarrow.string(), pyarrow.large_string())
-                    for text in (column.cast("large_binary") if is_text else column).to_pylist():
+                for batch in f.iter_batches(1024, columns=self.columns(f"'{path}'", f.schema_arrow.names)):
+                    texts = [field.name for field in batch.schema
+                             if field.type in (pyarrow.string(), pyarrow.large_string())]
+                    columns = [(column.cast("large_binary") if name in texts else column).to_pylist()
+                               for name, column in zip(batch.schema.names, batch.columns)]
+                    for values in zip(*columns):
                         number += 1
-                        yield f"'{path}' row {number}", text.decode("utf-8", self.errors) \
-                            if is_text and text is not None else text
+                        row = dict(zip(batch.schema.names, values))
+                        for name in texts:
+                            if row[name] is not None:
+                                row[name] = row[name].decode("utf-8", self.errors)
+                        yield f"'{path}' row {number}", self.text_of(row)
         except pyarrow.ArrowException as error:
             raise Problem(f"'{path}' is no whole parquet file: {str(error).splitlines()[0]}",
                           "fetch it again") from error
         except UnicodeDecodeError as error:
-            where = f"row {number}: '{self.field}'" if number else "a column's name"
+            where = f"row {number}: '{name}'" if number else "a column's name"
             raise Problem(f"'{path}' {where} is not UTF-8: its byte {error.start} is "
                           f"0x{error.object[error.start]:02x}", REPLACE) from error
 
@@ -294,6 +331,9 @@ class Reader:
             pieces = self.pieces(path)
             first = next(pieces, "")
             pieces = itertools.chain([first], pieces)
+            if kind == "table":
+                yield from self.in_bytes(self.table_texts(path, pieces))
+                return
             if kind == "json" or JSON_ROWS.match(first):
                 try:
                     yield from self.in_bytes(self.row_texts(path, pieces))
@@ -331,9 +371,9 @@ LOOKER = Reader(errors="replace")
 
 
 def looks_like_texts(path):
-    """Of a file in a folder. A .json may also hold settings."""
+    """Of a file in a folder. A .json may also hold settings, and a table anything."""
     if ending(path) != ".json":
-        return bool(kind_of(path))
+        return kind_of(path) not in ("", "table")
     try:
         with reading(path):
             size_of(path)

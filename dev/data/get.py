@@ -413,7 +413,7 @@ def make_source(dataset, args, facts, split, files, work, reader):
 def make_shards(dataset, args):
     recipe = {"version": 2, "name": dataset.name, "source": dataset.source, "train": dataset.train,
               "val": dataset.val, "stem": dataset.stem, "val_tokens": args.val_tokens,
-              "shard_tokens": args.shard_tokens, "text_field": args.text_field, "bytes": args.bytes}
+              "shard_tokens": args.shard_tokens, "text_field": args.text_field or "text", "bytes": args.bytes}
     if args.encoding != "utf-8":
         recipe["encoding"] = args.encoding
     if args.tokenizer:
@@ -594,7 +594,8 @@ def arguments():
            help="english: the files and their sha256 (default: dev/data/english.sha256); a part makes a part")
     option("--repo", metavar="OWNER/NAME", help="hub: which repository")
     option("--pattern", metavar="PATTERN", help="hub: which of its files, for instance data/*.parquet")
-    option("--text-field", metavar="NAME", default="text", help="where JSONL and parquet hold the text")
+    option("--text-field", metavar="NAME",
+           help="where JSONL and parquet hold the text (default: text), and .csv and .tsv (no default)")
     option("--encoding", metavar="NAME", default="utf-8",
            help="what texts and JSON are in, such as utf-16-le or cp1252 (default: utf-8)")
     option("--errors", choices=("strict", "replace"), default="strict",
@@ -617,7 +618,7 @@ def arguments():
     return parser.parse_args()
 
 
-OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": "text"}
+OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": None}
 OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
 OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
 OF_TOKENIZERS = {"tokenizer": None, "document_token": END_OF_TEXT}
@@ -637,7 +638,7 @@ def check_arguments(dataset, args):
         raise Problem(f"--row-tokens {args.row_tokens}: it belongs to answers, and is at least 1")
     if dataset.name == "answers":
         args.row_tokens = args.row_tokens or 1024
-        args.text_field = "messages" if args.text_field == "text" else args.text_field
+        args.text_field = args.text_field or "messages"
     if args.shard_tokens < 1:
         raise Problem(f"--shard-tokens {args.shard_tokens}: at least 1")
     try:

@@ -7,6 +7,7 @@ Standard library only; with pyarrow parquet is tested, too. What a shard must ho
 import array
 import bz2
 import contextlib
+import csv
 import glob
 import gzip
 import hashlib
@@ -256,7 +257,7 @@ def test_files():
             "i.json": '[\n "10", {"text": "11"}]', "i.json.gz": gzip.compress(jsonl(["12"]).encode()),
             "j.jsonl": lzma.compress(b'{"text": "13"}'), "k.md.gz": "14", "l.jsonl": "\ufeff" + jsonl(["15"]),
             "m.txt": "\ufeff16", "n.txt": "\n" + jsonl(["17"]), "o.txt": '{"18"',
-            "settings.json": '{\n "a": 1}',
+            "settings.json": '{\n "a": 1}', "table.csv": "text\nno", "table.tsv.gz": "text\nno",
             "sub/h.ndjson": '{"text": "é\\ud83d\\ude00"}\n', "z.txt": ""}.items():
         write("in/" + name, data)
     os.symlink("../in", "in/folder")
@@ -265,7 +266,7 @@ def test_files():
                  *(b"%d" % n for n in range(10, 18)), b'{"18"', "é😀".encode()]
     again = [*files("in", "out"), *in_bytes(500, 200000)]
     _, out, err = call(*again)
-    assert "3 of 20 files left out, 'folder' for one" in err and "note: 'z.txt' is empty\n" in err
+    assert "5 of 22 files left out, 'folder' for one" in err and "note: 'z.txt' is empty\n" in err
     assert len(err.splitlines()) == 2 and "'out/out_train_*.bin'" in out
     assert ("./train_gpt2cu " in out) == bool(get.shutil.which("nvcc", path=get.NVCC_PATH) or
                                               os.path.exists(f"{ROOT}/train_gpt2cu"))
@@ -715,6 +716,27 @@ def test_sets_without_doubles():
     assert texts_in("older", "train") == [text for i in range(3) for text in (b"same", b"other %d" % i)]
     before = contents("older")
     assert "'older' is complete" in works(*words, **hub(there)) and contents("older") == before
+
+
+@pytest.mark.parametrize("separator, name", [(",", "a.csv"), ("\t", "a.tsv.gz"), (",", "A.CSV")])
+def test_tables(separator, name):
+    """A column's texts, as they were written, from many blocks. Who names no column is told them."""
+    rng = random.Random(5)
+    words = "a", '"', ",", "\t", "\n", "\r\n", "\u2028", "é", " "
+    texts = ["".join(rng.choices(words, k=rng.randrange(900))) for _ in range(3000)] + ["long" * 50000]
+    f = io.StringIO(newline="")
+    csv.writer(f, delimiter=separator).writerows([["id", "my text"], *enumerate(texts)])
+    data = ("\ufeff" + f.getvalue()).encode()
+    write("in/" + name, gzip.compress(data) if name.endswith("gz") else data)
+    makes("in/" + name, "out", [text.encode() for text in texts], 99, "--text-field", "my text", size=10**9)
+    refused(*files("in/" + name, "no"), said=(f"'in/{name}' is a table, with the columns 'id', 'my text'",
+                                              "--text-field NAME"))
+    refused(*files("in/" + name, "no"), "--text-field", "x", said=("has no 'x', but 'id', 'my text'",))
+    for row, said in (("3", "row 2 has 1 columns, and its table 2"), ('3,"a"b', "line 3 is no row"),
+                      ('3,"a', "line 3 is no row of a table")):
+        write("bad" + name[1:5], f"id,text\n1,2\n{row}\n".replace(",", separator))
+        refused(*files("bad" + name[1:5], "no"), "--text-field", "text", said=(said, "quotes around it"))
+    refused(*files("in", "no"), said=("'in' holds no .txt",))
 
 
 def test_doubles_among_conversations():
