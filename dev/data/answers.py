@@ -1,12 +1,13 @@
 """Conversations as token shards, and which of their tokens the loss counts: those of the answers.
 
-A row, of JSON lines or of parquet, has `messages`: [{"role": "user", "content": "..."}, {"role": "assistant",
-"content": "..."}, ...], and may begin with one of the role "system". Chat template 1, of which
-llmc/data/chat_template.h tells why, makes of it, with END for the end-of-text token:
+A row, of JSON lines, parquet or a table, has `messages`: [{"role": "user", "content": "..."}, {"role":
+"assistant", "content": "..."}, ...], and may begin with one of the role "system"; messages.py has other
+forms. Chat template 1, of which llmc/data/chat_template.h tells why, makes of it, with END for the
+end-of-text token:
 
     END System: ...\n\nUser: ...\n\nAssistant: ...END User: ...\n\nAssistant: ...END
 
-An empty message of the system is left out.
+An empty message of the system is left out. A developer's is one of the system, a tool's begins with "Tool: ".
 
 Counted are each answer, with the space in front of it, and the END behind it; not one whose message has
 "weight": 0 or "train": false. STEM.mask beside STEM.bin has a byte for each token: 1, counted, or 0. Of the
@@ -22,15 +23,17 @@ from array import array
 from any_tokenizer import batches, draw_key, split
 from documents import Reader
 from fetch import Problem
+from messages import KNOWN_FORMS, SPEAKERS, as_message, form_of, kind_of
 from shards import KINDS, replace_file, tool_documents
 from tokenizer_files import BYTES_ID, GPT2_ID
 
 CHAT_TEMPLATE, CHAT_WORD = 1, 8         # its number, and where a shard's header has it
 ROW_WORD = 9                            # where it has the number of tokens in a row
-ROLES = {"system": "System: ", "user": "User: ", "assistant": "Assistant:"}
+ROLES = {"system": "System: ", "developer": "System: ", "user": "User: ", "tool": "Tool: ",
+         "assistant": "Assistant:"}
 WHITE = " \t\n\v\f\r"                   # what chat_template.h takes from a message's ends
 FLAGS = "weight", "train"               # of a message: whether its answer counts
-ROW = 'a row is {"messages": [{"role": "user", "content": "..."}, ...]}, or this list alone'
+ROW = 'a row is {"messages": [{"role": "user", "content": "..."}, ...]}, or this list alone; ' + KNOWN_FORMS
 AT_ONCE = 1000                          # conversations among which one is looked for that fits a row
 # The first byte of a part: it stands before an answer, or is one that counts, or one that does not.
 BEFORE, COUNTS, SILENT = "012"
@@ -41,16 +44,15 @@ def parts(where, messages, unwritten):
     """What stands before an answer, the answer, what stands before the next ... unwritten[name]: messages
     that have more to say by this name."""
     if not isinstance(messages, list) or not messages:
-        raise Problem(f"{where}: 'messages' is no list of messages, but {type(messages).__name__}",
-                      ROW)
+        raise Problem(f"{where} is no list of messages, but {type(messages).__name__}", ROW)
     found, before = [], BEFORE
-    for number, message in enumerate(messages, 1):
-        message = message if isinstance(message, dict) else {}
+    for number, message in enumerate(map(as_message, messages), 1):
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
             raise Problem(f"{where}: message {number} has the role {role!r} and as its content "
-                          f"{type(content).__name__}",
-                          "roles are system, user and assistant; contents are texts")
+                          f"{kind_of(content)}",
+                          f"roles are {', '.join(ROLES)}, and of 'from' also {', '.join(SPEAKERS)}; contents "
+                          'are texts, or lists of {"type": "text", "text": "..."}')
         unwritten.update(name for name, value in message.items() if name not in ("role", "content", *FLAGS)
                          and isinstance(value, (str, list, dict)) and value)
         flags = [message[name] for name in FLAGS if message.get(name) is not None]
@@ -60,7 +62,7 @@ def parts(where, messages, unwritten):
         if role == "assistant":
             found += [before + ROLES[role], (COUNTS if all(flags) else SILENT) + " " + content.strip(WHITE)]
             before = BEFORE
-        elif role == "user" or content.strip(WHITE):
+        elif ROLES[role] != ROLES["system"] or content.strip(WHITE):
             before += ROLES[role] + content.strip(WHITE) + "\n\n"
     if not found:
         raise Problem(f"{where}: there is no message of the role assistant", "the loss counts only answers")
@@ -74,6 +76,13 @@ class Conversations(Reader):
     def __init__(self, *args):
         super().__init__(*args)
         self.unwritten = collections.Counter()
+
+    def columns(self, where, names):
+        form = form_of(self.field, names)
+        return [*form.needs, *{*form.may} & {*names}] if form else super().columns(where, names)
+
+    def text_of(self, row):
+        return form_of(self.field, row).messages(row)
 
     def in_bytes(self, rows):
         for where, messages in rows:

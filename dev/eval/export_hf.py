@@ -56,12 +56,15 @@ from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_charact
 
 OWN_NAMES = "tokenizer.json", "tokenizer.bin"       # as get.py has put them beside the shards
 MARKS = "{# marks #}"
+ROLES = ("{% elif part.text or message['role'] not in ['system', 'developer'] %}{% set part.text = ("
+         "'System: ' if message['role'] in ['system', 'developer'] else "
+         "'Tool: ' if message['role'] == 'tool' else 'User: ') ~ part.text ~ '\\n\\n' %}{% endif %}")
+ROLES_0_1 = ("{% elif part.text or message['role'] != 'system' %}{% set part.text = "         # of release 0.1
+             "('System: ' if message['role'] == 'system' else 'User: ') ~ part.text ~ '\\n\\n' %}{% endif %}")
 CHAT_TEMPLATES = {0: None, 1: (                     # as llmc/data/chat_template.h writes conversations
     "{{ eos_token }}{% for message in messages %}"
     "{% set part = namespace(text=message['content'].strip(' \\n\\t\v\f\\r')) %}"
-    "{% if message['role'] == 'assistant' %}{% set part.text = 'Assistant: ' ~ part.text %}"
-    "{% elif part.text or message['role'] != 'system' %}{% set part.text = "
-    "('System: ' if message['role'] == 'system' else 'User: ') ~ part.text ~ '\\n\\n' %}{% endif %}" + MARKS +
+    "{% if message['role'] == 'assistant' %}{% set part.text = 'Assistant: ' ~ part.text %}" + ROLES + MARKS +
     "{{ part.text }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}")}
 DTYPES = {"fp32": "F32", "bf16": "BF16"}            # --dtype, and safetensors' word for it

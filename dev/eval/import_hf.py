@@ -20,8 +20,8 @@ import shutil
 import stat
 from collections import namedtuple
 
-from export_hf import (CHAT_TEMPLATES, byte_vocabulary, check_folder, count_parameters, die, marked_template,
-                       mode, np, parts_of, turned, whole_folder, write_files)
+from export_hf import (CHAT_TEMPLATES, ROLES, ROLES_0_1, byte_vocabulary, check_folder, count_parameters, die,
+                       marked_template, mode, np, parts_of, turned, whole_folder, write_files)
 from fetch import Problem, asking, hub_download, hub_files, place, same_contents, sha256_of
 from formats import Dims, Llama, checkpoint_header, from_bf16_bits, to_bf16_bits, xxhash
 from outputs import shown
@@ -345,7 +345,8 @@ def tokenizer_of(folder, d):
     if not isinstance(template, str):
         return kept, 0, no_text
     ours = [number for number, known in CHAT_TEMPLATES.items()
-            if known and first and template == marked_template(known, fast, first)]
+            if known and first and template in (marked_template(known, fast, first), marked_template(
+                known.replace(ROLES, ROLES_0_1), fast, first))]
     return {**kept, "chat_template.jinja": template.encode()}, ours[0] if ours else 0, no_text
 
 

@@ -5,6 +5,7 @@ What a shard must hold is spelled out here: a conversation's text as chat templa
 end-of-text token is 0, and a byte is a token.
 """
 import array
+import csv
 import glob
 import importlib.util
 import json
@@ -55,7 +56,7 @@ def refused(*said, words=(), **more):
 
 
 def messages(*pairs):
-    return [{"role": {"s": "system", "u": "user", "a": "assistant"}[role], "content": text}
+    return [{"role": {"s": "system", "u": "user", "a": "assistant", "t": "tool"}[role], "content": text}
             for role, text in pairs]
 
 
@@ -79,7 +80,7 @@ def expected(said):
             tokens, mask = tokens + b"Assistant:", mask + bytes(10)
             tokens, mask = tokens + b" " + text + b"\0", mask + b"\1" * (len(text) + 2)
         else:
-            part = {"s": b"System: ", "u": b"User: "}[role] + text + b"\n\n"
+            part = {"s": b"System: ", "u": b"User: ", "t": b"Tool: "}[role] + text + b"\n\n"
             tokens, mask = tokens + part, mask + bytes(len(part))
     return tokens, mask
 
@@ -221,17 +222,78 @@ def test_lists_alone():
         assert read(path) == read(path.replace("rows", "lists"))
 
 
-def test_parquet():
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow                                  # pylint: disable=C0415
-    said = some_conversations(4, 20)
-    write_rows(said)
-    rows = [messages(*some) for some in said]
-    parquet.write_table(pyarrow.table({"messages": rows, "other": [1] * 20}), "qa.parquet")
-    makes("--row-tokens", 64, out="lines")
-    makes("--row-tokens", 64, out="columns", origin="qa.parquet")
-    for path in glob.glob("lines/lines_*"):
-        assert read(path) == read(path.replace("lines", "columns"))
+def speakers(said):
+    return [{"from": {"s": "system", "u": "human", "a": "gpt", "t": "observation"}[role], "value": text}
+            for role, text in said]
+
+
+def in_parts(said):
+    return [{**message, "content": [{"type": "text", "text": text}
+                                    for text in message["content"].partition("e")]}
+            for message in messages(*said)]
+
+
+def alpaca(said):
+    """Two texts of a question are the instruction and the input."""
+    system = {"system": said[0][1]} if said[0][0] == "s" else {}
+    (_, question), (_, answer) = said[-2:]
+    instruction, _, more = question.partition("\n\n")
+    return {**system, "instruction": instruction, "input": more, "output": answer}
+
+
+def developer(said):
+    return [{**m, "role": m["role"].replace("system", "developer")} for m in messages(*said)]
+
+
+# of each form: what makes a row of a conversation, and whether it holds one question alone
+FORMS = {
+    "messages": (lambda said: {"messages": messages(*said)}, False),
+    "share": (lambda said: {"conversations": speakers(said), "system": None, "id": 1}, False),
+    "system": (lambda said: {"conversations": speakers(said[said[0][0] == "s":]),
+                             "system": said[0][1] if said[0][0] == "s" else ""}, False),
+    "parts": (lambda said: {"messages": in_parts(said)}, False),
+    "roles": (lambda said: {"messages": developer(said)}, False),
+    "json": (lambda said: {"messages": json.dumps(messages(*said)), "prompt": "x", "completion": "y"}, False),
+    "alpaca": (alpaca, True),
+    "lists": (lambda said: {"prompt": messages(*said[:-1]), "completion": messages(said[-1])}, True),
+    "prompt": (lambda said: {"prompt": said[-2][1], "completion": said[-1][1], "id": 7}, True)}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_forms(kind):
+    """Each form's rows are the same conversations, also in parquet and, of texts, in a table."""
+    row_of, one_question = FORMS[kind]
+    more = [] if one_question else [("t", "as I am"), ("u", " Ever?\n"), ("a", " one é ")]
+    said = [[*[("s", "Be brief.")] * (i % 2), ("u", f"{i} Where?" + "\n\nHere?" * (i % 3)),
+             ("a", f"there {i}"), *more] for i in range(12)]
+    if kind == "prompt":
+        said = [some[-2:] for some in said]
+    rows = list(map(row_of, said))
+    write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    made = ["rows.jsonl"]
+    if all(isinstance(value, (str, int)) for row in rows for value in row.values()):
+        with open("rows.csv", "w", encoding="utf-8", newline="") as f:
+            names = dict.fromkeys(name for row in rows for name in row)
+            csv.DictWriter(f, names).writerows([{name: name for name in names}, *rows])
+        made.append("rows.csv")
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow.parquet                      # pylint: disable=C0415
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        pyarrow.parquet.write_table(pyarrow.table(columns), "rows.parquet")
+        made.append("rows.parquet")
+    for origin in made:
+        makes("--row-tokens", 64, "--restart", origin=origin)
+        check(said, 64)
+
+
+def test_prompts_of_messages():
+    """Answers in a prompt do not count."""
+    said = messages(("u", "Q"), ("a", "A"), ("u", "R"), ("a", "B"))
+    write("qa.jsonl", json.dumps({"prompt": said[:3], "completion": said[3:]}) + "\n")
+    makes("--row-tokens", 64, "--val-tokens", 0, "--restart")
+    tokens, mask = shards("train")[0]
+    assert bytes(token for token, bit in zip(tokens, mask) if bit) == b" B\0"
 
 
 def test_what_counts():
@@ -275,7 +337,15 @@ def test_refused():
                       ({"messages": messages(("u", "x"))}, ["no message of the role assistant"]),
                       ({"messages": [{"role": "human", "content": "x"}]}, ["message 1", "'human'"]),
                       ({"messages": messages(("u", "x"), ("a", None))}, ["message 2", "NoneType"]),
-                      ({"messages": messages(("u", "\ud800"), ("a", "x"))}, ["half a character"])):
+                      ({"messages": messages(("u", "\ud800"), ("a", "x"))}, ["half a character"]),
+                      ({"question": "x"}, ["no 'messages', but 'question'", "from and value", "completion"]),
+                      ({"instruction": 1, "output": "x"}, ["message 1", "as its content int"]),
+                      ({"instruction": "x", "input": [1], "output": "x"}, ["1 ", "a list of str, str, list"]),
+                      ({"prompt": None, "completion": "x"}, ["no list of messages, but NoneType"]),
+                      ({"conversations": [{"from": "bing", "value": "x"}]}, ["message 1", "'bing'", "human"]),
+                      ({"conversations": [{"from": ["gpt"], "value": "x"}]}, ["message 1", "['gpt']"]),
+                      ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+                       ["message 1", "'image_url'", "texts"])):
         write("bad.jsonl", json.dumps({"messages": messages(("u", "a"), ("a", "b"))}) + "\n")
         write("bad.jsonl", json.dumps(row) + "\n")
         refused(*said, origin="bad.jsonl")
@@ -353,9 +423,10 @@ def test_template():
     import export_hf                                # pylint: disable=C0415
     template = jinja2.Environment().from_string(export_hf.CHAT_TEMPLATES[1])
     assert "System" not in template.render(messages=messages(("s", " \t"), ("u", "Q")), eos_token="|")
-    for said in some_conversations(9, 30):
-        text = template.render(messages=messages(*said), eos_token="\0")
-        assert text.encode() == expected(said)[0]
+    tool = [("s", "S"), ("u", "Q"), ("t", " 7 "), ("a", "A")]
+    for said in [*some_conversations(9, 30), tool]:
+        for some in messages(*said), developer(said):
+            assert template.render(messages=some, eos_token="\0").encode() == expected(said)[0]
     asked = template.render(messages=messages(("s", "S "), ("u", "Q")), eos_token="|",
                             add_generation_prompt=True)
     assert asked == "|System: S\n\nUser: Q\n\nAssistant:"
@@ -369,7 +440,7 @@ SAID = [[("s", ""), ("u", " Hi "), ("a", "so so")],
         [("u", "\u3000日本\u00a0"), ("a", "\u00a0x\u3000"), ("u", "'s"), ("a", "'s <mask>"), ("u", "\v\f1"),
          ("a", "\x1c2")],
         [("u", "Assistant: I"), ("a", "\n\nUser: you " + END[1:]), ("a", "  two  spaces ")],
-        [("u", "\1"), ("a", "\1"), ("a", "\1")]]
+        [("u", "\1"), ("a", "\1"), ("a", "\1")], [("u", "x"), ("t", " so\n"), ("a", "x")]]
 
 
 def spaced(pre_tokenizer=None, normalizer=None):

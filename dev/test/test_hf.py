@@ -595,6 +595,9 @@ def test_imported_folder():
     assert run_ok({**chat, "--temperature": 0}, input=b"Hi\n").out == "bbb\n"
     tool_ok("models/mine-hf", "again")
     assert "chat_template" in read_json("again/tokenizer_config.json")
+    older = settings["chat_template"].replace(export_hf.ROLES, export_hf.ROLES_0_1)
+    write_json("mine-hf/tokenizer_config.json", {**settings, "chat_template": older})
+    assert older != settings["chat_template"] and formats.chat_template_of(imported("mine-hf")) == 1
     write_json("mine-hf/tokenizer_config.json", {**settings, "chat_template": "{{ another }}"})
     assert formats.chat_template_of(imported("mine-hf")) == 0
     assert read("taken/chat_template.jinja") == b"{{ another }}"
