@@ -10,9 +10,10 @@ end-of-text token:
 An empty message of the system is left out. A developer's is one of the system, a tool's begins with "Tool: ".
 
 Counted are each answer, with the space in front of it, and the END behind it; not one whose message has
-"weight": 0 or "train": false. STEM.mask beside STEM.bin has a byte for each token: 1, counted, or 0. Of the
---row-tokens tokens of a row, as many are conversations as fit, whole ones, and the rest is END, not counted.
-One that is longer than a row begins a row and fills the next.
+"weight": 0 or "train": false, and with --last-answer only a conversation's last one. STEM.mask beside
+STEM.bin has a byte for each token: 1, counted, or 0. Of the --row-tokens tokens of a row, as many are
+conversations as fit, whole ones, and the rest is END, not counted. One that is longer than a row begins a row
+and fills the next.
 """
 import bisect
 import collections
@@ -73,9 +74,9 @@ class Conversations(Reader):
     """Reads rows of messages as documents.py reads texts. A document is a conversation's parts."""
     rows, no_field = (list,), ROW
 
-    def __init__(self, *args):
+    def __init__(self, *args, last_answer=False):
         super().__init__(*args)
-        self.unwritten = collections.Counter()
+        self.unwritten, self.last_answer = collections.Counter(), last_answer
 
     def columns(self, where, names):
         form = form_of(self.field, names)
@@ -86,7 +87,10 @@ class Conversations(Reader):
 
     def in_bytes(self, rows):
         for where, messages in rows:
-            texts = ((where, text) for text in parts(where, messages, self.unwritten))
+            found = parts(where, messages, self.unwritten)
+            if self.last_answer:
+                found[:-1] = [SILENT + part[1:] if part[0] == COUNTS else part for part in found[:-1]]
+            texts = ((where, text) for text in found)
             yield b"".join(super().in_bytes(texts)).replace(b"\0", PART) + b"\0"
 
     def texts(self, paths):

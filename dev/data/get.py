@@ -414,6 +414,8 @@ def make_shards(dataset, args):
     recipe = {"version": 2, "name": dataset.name, "source": dataset.source, "train": dataset.train,
               "val": dataset.val, "stem": dataset.stem, "val_tokens": args.val_tokens,
               "shard_tokens": args.shard_tokens, "text_field": args.text_field or "text", "bytes": args.bytes}
+    reading = args.text_field, args.encoding, args.errors
+    reader = Reader(*reading)
     if args.encoding != "utf-8":
         recipe["encoding"] = args.encoding
     if args.tokenizer:
@@ -422,8 +424,8 @@ def make_shards(dataset, args):
         recipe["list"], recipe["add"] = fetch.sha256_of(args.list), args.add
     if dataset.name == "answers":
         recipe["chat_template"], recipe["row_tokens"] = answers.CHAT_TEMPLATE, args.row_tokens
-    reader = (answers.Conversations if dataset.name == "answers" else Reader)(
-        args.text_field, args.encoding, args.errors)
+        recipe.update({"last_answer": True} if args.last_answer else {})
+        reader = answers.Conversations(*reading, last_answer=args.last_answer)
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
     with alone(work):
         facts = known_facts(args.out, recipe, args.restart)
@@ -608,6 +610,7 @@ def arguments():
            "smaller of 100,000 and a tenth), else over the first file")
     option("--row-tokens", type=int, metavar="N",
            help="answers: what the trainer gets as -t; whole conversations fill each row (default: 1024)")
+    option("--last-answer", action="store_true", help="answers: only a conversation's last answer counts")
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
     option("--tokenizer", metavar="FOLDER",
            help="tokens by this folder that `get.py tokenizer` made, or by any tokenizer.json")
@@ -636,6 +639,8 @@ def check_arguments(dataset, args):
             raise Problem(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if args.row_tokens is not None and (dataset.name != "answers" or args.row_tokens < 1):
         raise Problem(f"--row-tokens {args.row_tokens}: it belongs to answers, and is at least 1")
+    if args.last_answer and dataset.name != "answers":
+        raise Problem("--last-answer belongs to answers")
     if dataset.name == "answers":
         args.row_tokens = args.row_tokens or 1024
         args.text_field = args.text_field or "messages"

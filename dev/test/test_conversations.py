@@ -311,6 +311,15 @@ def test_what_counts():
         assert text.rstrip("|") == "|User: Q\n\nAssistant: A|User: R\n\nAssistant: B"
         counted = "".join(letter for letter, bit in zip(text, mask) if bit)
         assert counted == " A|" * counts + " B|", flags
+    for last, counted in (({}, " B|"), ({"weight": 0}, "")):
+        said = [*messages(("u", "Q"), ("a", "A"), ("u", "R")), {**messages(("a", "B"))[0], **last}]
+        write("qa.jsonl", json.dumps({"messages": said}) + "\n" + json.dumps({"messages": said[:2]}))
+        makes("--row-tokens", 64, "--val-tokens", 0, "--restart", "--last-answer")
+        tokens, mask = shards("train")[0]
+        text = bytes(token for token, bit in zip(tokens, mask) if bit).replace(b"\0", b"|").decode()
+        assert text == counted + " A|", text
+    code, _, err = get_answers("--row-tokens", 64, "--val-tokens", 0)
+    assert code == 1 and "last_answer True and not None" in err, err
     for flags, what in (({"weight": 0.5}, "[0.5]"), ({"train": "no"}, "['no']"), ({"weight": 2}, "[2]")):
         write("bad.jsonl", json.dumps([*messages(("u", "Q")), messages(("a", "A"))[0] | flags]) + "\n")
         refused(f"line 1: message 2 has weight and train {what}", "1 or 0", origin="bad.jsonl")
@@ -353,7 +362,9 @@ def test_refused():
     refused("--row-tokens 0", words=("--row-tokens", 0))
     refused("leaves none to train on", words=("--val-tokens", 10**6))
     code, _, err = run_get("files", "--from", "a.txt", "--out", "x", "--row-tokens", 8)
-    assert code == 1 and "belongs to answers" in err
+    assert code == 1 and "--row-tokens 8: it belongs to answers" in err
+    code, _, err = run_get("files", "--from", "a.txt", "--out", "x", "--last-answer")
+    assert code == 1 and "--last-answer belongs to answers" in err
 
 
 # ---- models ----
