@@ -7,6 +7,8 @@ end-of-text token:
 
     END System: ...\n\nUser: ...\n\nAssistant: ...END User: ...\n\nAssistant: ...END
 
+With a tokenizer that brings its own chat template (chat_templates.py), END and what that template writes.
+
 An empty message of the system is left out. A developer's is one of the system, a tool's begins with "Tool: ".
 
 Counted are each answer, with the space in front of it, and the END behind it; not one whose message has
@@ -41,12 +43,11 @@ BEFORE, COUNTS, SILENT = "012"
 PART = b"\xff"                          # behind each part: UTF-8 has no such byte
 
 
-def parts(where, messages, unwritten):
-    """What stands before an answer, the answer, what stands before the next ... unwritten[name]: messages
-    that have more to say by this name."""
+def checked(where, messages):
+    """[(message, whether it counts if it is an answer)]"""
     if not isinstance(messages, list) or not messages:
         raise Problem(f"{where} is no list of messages, but {type(messages).__name__}", ROW)
-    found, before = [], BEFORE
+    found = []
     for number, message in enumerate(map(as_message, messages), 1):
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
@@ -54,19 +55,29 @@ def parts(where, messages, unwritten):
                           f"{kind_of(content)}",
                           f"roles are {', '.join(ROLES)}, and of 'from' also {', '.join(SPEAKERS)}; contents "
                           'are texts, or lists of {"type": "text", "text": "..."}')
-        unwritten.update(name for name, value in message.items() if name not in ("role", "content", *FLAGS)
-                         and isinstance(value, (str, list, dict)) and value)
         flags = [message[name] for name in FLAGS if message.get(name) is not None]
         if any(flag not in (0, 1) for flag in flags):
             raise Problem(f"{where}: message {number} has {' and '.join(FLAGS)} {flags}",
                           "an answer counts or does not: 1 or 0, true or false")
+        found.append((message, all(flags)))
+    if not any(message["role"] == "assistant" for message, _ in found):
+        raise Problem(f"{where}: there is no message of the role assistant", "the loss counts only answers")
+    return found
+
+
+def parts(messages, unwritten):
+    """What stands before an answer, the answer, what stands before the next ... unwritten[name]: messages
+    that have more to say by this name."""
+    found, before = [], BEFORE
+    for message, counts in messages:
+        role, content = message["role"], message["content"]
+        unwritten.update(name for name, value in message.items() if name not in ("role", "content", *FLAGS)
+                         and isinstance(value, (str, list, dict)) and value)
         if role == "assistant":
-            found += [before + ROLES[role], (COUNTS if all(flags) else SILENT) + " " + content.strip(WHITE)]
+            found += [before + ROLES[role], (COUNTS if counts else SILENT) + " " + content.strip(WHITE)]
             before = BEFORE
         elif ROLES[role] != ROLES["system"] or content.strip(WHITE):
             before += ROLES[role] + content.strip(WHITE) + "\n\n"
-    if not found:
-        raise Problem(f"{where}: there is no message of the role assistant", "the loss counts only answers")
     return found                        # a question without an answer, at the end, is left out
 
 
@@ -74,9 +85,9 @@ class Conversations(Reader):
     """Reads rows of messages as documents.py reads texts. A document is a conversation's parts."""
     rows, no_field = (list,), ROW
 
-    def __init__(self, *args, last_answer=False):
+    def __init__(self, *args, last_answer=False, template=None):
         super().__init__(*args)
-        self.unwritten, self.last_answer = collections.Counter(), last_answer
+        self.unwritten, self.last_answer, self.template = collections.Counter(), last_answer, template
 
     def columns(self, where, names):
         form = form_of(self.field, names)
@@ -87,9 +98,18 @@ class Conversations(Reader):
 
     def in_bytes(self, rows):
         for where, messages in rows:
-            found = parts(where, messages, self.unwritten)
+            messages = checked(where, messages)
             if self.last_answer:
-                found[:-1] = [SILENT + part[1:] if part[0] == COUNTS else part for part in found[:-1]]
+                last = max(i for i, (message, _) in enumerate(messages) if message["role"] == "assistant")
+                messages = [(message, counts and i == last) for i, (message, counts) in enumerate(messages)]
+            if self.template:
+                kinds = [COUNTS if counts else SILENT for message, counts in messages
+                         if message["role"] == "assistant"]
+                kinds = [kind for one in kinds for kind in (BEFORE, one)] + [BEFORE]
+                pieces = self.template.pieces(where, [message for message, _ in messages])
+                found = [kind + piece for kind, piece in zip(kinds, pieces)]
+            else:
+                found = parts(messages, self.unwritten)
             texts = ((where, text) for text in found)
             yield b"".join(super().in_bytes(texts)).replace(b"\0", PART) + b"\0"
 
@@ -128,23 +148,27 @@ def by_tool(tool, prefix, flags, texts):
         yield ids, mask
 
 
-def by_package(tokenizer, texts):
+def by_package(tokenizer, texts, template):
     """Yields (tokens, mask) of each conversation. All of it is one text, as an exported chat template has it;
-    those tokens count that begin in an answer which does, or are the END behind it."""
+    those tokens count that begin in an answer which does, or are the END behind it. What a template of the
+    tokenizer's own wrote is encoded as it is, behind an END, which it may begin with itself."""
     encoder, in_place = tokenizer.chat_encoder()
+    end = "" if template else tokenizer.first_text
     for found in parts_of(texts):
-        whole = tokenizer.first_text
+        whole = end
         mask = bytearray(len(whole))
         for kind, part in found:
-            for token, other in in_place.items():
+            for token, other in () if template else in_place.items():
                 part = part.replace(token, other)
-            whole += part + tokenizer.first_text * (kind != BEFORE)
+            whole += part + end * (kind != BEFORE)
             mask.extend(bytes([kind == COUNTS]) * (len(whole) - len(mask)))
         encoding = encoder.encode(whole, add_special_tokens=False)
         if encoding.ids.count(tokenizer.first) != whole.count(tokenizer.first_text):
             raise Problem(f"'{tokenizer.first_text}' between two texts is no token by this tokenizer",
                           "its tokenizer.json must have it in added_tokens, without single_word")
-        yield encoding.ids, bytes(mask[begin] for begin, _ in encoding.offsets)
+        ids, counted = encoding.ids, bytes(mask[begin] for begin, _ in encoding.offsets)
+        missing = ids[0] != tokenizer.first
+        yield [tokenizer.first] * missing + ids, bytes(missing) + counted
 
 
 class Set:
@@ -199,7 +223,7 @@ class Set:
         return tokens, counted + b"\0"
 
 
-def put(stem, conversations, numbers, T, shard_tokens, tokenizer):
+def put(stem, conversations, numbers, T, shard_tokens, tokenizer, template):
     """STEM_000000.bin and .mask and so on, each of about shard_tokens tokens."""
     rows, number = list(conversations.rows(numbers, T)), 0
     while rows:
@@ -210,7 +234,7 @@ def put(stem, conversations, numbers, T, shard_tokens, tokenizer):
         tokens, counted = conversations.shard(rows[:count], T)
         kind = next(kind for kind in KINDS if kind.code == tokens.typecode)
         header = [kind.magic, kind.version, len(tokens) % 2**32, tokenizer, *[0] * 252]
-        header[CHAT_WORD], header[ROW_WORD] = CHAT_TEMPLATE, T
+        header[CHAT_WORD], header[ROW_WORD] = template, T
         path = f"{stem}_{number:06d}"
         replace_file(path + ".mask", [counted])
         replace_file(path + ".bin", [struct.pack("<256I", *header), tokens.tobytes()])
@@ -222,17 +246,19 @@ def write_shards(prefix, args, val_tokens, texts, tool):
     own = args.tokenizer
     number = own.id if own else BYTES_ID if args.bytes else GPT2_ID
     flags = own.flags if own and own.by_tool else ["--bytes", int(args.bytes)]
-    found = by_package(own, texts) if own and not own.by_tool else by_tool(tool, prefix, flags, texts)
+    by_own = own and not own.by_tool
+    found = by_package(own, texts, args.template) if by_own else by_tool(tool, prefix, flags, texts)
     conversations = Set(own.kind.code if own else "H", found)
     total, T = len(conversations.tokens), args.row_tokens
+    template = 0 if args.template else CHAT_TEMPLATE        # C++ knows no others
     wanted = min(100_000, total // 10) if val_tokens == "auto" else val_tokens
     if wanted >= total:
         raise Problem(f"the conversations have {total} tokens, --val-tokens {wanted} leaves none to train on",
                       f"--val-tokens {total // 10} is a tenth of them")
     drawn = conversations.drawn(wanted) if wanted else set()
-    put(prefix + "_val", conversations, sorted(drawn), T, 0, number)
+    put(prefix + "_val", conversations, sorted(drawn), T, 0, number, template)
     rest = (number for number in range(len(conversations)) if number not in drawn)
-    put(prefix + "_train", conversations, rest, T, args.shard_tokens, number)
+    put(prefix + "_train", conversations, rest, T, args.shard_tokens, number, template)
     count = sum(map(conversations.length, drawn))
     said = [f"validation: {count} of {total} tokens, {len(drawn)} of {len(conversations)} conversations"]
     return [f"{sum(conversations.counted)} of {total} tokens count", *said * bool(wanted)]

@@ -33,13 +33,13 @@ def read(path):
             from error
 
 
-def any_tokenizer(path, first):
-    """OwnTokenizer or AnyTokenizer. first: the token that goes in front of each document."""
+def any_tokenizer(path, first, by_package=False):
+    """OwnTokenizer, but not if by_package, or AnyTokenizer. first: the token in front of each document."""
     if not os.path.isdir(path):
         return AnyTokenizer(path, first)
     file, head = os.path.join(path, NAMES[0]), read_head(os.path.join(path, NAMES[1]))
     number = id_of(file, text := read(file), head)
-    if head and head.merges == MERGES_LISTED and first == END_OF_TEXT:
+    if head and head.merges == MERGES_LISTED and first == END_OF_TEXT and not by_package:
         settings_of(file, text)                     # says which of them the tool does not have
         return OwnTokenizer(path, head)
     return AnyTokenizer(file, first, number)

@@ -43,6 +43,7 @@ import debian                                       # noqa: E402
 import english                                      # noqa: E402
 import fetch                                        # noqa: E402
 import answers                                      # noqa: E402
+from chat_templates import ChatTemplate, template_text      # noqa: E402
 from doubles import Known                           # noqa: E402
 from any_tokenizer import NAMES, any_tokenizer, train      # noqa: E402
 from documents import (Reader, exists, first_line, kind_of, looks_like_texts, need_pyarrow,   # noqa: E402
@@ -423,9 +424,9 @@ def make_shards(dataset, args):
     if dataset.kind == "english":
         recipe["list"], recipe["add"] = fetch.sha256_of(args.list), args.add
     if dataset.name == "answers":
-        recipe["chat_template"], recipe["row_tokens"] = answers.CHAT_TEMPLATE, args.row_tokens
-        recipe.update({"last_answer": True} if args.last_answer else {})
-        reader = answers.Conversations(*reading, last_answer=args.last_answer)
+        recipe["chat_template"] = args.template.sha256 if args.template else answers.CHAT_TEMPLATE
+        recipe.update({"last_answer": True} if args.last_answer else {}, row_tokens=args.row_tokens)
+        reader = answers.Conversations(*reading, last_answer=args.last_answer, template=args.template)
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")
     with alone(work):
         facts = known_facts(args.out, recipe, args.restart)
@@ -682,8 +683,13 @@ def check_arguments(dataset, args):
             raise Problem(f"'{args.out}' has no name for the shards", "--out takes a folder of their own")
     if args.tokenizer and args.bytes:
         raise Problem("--bytes and --tokenizer name two tokenizers", "leave one out")
-    if args.tokenizer:
-        args.tokenizer = any_tokenizer(args.tokenizer, args.document_token)
+    args.template = None
+    if path := args.tokenizer:
+        text = template_text(path) if dataset.name == "answers" else None
+        args.tokenizer = any_tokenizer(path, args.document_token, bool(text))
+        if text:
+            args.template = ChatTemplate(text, path, args.tokenizer.chat_encoder()[1])
+            print(f"conversations are written by the chat template of '{path}'")
     args.out = args.out or os.path.relpath(os.path.join(HERE, dataset.name))
     if args.val_tokens is None:
         args.val_tokens = dataset.val_tokens

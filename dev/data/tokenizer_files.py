@@ -25,6 +25,7 @@ COPY = "copy the tokenizer's two files anew, from beside the shards"
 GPT2_ID, BYTES_ID = 1, 2                 # what C++ and shards know them by
 GPT2_MERGES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "gpt2_bpe", "vocab.bpe")
 GPT2_PATTERN = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+TEMPLATE_1 = "{{ eos_token }}{% for message in messages %}{% set part = namespace("     # how its Jinja begins
 MARK = "\ufdd0"                         # no character: Unicode keeps it for a program's own use
 DROP_MARK = {"type": "Replace", "pattern": {"String": MARK}, "content": ""}
 

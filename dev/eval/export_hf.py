@@ -52,7 +52,7 @@ except ImportError as error:    # .venv, which setup.sh has filled, has it: the 
 from fetch import Problem                           # noqa: E402
 from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_characters,     # noqa: E402
                              for_chats, gpt2_vocabulary, id_of, merges_of, read_head, settings_of,
-                             token_ids, tokenizer_bin, tokenizer_config, tokenizer_json)
+                             TEMPLATE_1, token_ids, tokenizer_bin, tokenizer_config, tokenizer_json)
 
 OWN_NAMES = "tokenizer.json", "tokenizer.bin"       # as get.py has put them beside the shards
 MARKS = "{# marks #}"
@@ -62,8 +62,7 @@ ROLES = ("{% elif part.text or message['role'] not in ['system', 'developer'] %}
 ROLES_0_1 = ("{% elif part.text or message['role'] != 'system' %}{% set part.text = "         # of release 0.1
              "('System: ' if message['role'] == 'system' else 'User: ') ~ part.text ~ '\\n\\n' %}{% endif %}")
 CHAT_TEMPLATES = {0: None, 1: (                     # as llmc/data/chat_template.h writes conversations
-    "{{ eos_token }}{% for message in messages %}"
-    "{% set part = namespace(text=message['content'].strip(' \\n\\t\v\f\\r')) %}"
+    TEMPLATE_1 + "text=message['content'].strip(' \\n\\t\v\f\\r')) %}"
     "{% if message['role'] == 'assistant' %}{% set part.text = 'Assistant: ' ~ part.text %}" + ROLES + MARKS +
     "{{ part.text }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}")}

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import sys
 import types
 
@@ -523,6 +524,92 @@ def test_same_tokens(kind):
         assert all(counted[i] for i in range(1, len(want)) if want[i] == end) and not counted[0]
         tokens[at:at + len(want)] = [-1] * len(want)
     assert set(tokens) <= {-1, end}
+
+
+# Chat templates in the manner of ChatML, Llama 3, Zephyr, Mistral and Qwen3, and what they make of OWN_SAID;
+# between \1 and \2 is what counts.
+OWN_SAID = [("s", "S "), ("u", " Q"), ("a", "A "), ("u", "<|im_end|>"), ("a", "B</s>")]
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+          "{% generation %}{{ m.content + '<|im_end|>' }}{%- endgeneration %}{{ '\\n' }}{% endfor %}" + ASKS)
+OWN_TEMPLATES = {
+    CHATML: "<|im_start|>system\nS <|im_end|>\n<|im_start|>user\n Q<|im_end|>\n<|im_start|>assistant\n"
+            "\1A <|im_end|>\2\n<|im_start|>user\n{im_end}<|im_end|>\n<|im_start|>assistant\n"
+            "\1B{eos}<|im_end|>\2\n",
+    "{{ bos_token -}}\n{% for m in messages %}\n    {% if m.role == 'system' %}\n{% continue %}{% endif %}"
+    "{{ m.role + ':' + m.content | trim + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}":
+            "<s>user:Q</s>assistant:\1A</s>\2user:{im_end}</s>assistant:\1B{eos}</s>\2",
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' ~ m.content ~ '[/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' ~ m.content ~ eos_token }}{% endif %}{% endfor %}":
+            "[INST] Q[/INST]\1 A </s>\2[INST]{im_end}[/INST]\1 B{eos}</s>\2",
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if loop.last and m.role == 'assistant' %}"
+    "{{ '<think></think>' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}" + ASKS:
+            "<|im_start|>system\nS <|im_end|><|im_start|>user\n Q<|im_end|><|im_start|>assistant\n"
+            "\1A <|im_end|>\2<|im_start|>user\n{im_end}<|im_end|><|im_start|>assistant\n"
+            "\1<think></think>B{eos}<|im_end|>\2"}
+SPECIAL = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
+
+
+def own_template(template, folder="tok", settings=True):
+    """A tokenizer of bytes with four special tokens more. Those in messages are text."""
+    vocab, _ = tokenizer_files.vocabulary([])
+    fast = json.loads(tokenizer_files.tokenizer_json(vocab, []))
+    fast["added_tokens"] += [{**fast["added_tokens"][0], "id": 257 + i, "content": text}
+                             for i, text in enumerate(SPECIAL)]
+    write(folder + "/tokenizer.json", json.dumps(fast))
+    write(folder + "/tokenizer.bin", tokenizer_files.tokenizer_bin(json.dumps(fast).encode(), END))
+    if settings:
+        write(folder + "/tokenizer_config.json", json.dumps(
+            {"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "</s>"}, "x_token": 0}))
+    else:
+        write(folder + "/chat_template.jinja", template)
+    return folder
+
+
+@pytest.mark.parametrize("template", OWN_TEMPLATES)
+def test_own_template(template):
+    """A conversation's tokens are those of what its tokenizer's template writes; its answers count, each with
+    its end."""
+    pytest.importorskip("jinja2")
+    package = pytest.importorskip("tokenizers").Tokenizer
+    write_rows([OWN_SAID])
+    words = ["--tokenizer", own_template(template)]
+    out = makes("--row-tokens", 300, "--val-tokens", 0, "--restart", kind=words)
+    assert "written by the chat template of 'tok'" in out
+    encoder, ids, counted = package.from_file("tok/tokenizer.json"), [256], [0]
+    for part in OWN_TEMPLATES[template].replace("\2", "\1\2").split("\1"):
+        in_answer, part = not part.startswith("\2") and len(ids) > 1, part.removeprefix("\2")
+        for text in re.split(r"({\w+})", part):      # a special token in a message is text
+            encoder.encode_special_tokens = text.startswith("{")
+            text = {"{im_end}": "<|im_end|>", "{eos}": "</s>"}.get(text, text)
+            found = encoder.encode(text, add_special_tokens=False).ids
+            ids, counted = ids + found, counted + [int(in_answer)] * len(found)
+    path, = glob.glob("qa/qa_train_*.bin")
+    tokens, mask = array.array("H", read(path)[1024:]).tolist(), list(read("qa/qa_train_000001.mask"))
+    assert tokens[:len(ids)] == ids and mask[:len(ids)] == counted
+    assert set(tokens[len(ids):]) == {256} and not any(mask[len(ids):])
+    assert array.array("i", read(path)[:1024])[SHARD_CHAT] == 0
+    makes("--row-tokens", 300, "--val-tokens", 0, "--restart", "--last-answer", kind=words)
+    last = len(ids) - 1 - counted[::-1].index(0, counted[::-1].index(1))
+    assert list(read("qa/qa_train_000001.mask"))[:len(ids)] == [0] * (last + 1) + counted[last + 1:]
+
+
+def test_own_template_refused():
+    pytest.importorskip("jinja2")
+    pytest.importorskip("tokenizers")
+    write_rows([OWN_SAID])
+    missing, fails = "message 3, an answer, is not found", "the tokenizer's chat template fails"
+    for template, said in (("{% for m in messages %}{{ m.content + '\n' }}{% endfor %}", missing),  # no end
+                           (CHATML.replace("messages %}", "messages[::-1] %}"), missing),
+                           (CHATML.replace("m.content +", "m.content | upper + 'x' +"), missing),
+                           (CHATML.replace("m.content", "'no'"), missing),
+                           ("{{ raise_exception('Roles must') }}", f"line 1: {fails}: Roles must"),
+                           ("{{ messages.clear() }}", fails), ("{{ strftime_now('%d') }}", "strftime_now"),
+                           ("{% for %}", f"'tok': {fails}")):
+        refused(said, kind=["--tokenizer", own_template(template)])
+    words = ["--tokenizer", own_template("{{ bos_token }}" + CHATML, "bare", settings=False)]
+    refused("'bare' has no tokenizer_config.json, which says what bos_token", kind=words)
 
 
 @pytest.mark.parametrize("change", [lambda added: added[0].update(single_word=True), list.clear])

@@ -1,0 +1,104 @@
+"""A tokenizer's own chat template, for get.py answers, rendered by Jinja as transformers renders it. But
+strftime_now is missing: a set must not depend on the day.
+
+    text = template_text("Qwen3-0.6B")          # its folder, or its tokenizer.json; None: chat template 1
+    template = ChatTemplate(text, "Qwen3-0.6B", marks)
+    template.pieces(where, messages)            # what stands before an answer, the answer, ..., the rest
+"""
+import functools
+import hashlib
+import json
+import os
+import re
+
+from documents import reading
+from fetch import Problem, need
+from tokenizer_files import TEMPLATE_1
+
+CURE = "a tokenizer.json in a folder of its own gets chat template 1"
+GENERATION = re.compile(r"({%-?\s*)(end)?generation(\s*-?%})")      # marks an answer, and writes nothing
+
+
+def beside(path, name):
+    """The text of this file of the tokenizer's folder, or "" """
+    file = os.path.join(path if os.path.isdir(path) else os.path.dirname(path), name)
+    if not os.path.isfile(file):
+        return ""
+    with reading(file), open(file, encoding="utf-8") as f:
+        return f.read()
+
+
+def settings_of(path):
+    with reading(name := "tokenizer_config.json"):
+        return json.loads(beside(path, name) or "{}")
+
+
+def template_text(path):
+    text = beside(path, "chat_template.jinja") or settings_of(path).get("chat_template")
+    if isinstance(text, list):                  # several, by names
+        text = {named["name"]: named["template"] for named in text}.get("default")
+    return None if not text or text.startswith(TEMPLATE_1) else text
+
+
+class ChatTemplate:
+    def __init__(self, text, path, marks):
+        """marks: as for_chats() returns them, {special token: what it is in a message}."""
+        need("jinja2", "no chat template can be rendered", "jinja2")
+        from jinja2 import ext, meta, sandbox
+        self.marks = marks
+        self.special = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
+        tokens = {name: value.get("content") if isinstance(value, dict) else value
+                  for name, value in settings_of(path).items() if name.endswith("_token")}
+        self.tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
+        self.sha256 = hashlib.sha256(json.dumps([text, self.tokens]).encode()).hexdigest()
+        jinja = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                      extensions=[ext.loopcontrols])
+        jinja.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        jinja.globals["raise_exception"] = self.refuse
+        text = GENERATION.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true") + tag[3], text)
+        self.template = self.tried(f"'{path}'", jinja.from_string, text)
+        names = meta.find_undeclared_variables(jinja.parse(text))
+        unknown = [name for name in names if name.endswith("_token")]
+        if unknown and not beside(path, "tokenizer_config.json"):
+            raise Problem(f"'{path}' has no tokenizer_config.json, which says what {min(unknown)} is",
+                          "copy it from where the tokenizer is from; its chat template writes it")
+
+    def refuse(self, why):
+        raise ValueError(why)
+
+    def tried(self, where, function, *args, **more):
+        try:
+            return function(*args, **more)
+        except Exception as error:              # a template is a program: it may do anything wrong
+            raise Problem(f"{where}: the tokenizer's chat template fails: {error}",
+                          CURE) from error
+
+    def marked(self, message):
+        """Without what is None: parquet gives each message the fields of all."""
+        texts = {name: value for name, value in message.items() if value is not None}
+        for name, value in texts.items():
+            if isinstance(value, str):
+                texts[name] = self.special.sub(lambda found: self.marks[found[0]], value)
+        return texts
+
+    def pieces(self, where, messages):
+        messages = list(map(self.marked, messages))
+
+        def rendered(count, asks):
+            """Of the first messages; asks: with what asks for an answer behind them."""
+            return self.tried(where, self.template.render, messages=messages[:count], tools=None,
+                              documents=None, add_generation_prompt=asks, **self.tokens)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        whole, found, at = rendered(answers[-1] + 1, False), [], 0
+        for i in answers:
+            asked, text = rendered(i, True), messages[i]["content"].strip()
+            end = self.special.search(whole, len(asked))
+            answer = whole[len(asked):end.start()].strip() if end else ""
+            if not end or len(asked) < at or not whole.startswith(asked) or bool(text) != bool(answer) or \
+                    not (text.endswith(answer) or answer.endswith(text)):
+                raise Problem(f"{where}: message {i + 1}, an answer, is not found in what the tokenizer's "
+                              "chat template writes",
+                              "it must follow what asks for it, and a special token must end it; " + CURE)
+            found += [whole[at:len(asked)], whole[len(asked):end.end()]]
+            at = end.end()
+        return [*found, whole[at:]]
