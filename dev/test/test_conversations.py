@@ -217,10 +217,11 @@ def test_lists_alone():
     said = some_conversations(4, 20)
     write_rows(said)
     makes("--row-tokens", 64, out="rows")
-    write("lists.jsonl", "".join(json.dumps(messages(*some)) + "\n" for some in said))
-    makes("--row-tokens", 64, out="lists", origin="lists.jsonl")
-    for path in glob.glob("rows/rows_*"):
-        assert read(path) == read(path.replace("rows", "lists"))
+    for of_form in messages, lambda *some: speakers(some):
+        write("lists.jsonl", "".join(json.dumps(of_form(*some)) + "\n" for some in said))
+        makes("--row-tokens", 64, "--restart", out="lists", origin="lists.jsonl")
+        for path in glob.glob("rows/rows_*"):
+            assert read(path) == read(path.replace("rows", "lists"))
 
 
 def speakers(said):

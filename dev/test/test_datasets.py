@@ -723,7 +723,8 @@ def test_tables(separator, name):
     """A column's texts, as they were written, from many blocks. Who names no column is told them."""
     rng = random.Random(5)
     words = "a", '"', ",", "\t", "\n", "\r\n", "\u2028", "é", " "
-    texts = ["".join(rng.choices(words, k=rng.randrange(900))) for _ in range(3000)] + ["long" * 50000]
+    texts = ["".join(rng.choices(words, k=rng.randrange(900))) for _ in range(3000)]
+    texts += ["long" * 50000, "a\u2028\x0bb"]
     f = io.StringIO(newline="")
     csv.writer(f, delimiter=separator).writerows([["id", "my text"], *enumerate(texts)])
     data = ("\ufeff" + f.getvalue()).encode()
