@@ -84,10 +84,14 @@ class Run:
         """Its model, how much it was trained, and its last values."""
         model = os.path.basename(str(self.settings.get("model", "")).rstrip("/"))
         trained = f"{short(self.steps * self.batch)} tokens" if self.batch else f"{self.steps:,} steps"
-        words = {"val": "validation loss"} if "val" in self.curves else {"train": "training loss"}
+        words = {"val": "validation loss"} if self.validated("val") else {"train": "training loss"}
         words.update({"eval": "accuracy"} if "eval" in self.curves else {})
         return [model] * bool(model) + [trained] + [
             f"{word} {self.curves[name][1][-1]:.3f}" for name, word in words.items()]
+
+    def validated(self, name):
+        """Also after the beginning, or nothing else is known."""
+        return name in self.curves and (self.curves[name][0][-1] > 0 or "train" not in self.curves)
 
     def is_on_fineweb(self):
         """Its losses are in nats per token of GPT-2's, on the text of which GPT-2's is known. FineWeb-Edu is
@@ -193,11 +197,16 @@ def smooth(values):
 
 
 def write_ends(axes, ends, form, gap):
-    """The curves' last values, to the right of the axes; one that would cover another stands above it."""
-    to_axes, (low, high), at = axes.transData + axes.transAxes.inverted(), axes.get_ylim(), -1
-    for value, color in sorted(end for end in ends if low <= end[0] <= high):
+    """The curves' last values, to the right of the axes; one that would cover another stands above it, and
+    all below the title."""
+    to_axes, (low, high), at, places = axes.transData + axes.transAxes.inverted(), axes.get_ylim(), -1, []
+    ends = sorted(end for end in ends if low <= end[0] <= high)
+    for value, _ in ends:
         at = max(at + gap, to_axes.transform((0, value))[1])
-        axes.text(1.01, at, form.format(value), color=color, size=10, va="center", transform=axes.transAxes)
+        places.append(at)
+    for above, at, (value, color) in zip(itertools.count(len(ends) - 1, -1), places, ends):
+        axes.text(1.01, min(at, 1 - gap * above), form.format(value), color=color, size=10, va="center",
+                  transform=axes.transAxes)
 
 
 def draw_panel(axes, panel, runs, levels):
@@ -212,8 +221,12 @@ def draw_panel(axes, panel, runs, levels):
             axes.plot(at, values, color=color, alpha=0.25, linewidth=0.8)
             seen.append(min(values))
             values = smooth(values)
-        elif kind == "val" and at[0] == 0 and len(at) > 1 and values[0] > values[1] + 1:
-            at, values = at[1:], values[1:]             # else a long chord from before training
+        elif kind == "val" and at[0] == 0:
+            later = values[1:2] or run.curves.get("train", ([], []))[1][-1:]
+            if later and values[0] > later[0] + 1:      # else a long chord from before training
+                at, values = at[1:], values[1:]
+            if not at:
+                continue
         seen += values[len(values) // 10:] if name in NOISY else values     # the fall before that is cut off
         if alone:
             color = colors.get(name, color)
@@ -223,7 +236,8 @@ def draw_panel(axes, panel, runs, levels):
         line = "" if kind == "val" and (len(at) < FEW or not alone) else "--" if kind == "val" else "-"
         axes.plot(at, values, color=color, linestyle=line, label=label,
                   marker="o" if kind in ("val", "eval") and len(at) < 100 else None)
-        ends[name if alone else run] = values[-1], color
+        if kind != "val" or run.validated(name):        # that of before training is no end
+            ends[name if alone else run] = values[-1], color
     for level, label in levels:
         axes.axhline(level, color="gray", linestyle=":", label=f"{label} {level:.3f}")
     seen = list(filter(math.isfinite, seen)) or [0]

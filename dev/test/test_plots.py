@@ -118,7 +118,7 @@ def test_plot_reads():
           "s:1 trl:nan lr:0.000002 norm:inf ms:7\n")
     run = plot_log.Run("llmc")
     assert run.curves["lr"] == ([0, 1], [1e-6, 2e-6]), "llm.c's log, and no other file"
-    assert run.curves["val"] == ([0], [11.1]) and run.facts() == ["2 steps", "validation loss 11.100"]
+    assert run.curves["val"] == ([0], [11.1]) and run.facts() == ["2 steps", "training loss nan"]
     write("old/main.log", "s:0 trl:11.0\n")
     assert plot_log.Run("old/main.log").curves == {"train": ([0], [11.0])}, "an old log of llm.c"
     os.symlink("metrics.jsonl", "old/metrics.jsonl")            # a link to itself: not as if there was none
@@ -244,6 +244,26 @@ def test_plot_of_a_mixture():
     assert "validation" in curves and not [name for name in curves if "GPT-2" in name]
     made_run("other")
     assert [name for name in draw("mix", "other")[2][0] if "web" in name or "code" in name] == []
+
+
+def test_before_the_second_validation():
+    """The untrained model's loss is no end, and stretches the picture only while training is near it."""
+    for name, last, curves in (("near", 9.5, {"training, smoothed", "validation"}),
+                               ("far", 4, {"training, smoothed"})):
+        write(f"{name}/main.log", f"s:0 tel:10.0\ns:0 trl:10.0\ns:1 trl:{last}\n")
+        figure, panels, [drawn] = draw(name)
+        assert drawn.keys() - {"_child0"} == curves
+        assert figure.get_suptitle() == f"{name} · 2 steps · training loss {last:.3f}"
+        assert [text.get_text() for text in panels[LOSS].texts] == [f"{last:.3f}"]
+
+
+def test_labels_end_below_the_title():
+    for i in range(5):
+        write(f"up{i}/main.log", f"s:0 trl:1.0\ns:9 trl:{2 + i / 1000}\n")
+    [axes] = draw(*(f"up{i}" for i in range(5)))[0].axes
+    places = [text.get_position()[1] for text in axes.texts]
+    assert len(places) == 5 and max(places) <= 1
+    assert all(above - below > 0.049 for below, above in zip(places, places[1:])), "overlap"
 
 
 @pytest.mark.parametrize("data, model, known", [
