@@ -14,6 +14,7 @@ import sys
 import tempfile
 from array import array
 
+from documents import size_of
 from fetch import Problem, need
 from shards import KINDS, replace_file
 from tokenizer_files import (END_OF_TEXT, GPT2_ID, MERGES_LISTED, for_chats, id_of, read_head, settings_of,
@@ -26,6 +27,8 @@ AT_ONCE = 1000              # documents that the package encodes side by side
 
 def read(path):
     try:
+        if os.path.exists(path):
+            size_of(path)                       # a pipe would be waited for
         with open(path, "rb") as f:
             return f.read()
     except OSError as error:

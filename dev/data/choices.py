@@ -116,7 +116,7 @@ def read_questions(name, path):
             context, completions, label = ASKED[name](row)
             is_text = all(isinstance(text, str) for text in (context, *completions))
             right = completions[label] if label >= 0 and is_text else None
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
             right = None
         if right is None:
             raise Problem(f"'{path}' {where} is no question of {name}: {str(row)[:200]}",

@@ -70,6 +70,9 @@ def reading(path):
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise Problem(f"'{path}' is damaged: {error}", "fetch it again") from error
     except OSError as error:
+        if "too much memory for decoding" in str(error):        # pyarrow, of zstd
+            raise Problem(f"'{path}' was packed with a longer window than 128 MiB",
+                          "zstd -dc --long=31 FILE unpacks it") from error
         raise Problem(f"cannot read '{path}': {error.strerror or error}", "is the file whole?") from error
     except MemoryError as error:
         raise Problem(f"cannot read '{path}': there is no memory for a row, or a line, of it",
@@ -281,7 +284,8 @@ class Reader:
         import pyarrow.parquet as parquet
         number = 0
         try:
-            with parquet.ParquetFile(path) as f:
+            # by pages: a group of rows may be larger than memory
+            with parquet.ParquetFile(path, buffer_size=BLOCK, pre_buffer=False) as f:
                 for batch in f.iter_batches(1024, columns=self.columns(f"'{path}'", f.schema_arrow.names)):
                     texts = [field.name for field in batch.schema
                              if field.type in (pyarrow.string(), pyarrow.large_string())]
@@ -294,6 +298,8 @@ class Reader:
                             if row[name] is not None:
                                 row[name] = row[name].decode("utf-8", self.errors)
                         yield f"'{path}' row {number}", self.text_of(row)
+        except MemoryError:                     # pyarrow's is both
+            raise
         except pyarrow.ArrowException as error:
             raise Problem(f"'{path}' is no whole parquet file: {str(error).splitlines()[0]}",
                           "fetch it again") from error

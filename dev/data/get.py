@@ -626,6 +626,8 @@ OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": None}
 OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
 OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
 OF_TOKENIZERS = {"tokenizer": None, "document_token": END_OF_TEXT}
+NUMBERS = {"shards": (0, 10**15), "val_tokens": (0, 10**15), "shard_tokens": (1, 10**15),
+           "row_tokens": (1, 2**24)}            # as the C++ programs take them
 UNUSED = {"debian": OF_ROWS, "english": OF_ROWS, "choices": OF_SETS,        # and their defaults
           "shards": {**OF_SHARDS, **OF_TOKENIZERS},
           "tokenizer": {"bytes": False, "shard_tokens": SHARD_TOKENS, "shards": 0, "val_tokens": None,
@@ -635,18 +637,16 @@ UNUSED = {"debian": OF_ROWS, "english": OF_ROWS, "choices": OF_SETS,        # an
 
 def check_arguments(dataset, args):
     """What fits the data set; fills in what was not given."""
-    for name in ("shards", "val_tokens"):
-        if (getattr(args, name) or 0) < 0:
-            raise Problem(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
-    if args.row_tokens is not None and (dataset.name != "answers" or args.row_tokens < 1):
-        raise Problem(f"--row-tokens {args.row_tokens}: it belongs to answers, and is at least 1")
+    for name, (least, most) in NUMBERS.items():
+        if getattr(args, name) is not None and not least <= getattr(args, name) <= most:
+            raise Problem(f"--{name.replace('_', '-')} {getattr(args, name)}: it is {least} to {most}")
+    if args.row_tokens is not None and dataset.name != "answers":
+        raise Problem(f"--row-tokens {args.row_tokens}: it belongs to answers")
     if args.last_answer and dataset.name != "answers":
         raise Problem("--last-answer belongs to answers")
     if dataset.name == "answers":
         args.row_tokens = args.row_tokens or 1024
         args.text_field = args.text_field or "messages"
-    if args.shard_tokens < 1:
-        raise Problem(f"--shard-tokens {args.shard_tokens}: at least 1")
     try:
         args.encoding = codecs.lookup(args.encoding).name
         "".encode(args.encoding)
@@ -671,6 +671,8 @@ def check_arguments(dataset, args):
             raise Problem("hub takes --repo OWNER/NAME and --pattern 'data/*.parquet'",
                           "huggingface.co/datasets lists the repositories, and each its files")
         dataset.source, dataset.train = args.repo, args.pattern
+    if args.list != english.FILES:
+        size_of(args.list)                      # a pipe would be waited for
     if dataset.name != "english" and (args.add or args.list != english.FILES):
         raise Problem(f"--add and --list belong to english, not to {dataset.name}")
     if dataset.name != "hub" and (args.repo or args.pattern):
@@ -797,6 +799,11 @@ def main():
     except BrokenPipeError:                     # nobody reads what is printed, as with `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is left of it
         return 128 + signal.SIGPIPE
+    except MemoryError:
+        sys.stdout.flush()
+        print(f"error: get.py {args.name} found no more memory\n"
+              "hint: end other programs, or divide the files", file=sys.stderr)
+        return 1
     except OSError as error:
         sys.stdout.flush()
         print(f"error: '{error.filename}': {error.strerror}" if error.filename else f"error: {error}",

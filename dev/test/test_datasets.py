@@ -362,6 +362,9 @@ def test_shard_is_synced(monkeypatch):
     ("files --from in/e.txt --out o --encoding hex", ["--encoding hex"]),
     ("files --from /dev/zero --out o", ["'/dev/zero': it is a device"]),
     ("files --from in --out o --shard-tokens 0", ["--shard-tokens 0"]),
+    ("files --from in --out o --shards -1", ["--shards -1: it is 0 to 10"]),
+    ("files --from in/a.jsonl --out o --row-tokens 5", ["--row-tokens 5: it belongs to answers"]),
+    (f"answers --from in --out o --row-tokens {10**20}", [f"--row-tokens {10**20}: it is 1 to 16777216"]),
     ("tinystories --from in --out o --val-tokens 5", ["--val-tokens"]),
     (f"tinyshakespeare --from {GET} --out o", ["is not tinyshakespeare"])])
 def test_refused(words, said):
@@ -485,6 +488,7 @@ def test_not_foreseen():
     for function, error, said in (
             (("documents", "parse"), MemoryError(), "cannot read 'in/a.jsonl': there is no memory"),
             (("documents", "parse"), KeyError("x\ny"), "cannot read 'in/a.jsonl': KeyError: 'x"),
+            (("get", "make_source"), MemoryError(), "get.py files found no more memory"),
             (("get", "make_source"), TypeError("a\nb"), "get.py files failed: TypeError: a\n")):
         refused(*files("in", "out"), said=(said,), prepare=failing(function, error))
     write("in/deep.jsonl", '{"text": "a", "x": ' + "[" * 200000 + "]" * 200000 + "}\n")
@@ -543,6 +547,40 @@ def test_parquet():
           **hub(web))
     assert seen() == ["sample/10BT/000.parquet"]
     check_set("o4", [documents], 999, 9999)
+
+
+def test_pipes_are_not_waited_for():
+    write("in/a.txt", "text")
+    os.makedirs("tok")
+    os.mkfifo("tok/tokenizer.json")
+    for words in ((*files("in", "o"), "--tokenizer", "tok"), ("english", "--list", "tok/tokenizer.json"),
+                  (*files("in", "o"), "--tokenizer", "tok/tokenizer.json")):
+        refused(*words, said=("cannot read 'tok/tokenizer.json': it is a pipe",),
+                prepare=lambda: signal.alarm(20))
+
+
+def test_larger_than_memory():
+    """A group of parquet's rows is read by pages. What cannot be read says so, and no foreign word."""
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+    texts = [f"{i} " + "x" * 2000 for i in range(16000)]
+    parquet.write_table(pyarrow.table({"text": texts}), "a.parquet", row_group_size=len(texts),
+                        use_dictionary=False, compression="none")
+    before = pyarrow.total_allocated_bytes()
+    found = documents.Reader().documents("a.parquet")
+    assert next(found) == texts[0].encode() + b"\0"
+    assert pyarrow.total_allocated_bytes() - before < 16 << 20 < os.path.getsize("a.parquet")
+    assert sum(1 for _ in found) == len(texts) - 1
+
+    def no_memory():
+        def fails(*_, **__):
+            raise pyarrow.ArrowMemoryError("malloc of size 9 failed")
+        parquet.ParquetFile = fails
+    refused(*files("a.parquet", "o"), said=("read 'a.parquet': there is no memory",), prepare=no_memory)
+    frame = b"\x28\xb5\x2f\xfd\0\xa8\x29\0\0text\n"            # its window: 2 GiB
+    write("long.txt.zst", frame)
+    refused(*files("long.txt.zst", "o"), said=("'long.txt.zst' was packed with a longer window",
+                                               "hint: zstd -dc --long=31"))
 
 
 # ---- packed files of several streams ----
@@ -1288,6 +1326,7 @@ def test_pypi():
     ("hellaswag", "{\n", "hellaswag_val.jsonl"), ("hellaswag", '{"ctx": "x", "label": 0}\n', "_val.jsonl"),
     ("hellaswag", '{"ctx": "x", "label": 4, "endings": ["a", "b", "c", "d"]}\n', "hellaswag_val.jsonl"),
     ("hellaswag", '{"ctx": "x", "label": -1, "endings": ["a", "b", "c", "d"]}\n', "line 1"),
+    ("hellaswag", '{"ctx": "x", "label": 1e999, "endings": ["a", "b", "c", "d"]}\n', "line 1 is no question"),
     ("hellaswag", '{"ctx": "x", "label": 1, "endings": ["a", "b"]}\n' * 10041, "10041 questions, and hella"),
     ("mmlu", MMLU[:1500], "data.tar"), ("mmlu", archive({"data/x": b""}), "0 questions"),
     ("mmlu", archive({"data/test/a_test.csv": b"q,a,b,c,d,E\n"}), "a_test.csv row 1"),
@@ -1297,8 +1336,8 @@ def test_pypi():
     ("mmlu", archive({"data/test/a_test.csv": b"q," + b"a" * 200000 + b",b,c,d,A\n"}), "field larger than"),
     ("mmlu", archive({"data/test/a_test.csv": tarfile.DIRTYPE}), "a_test.csv is no file"),
     ("mmlu", archive({"data/test/a_test.csv": tarfile.SYMTYPE}), "data.tar' is damaged")],
-    ids=["no JSON", "no endings", "label", "below 0", "one less", "cut", "no questions", "no letter", "old",
-         "deep", "number", "long field", "folder", "link"])
+    ids=["no JSON", "no endings", "label", "below 0", "infinite", "one less", "cut", "no questions",
+         "no letter", "old", "deep", "number", "long field", "folder", "link"])
 def test_bad_questions(name, data, said):
     write("bad/" + ("data.tar" if name == "mmlu" else "hellaswag_val.jsonl"), data)
     refused(name, "--from", "bad", "--out", "out", said=[said])
