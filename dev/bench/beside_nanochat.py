@@ -2,7 +2,7 @@
 """nanochat's model and optimizer on our shards, beside a run of ours: losses by step and by second.
 
     git clone https://github.com/karpathy/nanochat          # tried with commit 92d63d4
-    python3 dev/bench/beside_nanochat.py ../nanochat --data dev/data/english/english --steps 600
+    python3 dev/bench/beside_nanochat.py ../nanochat --data 'dev/data/english/english_*' --steps 600
 
 From the checkout come nanochat/gpt.py, optim.py and what they import; nothing of it is changed. The rates,
 their scaling with the batch, and the schedules are those of scripts/base_train.py; all of its defaults hold,
