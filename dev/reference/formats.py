@@ -15,7 +15,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import xxhash
@@ -50,6 +50,8 @@ class Dims:
     C: int
     block: int = 0          # 0 sequential, 1 parallel, 2 parallel-tied: other than 0, it is not GPT-2
     norm: int = 0           # 0 layernorm, 1 rmsnorm: likewise
+    window: int = 0         # a layer of an S sees itself and the window - 1 tokens before; 0: no windows
+    pattern: str = ""       # of S and L, which sees all before it; repeated over the layers
 
     is_llama, mlp, qk_norm, norm_weights, tied = False, "gelu", False, True, True
     NKV = property(lambda self: self.NH)
@@ -61,8 +63,19 @@ class Dims:
     def Vp(self):
         return (self.V + 127) // 128 * 128
 
+    def window_of(self, l):
+        return self.window if self.window and self.pattern[l % len(self.pattern)] == "S" else 0
+
+    def windows(self):
+        """Those of all layers, as long as one hides something."""
+        found = [self.window_of(l) for l in range(self.L)]
+        return found if any(0 < window < self.maxT for window in found) else []
+
+    def window_text(self):
+        return f",window={self.window},pattern={self.pattern}" if self.window else ""
+
     def text(self):
-        return f"L{self.L},NH{self.NH},C{self.C},T{self.maxT},V{self.V}"
+        return f"L{self.L},NH{self.NH},C{self.C},T{self.maxT},V{self.V}" + self.window_text()
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,8 @@ class Llama(Dims):
         words += [word for word, (name, value) in LLAMA_WORDS.items()
                   if getattr(self, name) == value != getattr(Llama, name)]
         return "llama:" + ",".join(words + [f"{f.name}={getattr(self, f.name):g}" for f in fields(self)
-                                            if f.type is float and getattr(self, f.name) != f.default])
+                                            if f.type is float and getattr(self, f.name) != f.default]) \
+            + self.window_text()
 
 
 LLAMA_SIZES = {"L": "L", "NH": "NH", "NKV": "NKV", "HS": "HS", "C": "C", "F": "F", "T": "maxT", "V": "V"}
@@ -102,6 +116,15 @@ LLAMA_NAMES = {     # published shapes, 2048 positions at most; smollm2 and tiny
     "qwen3:0.6B": "llama:L28,NH16,NKV8,HS128,C1024,F3072,T2048,V151936,qk_norm,tied,theta=1e6,eps=1e-6",
     "qwen3:1.7B": "llama:L28,NH16,NKV8,HS128,C2048,F6144,T2048,V151936,qk_norm,tied,theta=1e6,eps=1e-6",
     "tinyllama:1.1B": "llama:L22,NH32,NKV4,HS64,C2048,F5632,T2048,V50257"}
+
+
+def with_windows(dims, text):
+    """dims with what stands behind a descriptor: "window=256,pattern=SSSL"; without a pattern all are S."""
+    m = re.fullmatch(r"window=(\d{1,8})(?:,pattern=([SL]{1,128}))?", text)
+    if not m or not 1 <= int(m[1]) <= 2**24 or len(m[2] or "S") > dims.L:
+        raise SystemExit(f"error: '{text}': windows are window=256 or window=256,pattern=SSSL: 1 to 2^24 "
+                         f"tokens, and S or L for each layer, {min(dims.L, 128)} at most")
+    return replace(dims, window=int(m[1]), pattern=m[2] or "S")
 
 
 def parse_llama(text):
@@ -149,6 +172,8 @@ def parse_model(text):
     """Dims of d12, gpt3:c768, L4,NH4,C128,T128,V256 or of a checkpoint file; Llama of the other family."""
     if os.path.isfile(text):
         return read_checkpoint_header(text)[0]
+    if "," in text and (at := re.search(",(window|pattern)=", text)):
+        return with_windows(parse_model(text[:at.start()]), text[at.start() + 1:])
     if text.startswith("llama:") or text in LLAMA_NAMES:
         return parse_llama(LLAMA_NAMES.get(text, text))
     if (m := re.fullmatch(r"m(\d+)", text)) and int(m[1]) % 2 == 0 and int(m[1]) > 0:
@@ -387,6 +412,17 @@ def llama_header(dims):
     return [1, dims.NKV, dims.HS, dims.F, MLPS[dims.mlp].number, bits, *floats]
 
 
+WINDOW_WORD, PATTERN_WORDS = 19, slice(20, 52)      # of a header; a pattern's letters are bytes, then zeros
+
+
+def windows_of_header(path, header, L):
+    window = int(header[WINDOW_WORD])
+    pattern = header[PATTERN_WORDS].tobytes().rstrip(b"\0").decode("latin1")
+    if not 1 <= window <= 2**24 or not re.fullmatch("[SL]{1,128}", pattern) or len(pattern) > L:
+        raise FileError(path, f"window {window}, pattern {pattern!r}: not windows of {L} layers")
+    return {"window": window, "pattern": pattern}
+
+
 def llama_of_header(path, header, **sizes):
     family, NKV, HS, F, mlp, bits = (int(v) for v in header[10:16])
     theta, eps, softcap = (float(str(v)) for v in header[16:19].copy().view("<f4"))      # 1e-05, not 9.99e-06
@@ -412,13 +448,17 @@ def read_checkpoint_header(path):
     with open_checked(path) as f:
         header = read_header(f, path, MAGIC_MODEL)
     version, maxT, V, L, NH, C, Vp = (int(v) for v in header[1:8])
+    windows, version = version >= 1000, version % 1000
+    if header[1] != version + 1000 * windows or version not in (3, 5, 103, 105, 203, 205):
+        raise FileError(path, f"version {header[1]}; 3 (fp32) and 5 (bf16) can be read, or 100 or 200 more, "
+                              "and 1000 more with windows")
     block, norm = (int(v) for v in header[8:10]) if version >= 100 else (0, 0)
+    sizes = {"maxT": maxT, "V": V, "L": L, "NH": NH, "C": C}
+    sizes.update(windows_of_header(path, header, L) if windows else {})
     if version >= 200:
-        dims = llama_of_header(path, header, maxT=maxT, V=V, L=L, NH=NH, C=C)
+        dims = llama_of_header(path, header, **sizes)
     else:
-        dims = Dims(maxT=maxT, V=V, L=L, NH=NH, C=C, block=block, norm=norm)
-    if version not in (3, 5, 103, 105, 203, 205):
-        raise FileError(path, f"version {version}; 3 (fp32) and 5 (bf16) can be read, or 100 or 200 more")
+        dims = Dims(**sizes, block=block, norm=norm)
     version %= 100
     fits = min(maxT, V, L, NH, C) >= 1 and (dims.is_llama or C % NH == 0)
     if not fits or Vp < V or block not in (0, 1, 2) or norm not in (0, 1):
@@ -474,8 +514,12 @@ def header_words(*values):
 def checkpoint_header(dims, version):
     """What is not GPT-2 has versions of its own."""
     own = 200 if dims.is_llama else 100 if dims.block or dims.norm else 0
-    return header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
-                        dims.block, dims.norm, *(llama_header(dims) if dims.is_llama else ()))
+    own += 1000 if dims.window else 0
+    header = header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
+                          dims.block, dims.norm, *(llama_header(dims) if dims.is_llama else ()))
+    header[WINDOW_WORD] = dims.window
+    header[PATTERN_WORDS] = np.frombuffer(dims.pattern.encode().ljust(128, b"\0"), "<i4")
+    return header
 
 
 def write_checkpoint(path, dims, params, version=3):

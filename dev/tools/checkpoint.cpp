@@ -86,14 +86,19 @@ static std::string model_error(const std::string& path) {
     const bool read = fread(h, sizeof(h), 1, f) == 1;
     fclose(f);
     if (!read || h[0] != kModelMagic) { return "is neither a state file nor a model file"; }
-    const bool llama = h[1] >= kModelLlama, variant = !llama && h[1] >= kModelVariant;
-    const int version = h[1] - (llama ? kModelLlama : variant ? kModelVariant : 0);
+    const bool windows = h[1] >= kModelWindows;
+    const int kind = h[1] - (windows ? kModelWindows : 0);
+    const bool llama = kind >= kModelLlama, variant = !llama && kind >= kModelVariant;
+    const int version = kind - (llama ? kModelLlama : variant ? kModelVariant : 0);
     if (version != kModelFp32 && version != kModelBf16) {
-        return format("has version %d; known are 3 (fp32) and 5 (bf16), 103 and 105, 203 and 205", h[1]);
+        return format("has version %d; known are 3 (fp32) and 5 (bf16), 103 and 105, 203 and 205, and 1000 "
+                      "more with windows", h[1]);
     }
     printf("  version %d (%s), maxT %d, V %d, L %d, NH %d, C %d, Vp %d\n", h[1],
            version == kModelFp32 ? "fp32" : "bf16", h[2], h[3], h[4], h[5], h[6], h[7]);
     if (variant) { printf("  not GPT-2: block %d, norm %d\n", h[8], h[9]); }
+    Config c = {};
+    if (windows) { windows_from_header(h, &c), printf("  windows%s\n", window_text(c).c_str()); }
     const double parameters = llama ? llama_parameters(h) : gpt2_parameters(h, variant);
     const double bytes = sizeof(h) + parameters * (version == kModelFp32 ? 4 : 2);
     if ((double)file_size(path.c_str()) != bytes) {

@@ -12,7 +12,8 @@ A model's file, model_*.bin: 256 int32 header, then the tensors in the table's o
 
 Version 3 holds fp32, version 5 bf16 (llm.c's numbers); any build loads both. A model that is not GPT-2 has
 version 103 or 105, so that nobody loads it as GPT-2. Two more words of its header name its block and norm.
-One of family Llama has 203 or 205, and its shape in words 10 to 18.
+One of family Llama has 203 or 205, and its shape in words 10 to 18. Any of these with windows has 1000 more:
+word 19 is Config::window, and words 20 to 51 are the pattern's letters, a byte each, zeros behind them.
 The version also stands for the meaning of the ops: another GELU or another epsilon needs new versions,
 because the tensors look the same.
 
@@ -30,6 +31,7 @@ same function differently, so such a file is read, with a note. Word 252 is Conf
 #include "../rand.h"                // gives: bf16_to_float, bf16_round_nearest, half_to_float, bits_of
 
 constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100, kModelLlama = 200;
+constexpr int kModelWindows = 1000, kModelWindowWord = 19;
 
 // ---- the checksum ----
 
@@ -82,6 +84,17 @@ static inline Config::Shape llama_from_header(const int* header) {
     return s;
 }
 
+// ---- windows ----
+static inline void windows_to_header(const Config& c, int* header) {
+    header[kModelWindowWord] = c.window;
+    memcpy(header + kModelWindowWord + 1, c.pattern.data(), c.pattern.size());
+}
+static inline void windows_from_header(const int* header, Config* c) {
+    const char* letters = (const char*)(header + kModelWindowWord + 1);
+    c->window = header[kModelWindowWord];
+    c->pattern.assign(letters, strnlen(letters, kMaxPattern));
+}
+
 // ---- reading ----
 
 // The apparent kind of a file that is no model; "" if not known.
@@ -123,19 +136,21 @@ static inline Config model_read_header(const char* path, FILE* f, ParamTable tab
     if (got < bytes) {
         die("'%s' is truncated: %zu bytes, a checkpoint's header alone has %zu", path, got, bytes);
     }
-    *version = header[1];
+    const bool windows = header[1] >= kModelWindows;
+    *version = header[1] - (windows ? kModelWindows : 0);
     const bool llama = *version >= kModelLlama, variant = *version >= kModelVariant;
     *version -= llama ? kModelLlama : variant ? kModelVariant : 0;
     if ((*version != kModelFp32 && *version != kModelBf16) || (llama && header[10] != (int)Family::Llama)) {
         die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16), 103 and 105 of what "
-            "is not GPT-2, and 203 and 205 of family llama", path, header[1]);
+            "is not GPT-2, 203 and 205 of family llama, and 1000 more with windows", path, header[1]);
     }
     Config c = {};
     if (llama) { c.family = Family::Llama, c.llama = llama_from_header(header); }
     if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
     c.chat = header[kModelChatWord];
-    std::string error = config_error(c);
+    if (windows) { windows_from_header(header, &c); }
+    std::string error = windows && c.window == 0 ? "window 0" : config_error(c);
     if (header[kModelResidualWord] != 0 && header[kModelResidualWord] != 1) {
         error = format("residual stream %d is not known", header[kModelResidualWord]);
     }
@@ -212,11 +227,12 @@ struct ModelWriter {
 
 static inline ModelWriter model_begin(const std::string& path, const Config& c, bool bf16) {
     const int kind = c.is_llama() ? kModelLlama : c.is_gpt2() ? 0 : kModelVariant;
-    const int version = (bf16 ? kModelBf16 : kModelFp32) + kind;
+    const int version = (bf16 ? kModelBf16 : kModelFp32) + kind + (c.window > 0 ? kModelWindows : 0);
     ModelWriter w = {atomic_open(path),
                      {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block, (int)c.norm},
                      Checksum(), bf16};
     if (c.is_llama()) { llama_to_header(c.llama, w.header); }
+    windows_to_header(c, w.header);
     w.header[kModelChatWord] = c.chat;
     atomic_write(&w.out, w.header, sizeof(w.header));
     checksum_add(&w.sum, w.header, sizeof(w.header));

@@ -29,9 +29,12 @@ config_facts and update_facts write facts; facts_config and facts_update read th
 static inline void config_facts(const Config& c, Facts* facts) {
     if (c.chat) { facts->push_back({"chat template", std::to_string(c.chat)}); }
     if (c.is_llama()) { return facts->push_back({"family", llama_text(c)}); }
-    facts->push_back({c.is_gpt2() ? "model" : "variant",
+    // a program without windows finds no model in a state with windows
+    facts->push_back({c.window > 0 ? "windowed" : c.is_gpt2() ? "model" : "variant",
                       format("%d %d %d %d %d %d", c.maxT, c.V, c.Vp, c.L, c.NH, c.C)});
     if (!c.is_gpt2()) { facts->push_back({"block and norm", format("%d %d", (int)c.block, (int)c.norm)}); }
+    if (c.window > 0) { facts->push_back({"window", std::to_string(c.window)}); }
+    if (c.window > 0) { facts->push_back({"pattern", c.pattern}); }
 }
 
 static inline Config facts_config(const Facts& facts) {
@@ -45,9 +48,14 @@ static inline Config facts_config(const Facts& facts) {
         return c;
     }
     const std::string *variant = facts_find(facts, "variant"), *kinds = facts_find(facts, "block and norm");
-    const std::string* text = variant ? variant : facts_find(facts, "model");
+    const std::string *windowed = facts_find(facts, "windowed"), *pattern = facts_find(facts, "pattern");
+    const std::string* text = windowed ? windowed : variant ? variant : facts_find(facts, "model");
+    if (windowed && pattern) { c.window = (int)fact_number(facts, "window", 1, kMaxT), c.pattern = *pattern; }
     int block = 0, norm = 0;
-    if (variant && (!kinds || sscanf(kinds->c_str(), "%d %d", &block, &norm) != 2)) { text = nullptr; }
+    if (windowed && !pattern) { text = nullptr; }
+    if ((variant || kinds) && (!kinds || sscanf(kinds->c_str(), "%d %d", &block, &norm) != 2)) {
+        text = nullptr;
+    }
     c.block = (Block)block, c.norm = (NormKind)norm;
     if (!text || sscanf(text->c_str(), "%d %d %d %d %d %d", &c.maxT, &c.V, &c.Vp, &c.L, &c.NH, &c.C) != 6) {
         die("the state to resume from does not say which model it is of");

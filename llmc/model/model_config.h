@@ -32,13 +32,21 @@ struct Config {
         float theta = 0.0f;             // of the rotary positions; 0: learned positions
         float eps = 1e-5f;              // of the norms
         float softcap = 0.0f;           // logits become softcap * tanh(logits / softcap); 0: they stay
+        int window = 0;                 // of layer(l): what its attention sees, as Mask has it
     } llama = {};
+    int window = 0;                     // of layers that are an S of the pattern, which is repeated; 0: none
+    std::string pattern = {};           // S and L, which sees all before it
 
     bool is_llama() const { return family == Family::Llama; }
     bool is_gpt2() const { return !is_llama() && block == Block::Sequential && norm == NormKind::Layer; }
     Shape shape() const { return is_llama() ? llama : Shape{NH, C / NH, 4 * C}; }
-    Shape layer(int) const { return shape(); }      // of layer l: today all layers are alike
+    Shape layer(int l) const {          // layers differ in their windows alone
+        Shape s = shape();
+        s.window = window > 0 && pattern[(size_t)l % pattern.size()] == 'S' ? window : 0;
+        return s;
+    }
 };
+constexpr int kMaxT = 1 << 24, kMaxPattern = 128;
 // The words of a shape that are there or not. Their order numbers the bits of a model file's word.
 struct ShapeFlag { const char* word; bool Config::Shape::*flag; bool means; };
 constexpr ShapeFlag kShapeFlags[] = {{"qk_norm", &Config::Shape::qk_norm, true},
@@ -88,9 +96,18 @@ static inline std::string config_error(const Config& c) {
         return format("mlp %d, theta=%g, eps=%g, softcap=%g, block %d, norm %d: not of the llama family",
                       (int)s.mlp, s.theta, s.eps, s.softcap, (int)c.block, (int)c.norm);
     }
-    if (c.L > 10000 || c.C > kMaxC || c.maxT > (1 << 24)) {
+    if (c.L > 10000 || c.C > kMaxC || c.maxT > kMaxT) {
         return format("L=%d C=%d T=%d: at most 10000 layers, %d channels, 2^24 positions", c.L, c.C, c.maxT,
                       kMaxC);
+    }
+    const int letters = (int)c.pattern.size(), most = std::min(kMaxPattern, c.L);
+    if (c.window < 0 || c.window > kMaxT || (c.window > 0) != (letters > 0)) {
+        return format("window=%d,pattern=%.130s: a window is 1 to %d tokens, and a pattern says whose it is",
+                      c.window, c.pattern.c_str(), kMaxT);
+    }
+    if (letters > most || c.pattern.find_first_not_of("SL") != std::string::npos) {
+        return format("pattern=%.130s: a letter for each layer, at most %d here: S has the window, L sees "
+                      "all", c.pattern.c_str(), most);
     }
     return "";
 }
@@ -100,6 +117,11 @@ static inline std::string float_text(float x) {
     int digits = 6;
     while (digits < 9 && strtof(format("%.*g", digits, x).c_str(), nullptr) != x) { digits++; }
     return format("%.*g", digits, x);
+}
+
+// What a descriptor says of windows.
+static inline std::string window_text(const Config& c) {
+    return c.window > 0 ? format(",window=%d,pattern=%s", c.window, c.pattern.c_str()) : "";
 }
 
 // Of family Llama: the descriptor that means this model, as descriptor_config reads it.
@@ -112,13 +134,18 @@ static inline std::string llama_text(const Config& c) {
         if (s.*f.flag == f.means) { text += std::string(",") + f.word; }
     }
     text += ",theta=" + float_text(s.theta) + ",eps=" + float_text(s.eps);
-    return s.softcap > 0.0f ? text + ",softcap=" + float_text(s.softcap) : text;
+    if (s.softcap > 0.0f) { text += ",softcap=" + float_text(s.softcap); }
+    return text + window_text(c);
 }
 
 // Reads one part of a descriptor, such as L12 or theta=1e4; false: it is none, or has come before.
 static inline bool config_part(const char* text, const std::string& part, Config* c) {
     Config::Shape& s = c->llama;
     const size_t equals = part.find('=');
+    if (part.substr(0, equals) == "pattern" && equals < part.size() - 1 && c->pattern.empty()) {
+        c->pattern = part.substr(equals + 1);
+        return true;
+    }
     double number;
     if (c->is_llama() && equals != std::string::npos && parse_double(part.substr(equals + 1), &number)) {
         const std::string name = part.substr(0, equals);
@@ -127,7 +154,6 @@ static inline bool config_part(const char* text, const std::string& part, Config
         for (const auto& f : floats) {
             if (name == f.name) { *f.value = (float)number; return true; }
         }
-        return false;
     }
     for (const ShapeFlag& f : kShapeFlags) {
         if (c->is_llama() && part == f.word) { s.*f.flag = f.means; return true; }
@@ -139,14 +165,15 @@ static inline bool config_part(const char* text, const std::string& part, Config
     const std::string letters = part.substr(0, digits);
     struct { const char* letters; int* value; bool llama; } fields[] = {
         {"L", &c->L, false}, {"NH", &c->NH, false}, {"C", &c->C, false}, {"T", &c->maxT, false},
-        {"V", &c->V, false}, {"NKV", &s.NKV, true}, {"HS", &s.HS, true}, {"F", &s.F, true}};
+        {"V", &c->V, false}, {"window=", &c->window, false}, {"NKV", &s.NKV, true}, {"HS", &s.HS, true},
+        {"F", &s.F, true}};
     int64_t value;
     for (const auto& field : fields) {
         if (letters != field.letters || *field.value != 0 || (field.llama && !c->is_llama())) { continue; }
         if (!parse_int(part.substr(digits), &value)) { return false; }
         if (value < 1 || value > INT_MAX) {
-            die("-e '%.80s': %s is %.40s, and must be 1 to %d", text, field.letters,
-                part.substr(digits).c_str(), INT_MAX);
+            die("-e '%.80s': %s is %.40s, and must be 1 to %d", text,
+                letters.substr(0, letters.find('=')).c_str(), part.substr(digits).c_str(), INT_MAX);
         }
         *field.value = (int)value;
         return true;
@@ -162,7 +189,8 @@ static inline std::string weights_hint(const std::string& name) {
 }
 
 // "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
-// "d12,V32768" is the size with another vocabulary.
+// "d12,V32768" is the size with another vocabulary. "d12,window=256,pattern=SSSL": of each four layers three
+// see 256 tokens, and the fourth all; without a pattern all layers have the window.
 // Of family Llama: "m12", "qwen3:0.6B" and the like, or explicit, see llama_text.
 static inline Config descriptor_config(const char* text) {
     // GPT-3: Brown et al. 2020, table 2.1. d6 and c384 are additions for experiments. m12 and m24: depth,
@@ -186,11 +214,11 @@ static inline Config descriptor_config(const char* text) {
         "\nhint: -e takes a model_*.bin, a folder of a run or by dev/hf.py import, d6 d12 d24 d36 d48, "
         "gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
         "m12 m24, smollm2:135M 360M, qwen3:0.6B 1.7B, tinyllama:1.1B, L4,NH4,C128,T128,V256, or "
-        "llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256";
-    std::string means = text, vocabulary;
-    const std::string name = means.substr(0, means.find(",V"));
+        "llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256; ,window=256,pattern=SSSL may follow";
+    std::string means = text, changes;
+    const std::string name = means.substr(0, means.find(','));
     for (const auto& size : sizes) {
-        if (name == size.name) { vocabulary = means.substr(name.size()); means = size.means; break; }
+        if (name == size.name) { changes = means.substr(name.size()); means = size.means; break; }
     }
     Config c = {};
     int64_t key;
@@ -202,13 +230,22 @@ static inline Config descriptor_config(const char* text) {
         c.llama = {}, c.llama.mlp = Mlp::SwiGlu, c.llama.tied = false, c.llama.theta = 10000.0f;
         means = means.substr(6);
     }
+    if (changes.find(",V") != std::string::npos) {
+        const size_t at = means.find(",V");
+        means.erase(at, means.find(',', at + 1) - at);
+    }
+    const size_t end_of_size = means.size();
+    means += changes;
     bool whole = true;
     for (size_t begin = 0; begin <= means.size();) {
         const size_t comma = std::min(means.find(',', begin), means.size());
-        whole = whole && config_part(text, means.substr(begin, comma - begin), &c);
+        const std::string part = means.substr(begin, comma - begin);
+        const std::string word = part.substr(0, part.find('='));
+        const bool may_follow = part[0] == 'V' || word == "window" || word == "pattern";
+        whole = whole && (begin <= end_of_size || may_follow) && config_part(text, part, &c);
         begin = comma + 1;
     }
-    if (!vocabulary.empty()) { c.V = 0; whole = whole && config_part(text, vocabulary.substr(1), &c); }
+    if (c.window > 0 && c.pattern.empty()) { c.pattern = "S"; }
     const bool all = c.L && c.NH && c.C && c.maxT && c.V;
     if (!whole && strncmp(text, "gpt2", 4) == 0) {
         die("-e %.80s: there is no such file or folder\n"
@@ -227,7 +264,7 @@ static inline Config descriptor_config(const char* text) {
 static inline void check_same_model(const Config& c, const Config& has, const char* path) {
     if (c.maxT != has.maxT || c.V != has.V || c.L != has.L || c.NH != has.NH || c.C != has.C ||
         c.Vp != has.Vp || c.block != has.block || c.norm != has.norm || c.family != has.family ||
-        (c.is_llama() && llama_text(c) != llama_text(has))) {
+        window_text(c) != window_text(has) || (c.is_llama() && llama_text(c) != llama_text(has))) {
         die("'%s' is another model than it was at the start", path);
     }
 }

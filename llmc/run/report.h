@@ -70,7 +70,10 @@ static inline void report_model(const Config& c, const std::vector<ParamSpec>& s
         muons += s.kind == Kind::Matrix ? s.layers.size() * s.elems : 0;
     }
     if (c.is_llama()) { printf("model: %s, %zu parameters\n", llama_text(c).c_str(), all); }
-    else { printf("model: L=%d NH=%d C=%d T=%d V=%d, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V, all); }
+    else {
+        printf("model: L=%d NH=%d C=%d T=%d V=%d%s, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V,
+               window_text(c).c_str(), all);
+    }
     if (details) {
         printf("%zu with weight decay, %zu without; wte padded to %d rows\n", decayed, all - decayed, c.Vp);
     }

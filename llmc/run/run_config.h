@@ -102,7 +102,7 @@ static const FlagTable kFlags = {
         "validation shards (glob), or a mixture, whose sources have a loss each"},
     {"e",   "model",           FLAG_STRING, &settings.model,          "d12",     1, 0, nullptr,
         "model_*.bin; the folder of a run or by dev/hf.py import; or d12 d24 d36 d48, gpt3:c768, "
-        "L4,NH4,C128,T128,V256",
+        "L4,NH4,C128,T128,V256; behind these ,window=256,pattern=SSSL",
         FLAG_FIXED},
     {"o",   "output-dir",      FLAG_STRING, &settings.output_dir,     "",        0, 0, nullptr,
         "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
