@@ -31,11 +31,12 @@ static double elements(const Rows& rows, size_t n) { return (double)rows.count *
 static Work product(double N, double C, double OC, double inp, double weight, double out) {
     return {N * C * inp + C * OC * weight + N * OC * out, 2 * N * C * OC};
 }
-// Tensors of the queries' and of the keys' heads, in floatX, and products. Causal: half of each product.
+// Tensors of the queries' and of the keys' heads, in floatX, and products. Causal: half of each product, and
+// of that the visited tiles.
 template <class Args>
 static Work attention_work(const Args& a, double of_queries, double of_keys, double products) {
-    const double rows = (double)a.B * a.T * a.HS;
-    return {kX * rows * (of_queries * a.NH + of_keys * a.NKV), products * rows * a.NH * a.T};
+    const double rows = (double)a.B * a.T * a.HS, scores = rows * a.NH * a.T * visited_tiles(a.mask, a.T);
+    return {kX * rows * (of_queries * a.NH + of_keys * a.NKV), products * scores};
 }
 
 template <class Args> static Work work(const Args&) { return {}; }

@@ -426,6 +426,11 @@ static const Config kLlama8 = descriptor_config("llama:L3,NH4,NKV2,HS16,C64,F176
 static const Config kNano8 = descriptor_config("llama:L3,NH3,NKV1,HS32,C64,F144,T18,V300,relu2,qk_norm,"
                                                "no_norm_weights,embed_norm,tied,softcap=15");
 
+// Layers of both kinds, in both families
+static const Config kWindows = descriptor_config("L2,NH2,C128,T70,V300,window=9,pattern=SL");
+static const Config kLlamaWindows = descriptor_config("llama:L3,NH4,NKV2,HS16,C40,F72,T17,V300,qk_norm,"
+                                                      "eps=0.01,window=5,pattern=SSL");
+
 // Both, and the first one with each activation that they lack
 static std::vector<Config> family(const Config& llama, const Config& nano) {
     std::vector<Config> all = {llama, nano};
@@ -562,6 +567,19 @@ static void test_peak_speed() {
                   want);
             reports_free(&reports);
         }
+    }
+    // a window of 256 leaves at most 5 tiles of 64 in a row of tiles
+    const struct { const char* model; int T; double share; } shares[] = {
+        {"m12", 1024, 1.0}, {"m12,window=1024", 1024, 1.0}, {"m12,window=1024", 70, 1.0},
+        {"d12,window=256,pattern=SSSL", 1024, (3 * 70.0 / 136 + 1) / 4}, {"d12,window=1", 130, 3.0 / 6},
+        {"d12,window=66", 256, 9.0 / 10}};
+    for (const auto& s : shares) {
+        const Config c = descriptor_config(s.model);
+        CHECK(fabs(visited_tiles(c, s.T) - s.share) < 1e-12, "%s, T=%d: %g visited", s.model, s.T,
+              visited_tiles(c, s.T));
+        const double looked_up = c.is_llama() ? (double)c.V * c.C : 0.0;
+        const double flops = step_flops(c, looked_up, s.T);
+        CHECK(fabs(flops - 6.0 * 12 * 768 * s.T * s.share) < 1e-3, "%s: FLOPs of attention", s.model);
     }
 }
 
@@ -2413,7 +2431,7 @@ static void add_scaled(double* sum, double factor, const double* x, int n) {
 // operands. In fp32 builds without TF32 it rounds to fp32 and so says what that type can do.
 static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)*/,
                              double* dqkv /*(B,T,NH+2*NKV,HS) zeros*/, Doubles qkv, const Doubles& dout,
-                             int B, int T, int NH, int NKV, int HS, bool tf32) {
+                             int B, int T, int NH, int NKV, int HS, Mask mask, bool tf32) {
     const Type type = type_of<floatX>();
     const double scale = 1.0 / sqrt((double)HS);
     Doubles dout_operand = dout;
@@ -2430,19 +2448,20 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
                 const size_t row = ((size_t)(b * T + t) * NH + h) * HS;
                 const double *q = &qkv[of(t, h)], *dO = &dout_operand[row];
                 double *O = out + row, *dq = dqkv + of(t, h), max = -HUGE_VAL, sum = 0.0;
-                for (int u = 0; u <= t; u++) {
+                const int first = mask.keys(t).within(T).first;
+                for (int u = first; u <= t; u++) {
                     p[u] = scale * dot(q, &qkv[of(u, k_head)], HS);
                     max = std::max(max, p[u]);
                 }
-                for (int u = 0; u <= t; u++) { p[u] = exp(p[u] - max); sum += p[u]; }
+                for (int u = first; u <= t; u++) { p[u] = exp(p[u] - max); sum += p[u]; }
                 lse[(size_t)(b * NH + h) * T + t] = max + log(sum);
                 std::fill(O, O + HS, 0.0);
-                for (int u = 0; u <= t; u++) {
+                for (int u = first; u <= t; u++) {
                     add_scaled(O, to_operand(p[u], tf32), &qkv[of(u, v_head)], HS);
                 }
                 for (int i = 0; i < HS; i++) { O[i] = round_to(type, O[i] / sum); }
                 const double D = dot(O, &dout[row], HS);
-                for (int u = 0; u <= t; u++) {
+                for (int u = first; u <= t; u++) {
                     const double prob = p[u] / sum, dp = dot(dO, &qkv[of(u, v_head)], HS);
                     const double ds = to_operand(prob * (dp - D), tf32);
                     add_scaled(dq, ds, &qkv[of(u, k_head)], HS);
@@ -2459,24 +2478,25 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
 }
 
 // `form`: what must run it, as attention_form says it; null: whatever does.
-static void test_attention(int B, int T, int NH, int NKV, int HS, const char* form = nullptr) {
+static void test_attention(int B, int T, int NH, int NKV, int HS, const char* form = nullptr,
+                           int window = 0) {
     const char* runs = attention_form(HS);
     const bool tf32 = strcmp(runs, "mma.sync (TF32)") == 0;
-    Case k(format("attention B=%d T=%d NH=%d NKV=%d HS=%d %s", B, T, NH, NKV, HS, runs));
+    Case k(format("attention B=%d T=%d NH=%d NKV=%d HS=%d window %d %s", B, T, NH, NKV, HS, window, runs));
     CHECK(!form || strcmp(form, runs) == 0, "%s: '%s' was to run it", k.title.c_str(), form);
     const size_t n = (size_t)B * T * NH * HS, all = (size_t)B * T * (NH + 2 * NKV) * HS;
     const size_t rows = (size_t)B * NH * T;
     compute(k, [&](auto at) {
         auto *qkv = at.x("qkv", In(all)), *out = at.x("out", Out(n, 5e-6)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out(rows, 5e-6));
-        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS});
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS, {window}});
         op<AttentionBackwardOf>(at, {at.x("dqkv", Out(all, 2e-5)),
                                    at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
-                                   dout, out, qkv, lse, B, T, NH, NKV, HS});
+                                   dout, out, qkv, lse, B, T, NH, NKV, HS, {window}});
     });
     Doubles out(n), lse(rows), dqkv(all);
     direct_attention(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, NKV, HS,
-                     tf32);
+                     {window}, tf32);
     k["out"].expect_as_good_as(out);
     k["dqkv"].expect_as_good_as(dqkv);
     if (tf32) { k["lse"].expect_as_good_as(lse); }
@@ -2590,17 +2610,17 @@ static void test_attention_groups(int HS, const char* form = nullptr) {
 }
 
 // Copies and products that overlap by chance: a thousand runs beside a kernel that takes SMs and memory away.
-static void test_attention_repeats(int HS) {
+static void test_attention_repeats(int HS, int window) {
     constexpr int B = 1, T = 300, NH = 4, NKV = 2;
-    Case k(format("attention, repeated, HS=%d", HS));
+    Case k(format("attention, repeated, HS=%d window %d", HS, window));
     const size_t n = (size_t)B * T * NH * HS, all = (size_t)B * T * (NH + 2 * NKV) * HS;
     const auto run = [&](auto at) {
         auto *qkv = at.x("qkv", In(all)), *out = at.x("out", Out(n)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out((size_t)B * NH * T));
-        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS});
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS, {window}});
         op<AttentionBackwardOf>(at, {at.x("dqkv", Out(all)),
                                    at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
-                                   dout, out, qkv, lse, B, T, NH, NKV, HS});
+                                   dout, out, qkv, lse, B, T, NH, NKV, HS, {window}});
     };
     const Stream beside = stream_create();
     const size_t bytes = 16 << 20;
@@ -2618,6 +2638,36 @@ static void test_attention_repeats(int HS) {
     stream_sync(beside);
     stream_destroy(beside);
     device_free(filled);
+}
+
+// Windows on both sides of every tile's border, in a form, in rows that end in a tile or with one, and where
+// query heads share keys. One that hides nothing leaves the bits of none.
+static void test_windows(int HS, const char* form) {
+    for (int T : {200, 256}) {
+        for (int window : {1, 16, 63, 64, 65, 127, 128, T - 1}) {
+            if (small_shapes && (T != 200 || window % 64 != 1)) { continue; }
+            test_attention(1, T, 2, T == 200 ? 1 : 2, HS, form, window);
+        }
+    }
+    const int T = 130, NH = 2, all = T * NH * HS;
+    const size_t scratch = attention_backward_scratch_bytes(1, T, NH) / 4;
+    std::vector<std::vector<unsigned char>> bits;
+    for (int window : {0, T, T + 1, 1 << 24}) {
+        Case k("attention, a window that hides nothing");
+        const auto run = [&](auto at) {
+            auto *qkv = at.x("qkv", In(3 * all)), *out = at.x("out", Out(all)), *dout = at.x("dout", In(all));
+            auto* lse = at.s("lse", Out(NH * T));
+            op<AttentionForwardOf>(at, {out, lse, qkv, 1, T, NH, NH, HS, {window}});
+            op<AttentionBackwardOf>(at, {at.x("dqkv", Out(3 * all)), at.s("scratch", Scratch(scratch)), dout,
+                                       out, qkv, lse, 1, T, NH, NH, HS, {window}});
+        };
+        run(OnDevice{&k});
+        stream_sync(0);
+        bits.push_back(k["out"].read<unsigned char>());
+        for (unsigned char byte : k["dqkv"].read<unsigned char>()) { bits.back().push_back(byte); }
+        CHECK(bits.back() == bits[0], "attention HS=%d T=%d: window %d has other bits than none", HS, T,
+              window);
+    }
 }
 
 // Every form at the head sizes that it serves, by all that chooses one: head size, --kernels, -f, and how
@@ -2638,6 +2688,7 @@ static void test_attention_forms() {
             }
         }
         for (int HS : {64, 32, 80, 128, 20}) { test_attention_groups(HS); }
+        for (int HS : {64, 32, 96, 128, 20}) { test_windows(HS, nullptr); }
         test_attention(1, 34, 1, 1, 512, "plain");
         if (small_shapes) { continue; }
         test_attention(1, 1024, 2, 2, 64);
@@ -2648,10 +2699,11 @@ static void test_attention_forms() {
         const char* sm90 = "sm90 (wgmma)";
         for (int HS : {64, 128, 48, 80, 96, 112}) {
             for (int T : {1, 63, 64, 65, 130, 257}) { test_attention(2, T, 2, 2, HS, sm90); }
-            test_attention_repeats(HS);
+            for (int window : {0, 100}) { test_attention_repeats(HS, window); }
             if (!small_shapes && HS % 64 == 0) { test_attention(1, 1024, 2, 2, HS, sm90); }
         }
-        for (int HS : {64, 96, 128}) { test_attention_groups(HS, sm90); }
+        for (int HS : {64, 96, 128}) { test_attention_groups(HS, sm90), test_windows(HS, sm90); }
+        if (!small_shapes) { test_attention(1, 1024, 2, 2, 128, sm90, 256); }
         test_attention(1, 130, 2, 2, 56, "mma.sync");
     }
 
@@ -3035,13 +3087,14 @@ static void test_decode_matmul(int N, int C, int OC) {
     }
 }
 
-static void test_decode_attention(int T, int NH, int NKV, int HS, const std::vector<int>& positions) {
+static void test_decode_attention(int T, int NH, int NKV, int HS, const std::vector<int>& positions,
+                                  int window = 0) {
     const int N = (int)positions.size(), C = NKV * HS;
-    Case k(format("decode_attention N=%d T=%d NH=%d NKV=%d HS=%d", N, T, NH, NKV, HS));
+    Case k(format("decode_attention N=%d T=%d NH=%d NKV=%d HS=%d window %d", N, T, NH, NKV, HS, window));
     check(k, [&](auto at) {
         op<DecodeAttentionOf>(at, {at.x("out", Out(N * NH * HS, 1e-5)), at.x("keys", InOut(N * T * C)),
                                  at.x("values", InOut(N * T * C)), at.x("qkv", In(N * (NH * HS + 2 * C))),
-                                 at.exact("positions", positions), N, T, NH, NKV, HS});
+                                 at.exact("positions", positions), N, T, NH, NKV, HS, {window}});
     });
 }
 
@@ -3100,6 +3153,9 @@ static void test_decoding() {
     test_decode_attention(33, 1, 1, 7, {32, 3});
     test_decode_attention(70, 6, 2, 64, {69, 64, 0});
     test_decode_attention(33, 4, 1, 40, {32, 3});
+    for (int window : {1, 63, 64, 65, 127, 128, 199, 200}) {
+        test_decode_attention(200, 4, 2, 64, {0, 1, 63, 64, 127, 199}, window);
+    }
     test_decode_rows(6, 40);
     for (const Sampling& s : {Sampling{0.0f, 0, 1.0f}, {1.0f, 0, 1.0f}, {0.7f, 5, 1.0f}, {1.3f, 0, 0.6f},
                               {0.8f, 40, 0.9f}, {1.0f, 1, 0.5f}, {1.0f, 0, 0.0f}, {1.0f, 0, 1.0f, 15.0f},
@@ -3365,7 +3421,7 @@ int main(int argc, char** argv) {
         if (mode == "model") {
             const bool given = !references.empty();
             if (!given) {
-                for (const char* name : {"ugly", "head64", "qwen", "relu2", "parallel", "tied"}) {
+                for (const char* name : {"ugly", "head64", "qwen", "relu2", "parallel", "tied", "windows"}) {
                     references.push_back(committed_reference(name));
                 }
             }
@@ -3391,7 +3447,9 @@ int main(int argc, char** argv) {
                 }
             }
             TEST("Llama's family") {
-                for (const Config& c : family(kLlama, kNano)) {
+                std::vector<Config> all = family(kLlama, kNano);
+                all.push_back(kLlamaWindows);
+                for (const Config& c : all) {
                     const char* name = kMlps[(int)c.llama.mlp].name;
                     const std::string text = llama_text(c);
                     CHECK(llama_text(descriptor_config(text.c_str())) == text, "%s", text.c_str());
@@ -3411,7 +3469,7 @@ int main(int argc, char** argv) {
                 for (const Config& c : {kTensorCore, kWide}) { test_side_by_side(c); }
             }
             TEST("recomputing, micro-steps") {
-                for (const Config& c : {kTiny, kTensorCore}) { test_variant(c, 0.0); }
+                for (const Config& c : {kTiny, kTensorCore, kWindows}) { test_variant(c, 0.0); }
                 if (kDeviceIsAsync && kLowPrecision) { test_variant(kWide, 0.0); }
             }
             if (!break_name && fp8_runs()) TEST("FP8: gradients, scales, skipped updates") {
@@ -3450,6 +3508,7 @@ int main(int argc, char** argv) {
             TEST("writing") {
                 test_writing("C=40 V=509 T=33", kTiny);
                 test_writing("head size 64, V=300 T=70", kTensorCore);
+                test_writing("windows, V=300 T=70", kWindows);
                 if (variants) {
                     Config parallel = kSmall;
                     parallel.block = Block::Parallel;

@@ -2688,7 +2688,8 @@ static void muon_update(const MuonUpdate& a, Stream stream) {
 // == 6.9 attention ==
 // Self-attention of each head, straight on the packed output of the qkv linear layer:
 //     S = Q K^T / sqrt(HS)     P = softmax(S) over the keys that the query sees     O = P V
-// Mask (ops.h) says what a query sees: itself, nothing later, and earlier keys without a gap.
+// Mask (ops.h) says what a query sees: itself, nothing later, and earlier keys without a gap. A kernel comes
+// without a window and with one (kWindow), which takes up to 13 registers more.
 // Forward:  qkv (B,T,NH+2*NKV,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,NH+2*NKV,HS) =
@@ -2759,10 +2760,10 @@ LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 
 // its blocks run, and short walks fill the end of the grid. The last section may have too many heads.
 constexpr int kSectionBytes = 8 << 20;
 
-template <Own kOwn, class Shape> struct AttentionBlock {
+template <Own kOwn, class Shape, bool kWindow> struct AttentionBlock {
     static constexpr bool kQueries = kOwn == Own::Queries;
     int T, NH, NKV, HS;
-    Mask mask;
+    Mask mask;                  // without kWindow the compiler knows it
     bool exists;
     int b;
     int h;                      // a head of queries: the block's own, or the first of the group
@@ -2773,7 +2774,7 @@ template <Own kOwn, class Shape> struct AttentionBlock {
 
     template <class Args>
     __device__ __forceinline__ explicit AttentionBlock(const Args& a)
-        : T(a.T), NH(a.NH), NKV(a.NKV), HS(a.HS), mask(a.mask) {
+        : T(a.T), NH(a.NH), NKV(a.NKV), HS(a.HS), mask(kWindow ? a.mask : Mask{}) {
         const int own_heads = kQueries ? NH : NKV, group = NH == NKV ? 1 : NH / NKV;
         const int bh = blockIdx.z * gridDim.x + blockIdx.x, head = bh % own_heads;
         exists = bh < a.B * own_heads;
@@ -2947,11 +2948,12 @@ __device__ __forceinline__ void plain_add(PlainRow& row, float factor, float wei
     }
 }
 
+template <bool kWindow>
 __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_forward_plain_kernel(const AttentionForward a, float scale) {
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<Own::Queries, PlainShape> block(a);
+    const AttentionBlock<Own::Queries, PlainShape, kWindow> block(a);
     if (!block.exists) { return; }
     const int query = block.row0 + warp;
     if (query >= a.T) { return; }
@@ -2978,14 +2980,14 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     if (lane == 0) { block.lse(a.lse)[query] = row_max + logf(sum); }
 }
 
-template <Own kOwn>
+template <Own kOwn, bool kWindow>
 __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_backward_plain_kernel(const AttentionBackward a, float scale) {
     constexpr bool kQueries = kOwn == Own::Queries;
     __shared__ PlainRow own_a[PlainShape::kOwned], own_b[PlainShape::kOwned];
     __shared__ PlainRow grad_a[PlainShape::kOwned], grad_b[PlainShape::kOwned];     // not yet scaled
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<kOwn, PlainShape> block(a);
+    const AttentionBlock<kOwn, PlainShape, kWindow> block(a);
     if (!block.exists) { return; }
     const int row = block.row0 + warp;
     if (row >= a.T) { return; }
@@ -3447,7 +3449,7 @@ template <int kOwnTiles, class Shape> struct MmaShared {
     }
 };
 
-template <class Shape>
+template <class Shape, bool kWindow>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_mma_kernel(const AttentionForward a, float scale) {
     constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
@@ -3456,7 +3458,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<1, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<Own::Queries, Shape> block(a);
+    const AttentionBlock<Own::Queries, Shape, kWindow> block(a);
     if (!block.exists) { return; }
     const int row0 = block.row0 + warp_row;                 // the warp's first query
     const Pair<InputRows> other = {block.k(a.qkv), block.v(a.qkv)};
@@ -3496,7 +3498,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 // The backward for either side. The same pipeline, with more products a step:
 //     | S = own a * other a^T | dP = own b * other b^T | P = exp(S - lse), dS = P * (dP - D) |
 //     | dV += P * other b, if keys own | dQ or dK += dS * other a |
-template <Own kOwn, class Shape>
+template <Own kOwn, class Shape, bool kWindow>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_mma_kernel(const AttentionBackward a, float scale) {
     constexpr bool kQueries = kOwn == Own::Queries;
@@ -3508,7 +3510,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<2, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<kOwn, Shape> block(a);
+    const AttentionBlock<kOwn, Shape, kWindow> block(a);
     if (!block.exists) { return; }
     const int row0 = block.row0 + warp_row;                 // the warp's
     const Pair<InputRows> own = block.own(a), other = block.other(a);
@@ -3748,14 +3750,14 @@ __device__ __forceinline__ void sm90_store(const HeadRows<X>& to, int row0, floa
 }
 #endif
 
-template <class Shape>
+template <class Shape, bool kWindow>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_sm90_kernel(const AttentionForward args, float scale,
                                   const __grid_constant__ CUtensorMap qkv_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<1, Shape>*)sm90_bytes;
-    const AttentionBlock<Own::Queries, Shape> block(args);
+    const AttentionBlock<Own::Queries, Shape, kWindow> block(args);
     if (!block.exists) { return; }
     const Pair<Sm90Rows> other = {{&qkv_map, block.k_head()}, {&qkv_map, block.k_head() + args.NKV}};
     shared.start(block, {{&qkv_map, block.h}}, other);
@@ -3822,7 +3824,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 //     wgmma           | S | dP |                 | only keys: dV += P^T dO | dQ += dS K or dK += dS^T Q |
 //     ordinary cores      | P = exp(S - lse), packed | dS, packed          |            release, copy |
 //                     ^ full[stage]
-template <Own kOwn, class Shape>
+template <Own kOwn, class Shape, bool kWindow>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_sm90_kernel(const AttentionBackward args, float scale,
                                    const __grid_constant__ CUtensorMap qkv_map,
@@ -3832,7 +3834,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     constexpr bool kQueries = kOwn == Own::Queries;
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<2, Shape>*)sm90_bytes;
-    const AttentionBlock<kOwn, Shape> block(args);
+    const AttentionBlock<kOwn, Shape, kWindow> block(args);
     if (!block.exists) { return; }
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
     const int row0 = block.row0 + warp_row;             // the warp's first
@@ -3897,12 +3899,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 }
 
 // ---- launchers of each form, and which form runs ----
-static void attention_plain(const AttentionForward& a, Stream stream) {
-    attention_launch<Own::Queries, PlainShape>(attention_forward_plain_kernel, a, 0, stream);
+template <bool kWindow> static void attention_plain(const AttentionForward& a, Stream stream) {
+    attention_launch<Own::Queries, PlainShape>(attention_forward_plain_kernel<kWindow>, a, 0, stream);
 }
-static void attention_plain(const AttentionBackward& a, Stream stream) {
-    attention_launch<Own::Queries, PlainShape>(attention_backward_plain_kernel<Own::Queries>, a, 0, stream);
-    attention_launch<Own::Keys, PlainShape>(attention_backward_plain_kernel<Own::Keys>, a, 0, stream);
+template <bool kWindow> static void attention_plain(const AttentionBackward& a, Stream stream) {
+    attention_launch<Own::Queries, PlainShape>(attention_backward_plain_kernel<Own::Queries, kWindow>, a, 0,
+                                               stream);
+    attention_launch<Own::Keys, PlainShape>(attention_backward_plain_kernel<Own::Keys, kWindow>, a, 0,
+                                            stream);
 }
 
 // The shapes of the mma.sync kernels. NOTES.md and dev/cuda/attention.cu have others.
@@ -3958,55 +3962,63 @@ static std::string attention_error(int NH, int NKV, int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-template <class Shapes> static void attention_sm90(const AttentionForward& a, Stream stream) {
+template <class Shapes, bool kWindow>
+static void attention_sm90(const AttentionForward& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
-    attention_launch<Own::Queries, Shape>(attention_forward_sm90_kernel<Shape>, a,
+    attention_launch<Own::Queries, Shape>(attention_forward_sm90_kernel<Shape, kWindow>, a,
                                           sizeof(Sm90Shared<1, Shape>), stream,
                                           tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV, 64, 1, a.HS));
 }
-template <class Shapes> static void attention_sm90(const AttentionBackward& a, Stream stream) {
+template <class Shapes, bool kWindow>
+static void attention_sm90(const AttentionBackward& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV, 64, 1, a.HS);
     const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH, 64, 1, a.HS);
-    attention_launch<Own::Queries, Dq>(attention_backward_sm90_kernel<Own::Queries, Dq>, a,
+    attention_launch<Own::Queries, Dq>(attention_backward_sm90_kernel<Own::Queries, Dq, kWindow>, a,
                                        sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
-    attention_launch<Own::Keys, Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv>, a,
+    attention_launch<Own::Keys, Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv, kWindow>, a,
                                      sizeof(Sm90Shared<2, Dkv>), stream, qkv, dout);
 }
 
-template <class Shapes> static void attention_mma(const AttentionForward& a, Stream stream) {
+template <class Shapes, bool kWindow>
+static void attention_mma(const AttentionForward& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
-    attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape>, a,
+    attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape, kWindow>, a,
                                           sizeof(MmaShared<1, Shape>), stream);
 }
-template <class Shapes> static void attention_mma(const AttentionBackward& a, Stream stream) {
+template <class Shapes, bool kWindow>
+static void attention_mma(const AttentionBackward& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
-    attention_launch<Own::Queries, Dq>(attention_backward_mma_kernel<Own::Queries, Dq>, a,
+    attention_launch<Own::Queries, Dq>(attention_backward_mma_kernel<Own::Queries, Dq, kWindow>, a,
                                        sizeof(MmaShared<2, Dq>), stream);
-    attention_launch<Own::Keys, Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv>, a,
+    attention_launch<Own::Keys, Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv, kWindow>, a,
                                      sizeof(MmaShared<2, Dkv>), stream);
 }
 
 // Either pass, in the form that attention_form names.
-template <class Args> static void attention(const Args& a, Stream stream) {
-    OpScope scope(a, stream);
-    die_if(attention_error(a.NH, a.NKV, a.HS));
+template <bool kWindow, class Args> static void attention_by_form(const Args& a, Stream stream) {
     if constexpr (sizeof(floatX) == 2) {
         if (attention_uses_sm90(a.HS)) {            // FP32 builds have no such kernels
-            return a.HS <= 64 ? attention_sm90<Sm90Shapes<64>>(a, stream)
-                              : attention_sm90<Sm90Shapes<128>>(a, stream);
+            return a.HS <= 64 ? attention_sm90<Sm90Shapes<64>, kWindow>(a, stream)
+                              : attention_sm90<Sm90Shapes<128>, kWindow>(a, stream);
         }
     }
     switch (mma_head_size(a.HS)) {
-        case 32: return attention_mma<MmaShapes<32>>(a, stream);
-        case 64: return attention_mma<MmaShapes<64>>(a, stream);
-        case 96: return attention_mma<MmaShapes<96>>(a, stream);
-        case 128: return attention_mma<MmaShapes<128>>(a, stream);
-        default: attention_plain(a, stream);
+        case 32: return attention_mma<MmaShapes<32>, kWindow>(a, stream);
+        case 64: return attention_mma<MmaShapes<64>, kWindow>(a, stream);
+        case 96: return attention_mma<MmaShapes<96>, kWindow>(a, stream);
+        case 128: return attention_mma<MmaShapes<128>, kWindow>(a, stream);
+        default: attention_plain<kWindow>(a, stream);
     }
+}
+template <class Args> static void attention(const Args& a, Stream stream) {
+    OpScope scope(a, stream);
+    die_if(attention_error(a.NH, a.NKV, a.HS));
+    // a window that hides nothing has the kernels, and so the bits, of none
+    return a.mask.hides(a.T) ? attention_by_form<true>(a, stream) : attention_by_form<false>(a, stream);
 }
 static void attention_forward(const AttentionForward& a, Stream s) { attention(a, s); }
 static void attention_backward(const AttentionBackward& a, Stream s) { attention(a, s); }
@@ -5564,7 +5576,7 @@ struct Pass {
         y.qkv.kept = kept(ACT_qkv, l), y.fch.kept = kept(ACT_fch, l), y.atty.kept = kept(ACT_atty, l);
         const Config::Shape s = config().layer(l);
         const Heads heads = {config().NH, s.NKV, s.HS};
-        y.att = {heads, Mask{}, a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
+        y.att = {heads, {s.window}, a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
                  cache ? cache->values + l * cache->layer_stride : nullptr};
         y.activation = {s.mlp, s.F};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);

@@ -3,8 +3,9 @@ Ladder of the attention kernels (section 6.9): every step is checked against the
 arithmetic), then timed on rotated buffers. "shipped" is what training runs here; the first mma.sync step of a
 kind is what it runs where there is no sm90 form.
 Build and run, from the repository root:
-    make build/cuda/attention && build/cuda/attention [B [T [HS [NH]]]]         e.g. 64 1024 64 12
+    make build/cuda/attention && build/cuda/attention [B [T [HS [NH [WINDOW]]]]]        e.g. 64 1024 64 12
         without HS: every head size that has steps, C = 768 (or the next multiple of HS below) for all
+        without a window, or with 0, a token sees all before it
 TF32:
     nvcc -std=c++17 -O3 -I. -DENABLE_FP32 -gencode arch=compute_90a,code=sm_90a dev/cuda/attention.cu \
         -o build/cuda/attention.FP32 -lcublasLt && build/cuda/attention.FP32 16
@@ -22,6 +23,10 @@ struct Buffers {
 };
 
 static int B = 64, T = 1024;
+static Mask mask;
+
+// The kernel that such a mask takes.
+#define KERNEL(...) (mask.hides(T) ? __VA_ARGS__, true> : __VA_ARGS__, false>)
 
 // What a step computes. The dK/dV kernel needs the statistics that a tensor-core dQ kernel left in scratch.
 enum class AttentionPass { Forward, Backward, Dq, Dkv };
@@ -34,28 +39,29 @@ struct Step {
 
 template <int kHS, int kGroups, int kTile, int kBlocks> static void forward_mma(const Buffers& b) {
     typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
-    attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape>, b.forward,
+    attention_launch<Own::Queries, Shape>(KERNEL(attention_forward_mma_kernel<Shape), b.forward,
                                           sizeof(MmaShared<1, Shape>), 0);
 }
 template <Own kOwn, int kHS, int kGroups, int kTile, int kBlocks> static void backward_mma(const Buffers& b) {
     typedef MmaShape<kHS, kGroups, kTile, kBlocks> Shape;
-    attention_launch<kOwn, Shape>(attention_backward_mma_kernel<kOwn, Shape>, b.backward,
+    attention_launch<kOwn, Shape>(KERNEL(attention_backward_mma_kernel<kOwn, Shape), b.backward,
                                   sizeof(MmaShared<2, Shape>), 0);
 }
 template <class Shape> struct OneForward { typedef Shape Forward; };
 template <int... kShape> static void forward_sm90(const Buffers& b) {
-    attention_sm90<OneForward<Sm90Shape<kShape...>>>(b.forward, 0);
+    typedef OneForward<Sm90Shape<kShape...>> Shapes;
+    mask.hides(T) ? attention_sm90<Shapes, true>(b.forward, 0) : attention_sm90<Shapes, false>(b.forward, 0);
 }
 template <Own kOwn, int... kShape> static void backward_sm90(const Buffers& b) {
     typedef Sm90Shape<kShape...> Shape;
     const AttentionBackward& a = b.backward;
-    attention_launch<kOwn, Shape>(attention_backward_sm90_kernel<kOwn, Shape>, a,
+    attention_launch<kOwn, Shape>(KERNEL(attention_backward_sm90_kernel<kOwn, Shape), a,
                                   sizeof(Sm90Shared<2, Shape>), 0,
                                   tensor_map(a.qkv, B, T, a.NH + 2 * a.NKV, 64, 1, a.HS),
                                   tensor_map(a.dout, B, T, a.NH, 64, 1, a.HS));
 }
-static void forward_plain(const Buffers& b) { attention_plain(b.forward, 0); }
-static void backward_plain(const Buffers& b) { attention_plain(b.backward, 0); }
+static void forward_plain(const Buffers& b) { attention_plain<true>(b.forward, 0); }
+static void backward_plain(const Buffers& b) { attention_plain<true>(b.backward, 0); }
 static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
 static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
 
@@ -168,7 +174,8 @@ static Buffers buffers_create(int NH, int HS, uint32_t seed) {
     fill_kernel<<<(unsigned)ceil_div(3 * n, (size_t)256), 256, 0, 0>>>(qkv, 3 * n, seed);
     fill_kernel<<<(unsigned)ceil_div(n, (size_t)256), 256, 0, 0>>>(dout, n, seed + 17);
     cudaCheck(cudaGetLastError());
-    return {{out, lse, qkv, B, T, NH, NH, HS}, {dqkv, scratch, dout, out, qkv, lse, B, T, NH, NH, HS}};
+    return {{out, lse, qkv, B, T, NH, NH, HS, mask},
+            {dqkv, scratch, dout, out, qkv, lse, B, T, NH, NH, HS, mask}};
 }
 static void buffers_free(const Buffers& b) {
     for (void* p : {(void*)b.forward.out, (void*)b.forward.lse, (void*)b.forward.qkv, (void*)b.backward.dqkv,
@@ -195,7 +202,8 @@ static double step_error(const Step& step, const Buffers& b, const std::vector<f
 }
 
 static int run_head_size(int HS, int NH) {
-    printf("B=%d T=%d NH=%d HS=%d, " PRECISION_NAME ", shipped: %s\n", B, T, NH, HS, attention_form(HS));
+    printf("B=%d T=%d NH=%d HS=%d window %d, " PRECISION_NAME ", shipped: %s\n", B, T, NH, HS, mask.window,
+           attention_form(HS));
     Buffers buffers[kBuffers];
     for (int i = 0; i < kBuffers; i++) {
         buffers[i] = buffers_create(NH, HS, (uint32_t)i);
@@ -219,7 +227,8 @@ static int run_head_size(int HS, int NH) {
                              : step.pass == AttentionPass::Backward ? 5
                              : step.pass == AttentionPass::Dq       ? 3
                                                                     : 4;
-        const double flops = gemms * B * NH * (double)T * T * HS;       // causal half of 2 T^2 HS
+        // causal half of 2 T^2 HS, and of that what the window leaves, in tiles
+        const double flops = gemms * B * NH * (double)T * T * HS * visited_tiles(mask, T);
         printf("  %-50s %7.3f ms  %4.0f TFLOP/s  |d|/|plain| %.1e%s\n", step.name, ms, flops / ms * 1e-9,
                error, error <= 1e-2 ? "" : "  FAILED");
         fflush(stdout);
@@ -232,8 +241,9 @@ int main(int argc, char** argv) {
     if (argc > 1) { B = atoi(argv[1]); }
     if (argc > 2) { T = atoi(argv[2]); }
     const int only = argc > 3 ? atoi(argv[3]) : 0, heads = argc > 4 ? atoi(argv[4]) : 0;
-    if (argc > 5 || B < 1 || T < 1 || only < 0 || heads < 0) {
-        die("usage: attention [B [T [HS [NH]]]], all positive");
+    mask.window = argc > 5 ? atoi(argv[5]) : 0;
+    if (argc > 6 || B < 1 || T < 1 || only < 0 || heads < 0 || mask.window < 0) {
+        die("usage: attention [B [T [HS [NH [WINDOW]]]]], all positive");
     }
     const DeviceInfo device = device_init();
     printf("%s\n", device.name.c_str());

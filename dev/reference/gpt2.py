@@ -16,13 +16,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import NAMES, PARAMS, dropout_factors, layers_of, param_shape
-from llama import Llama, undropped
+from llama import Llama, hidden, undropped, visible
 
 
 class Attention(nn.Module):
-    def __init__(self, dims, sdpa):
+    def __init__(self, dims, sdpa, window):
         super().__init__()
-        self.NH, self.sdpa = dims.NH, sdpa
+        self.NH, self.sdpa, self.window = dims.NH, sdpa, window
         self.qkv = nn.Linear(dims.C, 3 * dims.C)
         self.proj = nn.Linear(dims.C, dims.C)
 
@@ -30,11 +30,11 @@ class Attention(nn.Module):
         B, T, C = x.shape
         q, k, v = (z.view(B, T, self.NH, C // self.NH).transpose(1, 2) for z in self.qkv(x).split(C, dim=2))
         if self.sdpa:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            out = F.scaled_dot_product_attention(q, k, v, **visible(T, self.window, x.device))
         else:
             scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(C // self.NH))
-            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-            weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+            unseen = hidden(T, self.window, x.device)
+            weights = F.softmax(scores.masked_fill(unseen, float("-inf")), dim=-1)
             out = weights @ v
         return self.proj(out.transpose(1, 2).reshape(B, T, C))
 
@@ -46,11 +46,11 @@ def new_norm(dims):
 class Block(nn.Module):
     """One layer: dims.block says what it reads; dropped(x, place) is attention's, place + 1 the MLP's."""
 
-    def __init__(self, dims, sdpa):
+    def __init__(self, dims, sdpa, window):
         super().__init__()
         self.kind = dims.block
         self.ln1 = new_norm(dims)
-        self.att = Attention(dims, sdpa)
+        self.att = Attention(dims, sdpa, window)
         if self.kind < 2:
             self.ln2 = new_norm(dims)
         self.fc = nn.Linear(dims.C, 4 * dims.C)
@@ -78,7 +78,7 @@ class GPT2(nn.Module):
         self.dims = dims
         self.wte = nn.Parameter(torch.empty(dims.Vp, dims.C))
         self.wpe = nn.Parameter(torch.empty(dims.maxT, dims.C))
-        self.blocks = nn.ModuleList(Block(dims, sdpa) for _ in range(dims.L))
+        self.blocks = nn.ModuleList(Block(dims, sdpa, dims.window_of(l)) for l in range(dims.L))
         self.lnf = new_norm(dims)
 
     def forward(self, x, y, dropped=undropped):

@@ -40,10 +40,21 @@ def rotate(x, table):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).type_as(x)
 
 
+def hidden(T, window, device):
+    """(T,T), true where query t does not see key u. window: how many it sees, 0: all up to its own."""
+    ones = torch.ones(T, T, dtype=torch.bool, device=device)
+    return ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
+
+
+def visible(T, window, device):
+    """What scaled_dot_product_attention is told of this."""
+    return {"attn_mask": ~hidden(T, window, device)} if window else {"is_causal": True}
+
+
 class Attention(nn.Module):
-    def __init__(self, dims, sdpa):
+    def __init__(self, dims, sdpa, window):
         super().__init__()
-        self.dims, self.sdpa = dims, sdpa
+        self.dims, self.sdpa, self.window = dims, sdpa, window
         self.qkv = nn.Linear(dims.C, (dims.NH + 2 * dims.NKV) * dims.HS, bias=False)
         self.proj = nn.Linear(dims.NH * dims.HS, dims.C, bias=False)
         self.qn, self.kn = ((rms_norm(dims, dims.HS) if dims.qk_norm else nn.Identity()) for _ in "qk")
@@ -55,12 +66,13 @@ class Attention(nn.Module):
         q, k, v = heads.split([NH, NKV, NKV], dim=1)
         q, k = rotate(self.qn(q), table).type_as(v), rotate(self.kn(k), table).type_as(v)
         if self.sdpa:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=NH != NKV)
+            seen = visible(T, self.window, x.device)
+            out = F.scaled_dot_product_attention(q, k, v, enable_gqa=NH != NKV, **seen)
         else:
             k, v = (z.repeat_interleave(NH // NKV, dim=1) for z in (k, v))
             scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(HS))
-            future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-            out = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1) @ v
+            unseen = hidden(T, self.window, x.device)
+            out = F.softmax(scores.masked_fill(unseen, float("-inf")), dim=-1) @ v
         return self.proj(out.transpose(1, 2).reshape(B, T, NH * HS))
 
 
@@ -69,11 +81,11 @@ ACTS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "swiglu": lambda gate, 
 
 
 class Block(nn.Module):
-    def __init__(self, dims, sdpa):
+    def __init__(self, dims, sdpa, window):
         super().__init__()
         self.dims = dims
         self.ln1 = rms_norm(dims, dims.C)
-        self.att = Attention(dims, sdpa)
+        self.att = Attention(dims, sdpa, window)
         self.ln2 = rms_norm(dims, dims.C)
         self.fc = nn.Linear(dims.C, dims.F * (1 + dims.gated), bias=False)
         self.fcproj = nn.Linear(dims.F, dims.C, bias=False)
@@ -93,7 +105,7 @@ class Llama(nn.Module):
         super().__init__()
         self.dims = dims
         self.wte = nn.Parameter(torch.empty(dims.Vp, dims.C))
-        self.blocks = nn.ModuleList(Block(dims, sdpa) for _ in range(dims.L))
+        self.blocks = nn.ModuleList(Block(dims, sdpa, dims.window_of(l)) for l in range(dims.L))
         self.embed_norm = rms_norm(dims, dims.C, weights=False) if dims.embed_norm else nn.Identity()
         self.lnf = rms_norm(dims, dims.C)
         self.headw = self.wte if dims.tied else nn.Parameter(torch.empty(dims.Vp, dims.C))

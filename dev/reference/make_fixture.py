@@ -10,6 +10,7 @@ qwen    of the family Llama: six heads of q on two of k, NH * HS is not C, QK-no
 relu2   the rest of the family: ReLU^2, tied, softcap, a norm behind the embedding, none with weights, T=70;
         weights are exact in bf16
 parallel, tied   GPT-2's relatives: parallel branches under two RMSNorms, and under one LayerNorm
+windows of the family Llama: a window in two layers of three, T=70
 run     two shards of made-up tokens and the losses of a training run over them: initial weights, shuffling
         over several epochs, accumulation, warm-up, cosine, weight decay and clipping at once. `our_flags` are
         what the trainer wants to hear.
@@ -34,7 +35,8 @@ CASES = {"ugly": ("L2,NH2,C40,T37,V509", 3, 33, "float32"),
          "relu2": ("llama:L2,NH2,NKV1,HS64,C24,F56,T70,V67,relu2,no_norm_weights,embed_norm,tied,softcap=1.5",
                    2, 70, "bfloat16"),
          "parallel": ("L2,NH2,C32,T17,V67", 2, 17, "float32"),
-         "tied": ("L2,NH2,C32,T17,V67", 2, 17, "float32")}
+         "tied": ("L2,NH2,C32,T17,V67", 2, 17, "float32"),
+         "windows": ("llama:L3,NH2,NKV1,HS64,C24,F40,T70,V67,tied,window=9,pattern=SSL", 2, 70, "bfloat16")}
 KINDS = {"parallel": {"block": 1, "norm": 1}, "tied": {"block": 2}}
 
 

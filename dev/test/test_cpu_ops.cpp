@@ -650,22 +650,24 @@ static void test_mask(const Mask& mask, int T) {
     }
 }
 
-static void test_attention(int B, int T, int NH, int NKV, int HS) {
-    const std::string shape = format("attention B=%d T=%d NH=%d NKV=%d HS=%d", B, T, NH, NKV, HS);
+static void test_attention(int B, int T, int NH, int NKV, int HS, int window = 0) {
+    const std::string shape = format("attention B=%d T=%d NH=%d NKV=%d HS=%d window %d", B, T, NH, NKV, HS,
+                                     window);
+    const Mask mask = {window};
     const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
     const size_t width = C + 2 * NKV * HS, all = (size_t)B * T * width;         // of qkv: a row, and all
     Doubles qkv = random_tensor(all, 1.5), out(n), lse(rows);
-    auto forward = [&] { attention_forward_cpu<double>({out, lse, qkv, B, T, NH, NKV, HS}, 0); };
+    auto forward = [&] { attention_forward_cpu<double>({out, lse, qkv, B, T, NH, NKV, HS, mask}, 0); };
     forward();
     Doubles dout = random_tensor(n), dqkv(all), scratch(rows);
-    attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS}, 0);
+    attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, mask}, 0);
 
     // as bytes: these numbers, rounded
     std::vector<uint8_t> bytes(all);
     Fp8Tensor tensor = {};
     Fp8Stats stats = {};
     fp8_set_scale(&tensor, 64.0f);
-    attention_backward_cpu<double>({nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, {},
+    attention_backward_cpu<double>({nullptr, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, mask,
                                     bytes.data(), &tensor, &stats}, 0);
     size_t wrong = 0;
     for (size_t i = 0; i < all; i++) { wrong += bytes[i] != fp8_encode((float)dqkv[i] * 64.0f); }
@@ -674,7 +676,7 @@ static void test_attention(int B, int T, int NH, int NKV, int HS) {
     Doubles dqk(all);                           // bytes of v alone
     std::vector<uint8_t> of_v(all);
     stats = {};
-    attention_backward_cpu<double>({dqk, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, {},
+    attention_backward_cpu<double>({dqk, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, mask,
                                     of_v.data(), &tensor, &stats, true}, 0);
     for (size_t i = 0; i < all; i++) {
         const bool is_v = i / HS % (NH + 2 * NKV) >= (size_t)(NH + NKV);
@@ -692,6 +694,33 @@ static void test_attention(int B, int T, int NH, int NKV, int HS) {
     const Doubles sums = column_sums_of(dqkv, B * T, (int)(3 * C));
     CHECK_SAME(dbias, sums, kExact);
     CHECK(std::count(&dbias[C], &dbias[2 * C], 0.0) == (long)C, "%s: keys' dbias", shape.c_str());
+}
+
+// A query's window is all that there is: what the last of a row that begins with it has, to the bit, and what
+// decoding has.
+static void test_window(int T, int window) {
+    constexpr int NH = 4, NKV = 2, HS = 8, C = NKV * HS;
+    constexpr size_t width = (size_t)(NH + 2 * NKV) * HS, heads = (size_t)NH * HS;
+    Doubles qkv = random_tensor(T * width, 1.5), out(T * heads), lse((size_t)NH * T);
+    Doubles alone(T * heads), lse_alone((size_t)NH * T);
+    Doubles keys((size_t)T * C), values((size_t)T * C), next(heads);
+    attention_forward_cpu<double>({out, lse, qkv, 1, T, NH, NKV, HS, {window}}, 0);
+    cache_store_cpu<double>({keys, values, qkv, 1, T, T, NH, NKV, HS}, 0);
+    size_t differ = 0;
+    double worst = 0.0;
+    for (int t = 0; t < T; t++) {
+        const int first = std::max(0, t - window + 1), count = t - first + 1;
+        attention_forward_cpu<double>({alone, lse_alone, &qkv[first * width], 1, count, NH, NKV, HS}, 0);
+        decode_attention_cpu<double>({next, keys, values, &qkv[t * width], &t, 1, T, NH, NKV, HS, {window}},
+                                     0);
+        for (size_t i = 0; i < heads; i++) {
+            differ += out[t * heads + i] != alone[(count - 1) * heads + i];
+            worst = std::max(worst, fabs(next[i] - out[t * heads + i]));
+        }
+        for (int h = 0; h < NH; h++) { differ += lse[(size_t)h * T + t] != lse_alone[(h + 1) * count - 1]; }
+    }
+    CHECK(differ == 0 && worst < 1e-12, "T=%d window %d: %zu differ, decoding by %g", T, window, differ,
+          worst);
 }
 
 static bool all_finite(const Floats& x) {
@@ -1140,7 +1169,7 @@ int main() {
         test_grad_accumulate(333);
     }
     TEST("attention") {
-        test_mask({}, 70);
+        for (int window : {0, 1, 2, 63, 64, 65, 69, 70, 71, 1 << 24}) { test_mask({window}, 70); }
         test_attention(2, 33, 2, 2, 20);
         test_attention(1, 1, 2, 2, 20);
         test_attention(1, 64, 1, 1, 3);
@@ -1150,6 +1179,8 @@ int main() {
         test_attention(2, 17, 6, 2, 5);
         test_attention(1, 65, 4, 1, 8);
         test_attention(2, 70, 3, 1, 20);
+        for (int window : {1, 2, 63, 64, 65, 69, 70}) { test_attention(1, 70, 2, 1, 4, window); }
+        for (int window : {1, 5, 63, 64, 65, 127, 128, 129, 130}) { test_window(130, window); }
         for (int keys : {0, -1, 5, 7}) {
             CHECK(!attention_heads_error(6, keys).empty(), "6 heads, %d of keys: taken", keys);
         }

@@ -69,7 +69,7 @@ def test_initial_weights():
 
 # ---- the fixture ----
 
-@pytest.mark.parametrize("case", ["qwen", "relu2"])
+@pytest.mark.parametrize("case", ["qwen", "relu2", "windows"])
 def test_fixture(case):
     """What the files hold is what the twin computes in double, from the weights that they hold."""
     pytest.importorskip("torch")

@@ -280,8 +280,8 @@ template <class X, class S> struct RotateBackwardOf {   // of a forward without 
     }
 };
 
-// What a token may see is decided here alone: attention's kernels, their twins and decoding ask. Today it is
-// causal: a token sees itself and all before it. Loops over tiles need three things of any mask:
+// What a token may see is decided here alone: attention's kernels, their twins and decoding ask. A token sees
+// itself and all before it, or of these those in its window. Loops over tiles need three things of any mask:
 //     a query sees itself, nothing later, and no gap: the keys from first_key to its own position
 //     first_key and last_query never fall from one position to the next
 //     a key is seen by the queries from its own position to last_query, and by no other
@@ -293,10 +293,13 @@ struct Span {                           // positions first to last of a row of t
     LLMC_HD Span within(int T) const { return {first > 0 ? first : 0, last < T ? last : T - 1}; }
 };
 struct Mask {
-    LLMC_HD int first_key(int) const { return INT_MIN; }        // of a query
-    LLMC_HD int last_query(int) const { return INT_MAX; }       // of a key
+    int window = 0;                     // a token sees itself and the window - 1 before it; 0: all before it
+    LLMC_HD int first_key(int query) const { return window > 0 ? query - window + 1 : INT_MIN; }
+    LLMC_HD int last_query(int key) const { return window > 0 ? key + window - 1 : INT_MAX; }
     LLMC_HD Span keys(int query) const { return {first_key(query), query}; }
     LLMC_HD Span queries(int key) const { return {key, last_query(key)}; }
+    // Whether one of T tokens does not see all before it.
+    LLMC_HD bool hides(int T) const { return window > 0 && window < T; }
 };
 
 // Self-attention of NH heads. Their keys and values have NKV heads: query head h reads those of head

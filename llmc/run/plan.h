@@ -10,6 +10,7 @@
 #include "../errors.h"          // gives: die
 #include "../model/model_config.h"      // gives: Config
 #include "../ops/fp8.h"         // gives: fp8_layer
+#include "../ops/ops.h"         // gives: Mask
 #include "run_config.h"         // gives: run, rank_micro_steps
 
 // From NVIDIA's data sheets: dense BF16 and FP16 FLOP/s with sums in fp32, bytes/s, and memory as the driver
@@ -67,11 +68,26 @@ static inline const GpuKind* gpu_kind(const std::string& name) {
     return nullptr;
 }
 
+// Which share of the tiles up to the diagonal attention visits: 1 without a window. Of a model: its layers'
+// mean.
+static inline double visited_tiles(const Mask& mask, int T) {
+    const int kTile = 64, tiles = ceil_div(T, kTile);
+    double visited = 0;
+    for (int i = 0; i < tiles; i++) { visited += i + 1 - mask.keys(i * kTile).within(T).first / kTile; }
+    return visited / (0.5 * tiles * (tiles + 1));
+}
+static inline double visited_tiles(const Config& c, int T) {
+    double shares = 0;
+    for (int l = 0; l < c.L; l++) { shares += visited_tiles(Mask{c.layer(l).window}, T); }
+    return shares / c.L;
+}
+
 // Of a token, forward and backward, as llm.c counts: attention is causal, so half of 12*L*Q*T, where Q, the
-// width of all heads, is GPT-2's C. An embedding that is not also the LM head is only looked up.
+// width of all heads, is GPT-2's C; of that the visited tiles. An embedding that is not also the LM head is
+// only looked up.
 static inline double step_flops(const Config& c, double parameters, int T) {
     const double looked_up = c.shape().tied ? 0.0 : (double)c.V * c.C;
-    return 6.0 * (parameters - looked_up) + 6.0 * (double)c.L * c.NH * c.shape().HS * T;
+    return 6.0 * (parameters - looked_up) + 6.0 * (double)c.L * c.NH * c.shape().HS * T * visited_tiles(c, T);
 }
 
 struct PlanBatch {
@@ -107,7 +123,8 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double head = (double)c.Vp * C / (batch.fp8_head ? kFp8 : 1);
     const double products = L * matrices - fp8_layers * in_fp8 + again * redone / 3 + head;
     const double gemm = 6 * N * products / (kGemm * flops);
-    const double attention = (7 + 2 * again) * B * T * T * Q * L / (kAttention * flops);  // causal
+    const double scores = B * T * T * Q * L * visited_tiles(c, batch.T);
+    const double attention = (7 + 2 * again) * scores / (kAttention * flops);           // causal
     // Llama's family also rotates q and k, there and back
     const double rotated = c.is_llama() ? 5 * (Q + K) : 0;
     const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) + L * rotated +
