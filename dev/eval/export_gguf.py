@@ -24,7 +24,7 @@ except ImportError:
         "hint: scripts/setup.sh tests installs it into .venv; or pip install gguf, in a venv of yours")
 
 TYPES = {"f32": ("F32", "ALL_F32"), "f16": ("F16", "MOSTLY_F16"), "q8_0": ("Q8_0", "MOSTLY_Q8_0")}
-ARCHITECTURES = {"GPT-2": "gpt2", "Llama": "llama", "Qwen3": "qwen3"}
+ARCHITECTURES = {"GPT-2": "gpt2", "Llama": "llama", "Qwen3": "qwen3"}     # none with windows
 LAYER = {"ln1": "attn_norm", "qkv": "attn_qkv", "attproj": "attn_output", "ln2": "ffn_norm", "fc": "ffn_up",
          "fcproj": "ffn_down", "qn": "attn_q_norm", "kn": "attn_k_norm"}
 
@@ -133,6 +133,9 @@ def run(args):
     if class_of(dims) not in ARCHITECTURES:
         die(f"'{source}' is a {class_of(dims)}, and GGUF has no architecture that computes it\n"
             "hint: dev/hf.py export writes it for transformers")
+    if dims.windows():
+        die(f"'{source}' has windows ({dims.window_text()[1:]}), and llama.cpp reads no window of a "
+            f"{class_of(dims)}\nhint: dev/hf.py export writes it for transformers")
     name = os.path.basename(args.out).removesuffix(".gguf")
     words = words_of(dims.V, os.path.dirname(source))
     with whole_file(args.out) as f:

@@ -1,5 +1,5 @@
 """dev/hf.py export: a trained model for transformers, lm-eval and others. GPT-2 becomes a GPT2LMHeadModel;
-the family of Llama, by its shape, a Llama-, Qwen3- or NanoChatForCausalLM.
+the family of Llama, by its shape, a Llama-, Mistral-, Qwen3- or NanoChatForCausalLM.
 
     python3 dev/hf.py export runs/mine gpt2-mine                # a run's last model
     python3 dev/hf.py export model_00019073.bin gpt2-mine --dtype fp32
@@ -172,9 +172,8 @@ def read_model(path):
     if not stat.S_ISREG(mode(path)):
         die(f"no file '{path}'\nhint: give a model_*.bin, or the folder of a run")
     dims, version, _ = read_checkpoint_header(path)
-    if dims.is_llama:
-        class_of(dims, path)
-    elif dims.block or dims.norm:
+    class_of(dims, path)
+    if dims.block or (dims.norm and not dims.is_llama):
         kinds = ("sequential", "parallel", "parallel-tied")[dims.block], ("layernorm", "rmsnorm")[dims.norm]
         die(f"'{path}' is not GPT-2: its block is {kinds[0]} and its norm {kinds[1]}, which "
             "transformers' GPT-2 does not compute\nhint: such a model runs here alone: train_gpt2cu -e FILE")
@@ -185,16 +184,21 @@ def read_model(path):
 
 def class_of(dims, path=None):
     """What transformers' classes begin with. Dies if none of them computes this model."""
-    if not dims.is_llama:
+    windows = dims.windows()
+    if not dims.is_llama and not windows:
         return "GPT-2"
     flags = {name for name in LLAMA_FLAGS if getattr(dims, name)} - {"tied"}
     if dims.mlp == "swiglu" and flags - {"qk_norm"} == {"norm_weights"} and not dims.softcap:
         if not dims.qk_norm and dims.C % dims.NH:
             die(f"'{path}': C={dims.C} is not a multiple of NH={dims.NH}, as transformers' Llama wants it\n"
                 "hint: such a model runs here alone: train_gpt2cu -e FILE")
-        return "Qwen3" if dims.qk_norm else "Llama"
-    if dims.mlp == "relu2" and flags == {"qk_norm", "embed_norm"}:
+        if dims.qk_norm or not windows or all(windows):
+            return "Qwen3" if dims.qk_norm else "Mistral" if windows else "Llama"
+    if dims.mlp == "relu2" and flags == {"qk_norm", "embed_norm"} and not windows:
         return "NanoChat"
+    if windows:
+        die(f"'{path}': no class of transformers computes this with windows ({dims.window_text()[1:]})\n"
+            "hint: a Qwen3 has them in any of its layers, and what would be a Llama in all, as a Mistral")
     die(f"'{path}': no class of transformers computes this: {dims.mlp}, "
         + ", ".join(f"{name} {getattr(dims, name):g}" for name in (*LLAMA_FLAGS, "softcap"))
         + "\nhint: Llama and Qwen3 have swiglu and norms with weights, no embed_norm and no softcap; "
@@ -220,8 +224,14 @@ def llama_config(d, dtype, end):
         config["final_logit_softcapping"] = shortest(d.softcap) if d.softcap else None
     elif kind == "Llama":
         config["mlp_bias"] = False
+    elif kind == "Mistral":
+        config["sliding_window"] = d.window
     else:
         config["use_sliding_window"] = False
+    if kind == "Qwen3" and (windows := d.windows()):
+        types = ["sliding_attention" if window else "full_attention" for window in windows]
+        config.update({"use_sliding_window": True, "sliding_window": d.window, "layer_types": types,
+                       "max_window_layers": types.index("sliding_attention")})
     return config
 
 

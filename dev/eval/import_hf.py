@@ -3,9 +3,10 @@
     python3 dev/hf.py import gpt2               # a name on the hub, or a folder: writes models/gpt2
     ./train_gpt2cu sample models/gpt2 --prompt "Once upon a time"
 
-The classes are GPT2LMHeadModel and, of the family of Llama, LlamaForCausalLM, Qwen3ForCausalLM and
-NanoChatForCausalLM. models/gpt2 gets model_00000000.bin (bf16 if all weights are, else fp32), the tokenizer,
-the chat template, and source.json, which names the source and its revision. It appears whole or not at all.
+The classes are GPT2LMHeadModel and, of the family of Llama, LlamaForCausalLM, MistralForCausalLM,
+Qwen3ForCausalLM and NanoChatForCausalLM. models/gpt2 gets model_00000000.bin (bf16 if all weights are, else
+fp32), the tokenizer, the chat template, and source.json, which names the source and its revision. It appears
+whole or not at all.
 
 A key of config.json that is neither read here nor known to leave the results alone is refused. One tensor at
 a time is in memory. The package safetensors is not used: it reads no bf16 without PyTorch. A folder needs
@@ -37,7 +38,10 @@ OTHER_FILES = [         # a file's name, and what a folder is that has it and no
     (r"model_\d{8,}\.bin", "has a model_*.bin, which --model takes as it is"),
     (r"pytorch_model.*\.bin|.*\.pth?", "has weights as PyTorch pickles them, which may run code" + CONVERT)]
 
-CLASSES = {"gpt2": "GPT-2", "llama": "Llama", "qwen3": "Qwen3", "nanochat": "NanoChat"}
+CLASSES = {"gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3",
+           "nanochat": "NanoChat"}
+HEADS = {"qwen3": 32, "mistral": 8}         # of keys, by default; of the others as many as of queries
+LETTERS = {"sliding_attention": "S", "full_attention": "L"}
 GPT2_SIZES = {"V": "vocab_size", "maxT": "n_positions", "L": "n_layer", "NH": "n_head", "C": "n_embd"}
 LLAMA_SIZES = {"V": "vocab_size", "maxT": "max_position_embeddings", "L": "num_hidden_layers",
                "NH": "num_attention_heads", "C": "hidden_size", "F": "intermediate_size"}
@@ -49,7 +53,7 @@ LLAMA_FIXED = {"hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [F
                "use_sliding_window": [False], "rope_interleaved": [False], "partial_rotary_factor": [1],
                "rope_parameters.partial_rotary_factor": [1], "rope_parameters.rope_type": ["default"],
                "rope_scaling.rope_type": ["default"], "rope_scaling.type": ["default"]}
-# keys that no logit depends on: of training, saving and sampling, and of windows, which are off
+# keys that no logit depends on: of training, saving and sampling, and of windows that the class has not
 HARMLESS = set("""
     model_type architectures torch_dtype dtype transformers_version name_or_path _name_or_path use_cache
     bos_token_id eos_token_id pad_token_id initializer_range attn_pdrop resid_pdrop embd_pdrop n_ctx
@@ -104,16 +108,13 @@ def read_config(path):
     config = read_json(path)
     kind = config.get("model_type")
     if kind not in list(CLASSES):
-        die(f"'{path}': model_type is {said(kind)}; gpt2, llama, qwen3 and nanochat are built, nothing else")
+        die(f"'{path}': model_type is {said(kind)}; {', '.join(CLASSES)} are built, nothing else")
     if config.get("quantization_config") is not None:
         die(f"'{path}' has quantization_config: the model is quantised; fp32, fp16 and bf16 are read")
     for name in "rope_parameters", "rope_scaling":
         if isinstance(config.get(name), dict):
             config.update({f"{name}.{key}": value for key, value in config.pop(name).items()})
     left = {key: value for key, value in config.items() if value is not None}
-    layers = left.get("layer_types")
-    if isinstance(layers, list) and all(layer == "full_attention" for layer in layers):
-        del left["layer_types"]
     whole, real, flag = (int, "a whole number"), ((int, float), "a number"), (bool, "true or false")
 
     def take(key, kind, default=None):
@@ -129,6 +130,23 @@ def read_config(path):
                 die(f"'{path}': {key} is {said(value)}; {CLASSES[kind]} has {said(allowed[0])}, nothing else "
                     "is built")
 
+    def windows(L):
+        """All of a Mistral's layers have one, and a Qwen3's that layer_types or max_window_layers name."""
+        takes = kind == "mistral" or (kind == "qwen3" and config.get("use_sliding_window"))
+        window = take("sliding_window", whole, 0 if "sliding_window" in config else 4096) if takes else 0
+        first = take("max_window_layers", whole, 28) if kind == "qwen3" else 0
+        usual = "".join("S" if window and l >= first else "L" for l in range(L))
+        types = left.pop("layer_types", None)
+        letters = [LETTERS.get(str(t), "?") for t in (types if isinstance(types, list) else "?")]
+        pattern = usual if types is None else "".join(letters)
+        may_differ = window and kind == "qwen3"
+        if len(pattern) != L or "?" in pattern or (pattern != usual and not may_differ):
+            left["layer_types"] = types                     # it is refused below
+        if "S" not in pattern:
+            return {}
+        period = next(n for n in range(1, 1 + len(pattern)) if (pattern[:n] * L)[:len(pattern)] == pattern)
+        return {"window": window, "pattern": pattern[:period]}
+
     tied = take("tie_word_embeddings", flag, kind == "gpt2")
     d = {name: take(key, whole) for name, key in (GPT2_SIZES if kind == "gpt2" else LLAMA_SIZES).items()}
     if kind == "gpt2":
@@ -136,14 +154,16 @@ def read_config(path):
         dims = Dims(**d)
     else:
         nanochat, qwen3 = kind == "nanochat", kind == "qwen3"
-        check_fixed({**LLAMA_FIXED, **({"hidden_act": ["relu2"]} if nanochat else {})})
+        check_fixed({**LLAMA_FIXED, **({"hidden_act": ["relu2"]} if nanochat else {}),
+                     **({"use_sliding_window": [False, True]} if qwen3 else {})})
         theta = take("rope_scaling.rope_theta", real, take("rope_theta", real, 1e4))
         cap = 15 if "final_logit_softcapping" not in config else 0
         dims = Llama(
-            **d, NKV=take("num_key_value_heads", whole,
-                          32 if qwen3 and "num_key_value_heads" not in config else d["NH"]),
+            **d, **windows(min(d["L"], 10000)),
+            NKV=take("num_key_value_heads", whole,
+                     d["NH"] if "num_key_value_heads" in config or kind not in HEADS else HEADS[kind]),
             HS=take("head_dim", whole, 128 if qwen3 else d["C"] // max(d["NH"], 1)),
-            mlp="relu2" if nanochat else "swiglu", qk_norm=kind != "llama", norm_weights=not nanochat,
+            mlp="relu2" if nanochat else "swiglu", qk_norm=nanochat or qwen3, norm_weights=not nanochat,
             embed_norm=nanochat, tied=tied, theta=float(take("rope_parameters.rope_theta", real, theta)),
             eps=float(take("rms_norm_eps", real, 1e-6)),
             softcap=float(take("final_logit_softcapping", real, cap)) if nanochat else 0.0)
@@ -162,6 +182,9 @@ def check_dims(path, d):
     if not fits:
         die(f"'{path}': {sizes}: C must be a multiple of 8 up to 12288{'' if d.is_llama else ', and of NH'}; "
             "V 2 to 1048576, L 1 to 10000, T 1 to 2^24")
+    if not 0 <= d.window <= 2**24 or len(d.pattern) > 128:
+        die(f"'{path}': a window of {d.window} tokens, in a pattern of {len(d.pattern)} layers: a window has "
+            "1 to 2^24 tokens, and a pattern repeats itself after at most 128 layers")
     fits = not d.is_llama or (
         d.NKV >= 1 and d.NH % d.NKV == 0 and d.NH <= 4096 and d.HS in range(16, 257, 16) and
         d.F in range(8, 2**20 + 1, 8) and 1e-38 < min(d.theta, d.eps) and d.softcap >= 0 and

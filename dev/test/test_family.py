@@ -108,8 +108,10 @@ def test_looking(kind):
     for version in (203, 205):
         dims, _ = family_model("m.bin", version, V=250, **FAMILY[kind])
         code, out, _ = run_program([ROOT + "/build/checkpoint", "m.bin"])
+        version += 1000 if dims.window else 0
         assert code == 0 and f"  version {version} " in out and "no checksum: " in out, out
-        assert re.split(",theta|,eps|,softcap", dims.text())[0] + ",theta=" in out
+        assert dims.window_text() in out
+        assert re.split(",theta|,eps|,softcap|,window", dims.text())[0] + ",theta=" in out
     write("m.bin", read("m.bin") + b"x")
     code, out, _ = run_program([ROOT + "/build/checkpoint", "m.bin"])
     assert code == 1 and "NOT SOUND: it has" in out, out

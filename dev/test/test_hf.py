@@ -837,6 +837,9 @@ def test_family(kind):
     layer = ["self_attn." + x for x in ("q_proj", "k_proj", "v_proj", "o_proj")]
     layer += ["mlp.fc1", "mlp.fc2"] if name == "NanoChat" else \
         ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
+    types = ["sliding_attention", "full_attention"]
+    windows = {"Mistral": (6, None), "Qwen3 windows": (5, types)}.get(kind, (None, None))
+    assert (config.get("sliding_window"), config.get("layer_types")) == windows
     layer += ["self_attn.q_norm", "self_attn.k_norm"] if name == "Qwen3" else []
     names = ["model.embed_tokens"] + ["model.norm"] * (name != "NanoChat") + ["lm_head"] * (not dims.tied) + \
         [f"model.layers.{l}.{x}" for l in range(2) for x in layer]
@@ -886,12 +889,15 @@ DEFAULTS = {"num_key_value_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-6, "rop
 CLASS_DEFAULTS = {
     "Llama": {**DEFAULTS, "mlp_bias": False},
     "Qwen3": {**DEFAULTS, "num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
+    "Mistral": {**{key: value for key, value in DEFAULTS.items() if key != "attention_bias"},
+                "num_key_value_heads": 8, "sliding_window": 4096},
     "NanoChat": {**DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0}}
 
 
 def by_default(kind):
     """(dims, params, config without any key that has a default) of m.bin and hf."""
-    sizes = {"Llama": {}, "Qwen3": {"NH": 64, "C": 8, "F": 8}, "NanoChat": {}}[kind]
+    sizes = {"Llama": {}, "Qwen3": {"NH": 64, "C": 8, "F": 8}, "NanoChat": {},
+             "Mistral": {"NH": 8, "C": 128, "maxT": 4097, "window": 4096}}[kind]
     defaults = CLASS_DEFAULTS[kind]
     dims, params = family_model("m.bin", **{
         **FAMILY[kind], "C": 64, "eps": 1e-6, "theta": 1e4, "NKV": defaults["num_key_value_heads"],
@@ -946,9 +952,13 @@ LLAMA_OTHERS = [
     ("Llama", {"mlp_bias": True}, "mlp_bias is true"),
     ("Llama", {"hidden_act": "gelu"}, "hidden_act is gelu; Llama has silu"),
     ("NanoChat", {"hidden_act": "silu"}, "hidden_act is silu; NanoChat has relu2"),
-    ("Qwen3", {"use_sliding_window": True}, "use_sliding_window is true; Qwen3 has false"),
+    ("Llama", {"use_sliding_window": True}, "use_sliding_window is true; Llama has false"),
+    ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is [full_attention,"),
+    ("Mistral", {"sliding_window": -1}, "a window of -1 tokens"),
+    ("Qwen3 windows", {"layer_types": ["sliding_attention"]}, "layer_types is [sliding_attention]"),
+    ("Qwen3 windows", {"layer_types": ["sliding_attention", "linear_attention"]}, "layer_types is [sliding_"),
     ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is [full_attention, sl"),
-    ("Llama", {"model_type": "mistral"}, "model_type is mistral; gpt2, llama, qwen3 and nanochat are built"),
+    ("Llama", {"model_type": "gemma"}, "is gemma; gpt2, llama, mistral, qwen3, nanochat are built"),
     ("Llama", {"vocab_size": 1048577}, "V=1048577 T="),
     ("Llama", {"num_key_value_heads": 3}, "NH=4 NKV=3"), ("Llama", {"head_dim": 12}, "HS=12 F=72: NH must"),
     ("Llama", {"intermediate_size": 12}, "F=12: NH must"), ("Llama", {"rms_norm_eps": 0}, "eps above 0"),
@@ -976,7 +986,9 @@ def test_family_refused(kind, change, said):
     ({"qk_norm": True, "norm_weights": False}, "no class of transformers computes this: swiglu, qk_norm 1"),
     ({"softcap": 30.0}, "softcap 30"), ({"mlp": "relu2"}, "computes this: relu2"),
     ({"embed_norm": True}, "embed_norm 1"),
-    ({"NH": 3, "NKV": 1}, "C=40 is not a multiple of NH=3")])
+    ({"NH": 3, "NKV": 1}, "C=40 is not a multiple of NH=3"),
+    ({"window": 4, "pattern": "SL"}, "computes this with windows (window=4,pattern=SL)"),
+    ({**FAMILY["NanoChat"], "window": 4, "pattern": "S"}, "computes this with windows")])
 def test_family_not_exported(shape, said):
     family_model("m.bin", **shape)
     refused("m.bin", "x", said=said)

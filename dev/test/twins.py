@@ -36,11 +36,17 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def attention(p, l, x, heads):
+def unseen(length, window):
+    """(T,T): -inf where a query sees no key: behind it, and `window` or more before it, if that is not 0."""
+    hidden = np.full((length, length), -np.inf)
+    return np.triu(hidden, 1) + (np.tril(hidden, -window) if window else 0)
+
+
+def attention(p, l, x, heads, window):
     length, head = x.shape[1], x.shape[2] // heads
     qkv = (x @ p["qkvw"][l].T + p["qkvb"][l]).reshape(*x.shape[:2], 3, heads, head)
     q, k, v = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
-    scores = q @ k.transpose(0, 1, 3, 2) / math.sqrt(head) + np.triu(np.full((length, length), -np.inf), 1)
+    scores = q @ k.transpose(0, 1, 3, 2) / math.sqrt(head) + unseen(length, window)
     y = (softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(x.shape)
     return y @ p["attprojw"][l].T + p["attprojb"][l]
 
@@ -56,7 +62,7 @@ def logits(dims, p, tokens):
     tokens = np.asarray(tokens)
     x = p["wte"][tokens] + p["wpe"][:tokens.shape[1]]
     for l in range(dims.L):
-        x = x + attention(p, l, normed(x, p["ln1w"][l], p["ln1b"][l]), dims.NH)
+        x = x + attention(p, l, normed(x, p["ln1w"][l], p["ln1b"][l]), dims.NH, dims.window_of(l))
         x = x + mlp(p, l, normed(x, p["ln2w"][l], p["ln2b"][l]))
     return normed(x, p["lnfw"], p["lnfb"]) @ p["wte"][:dims.V].T
 
@@ -146,7 +152,9 @@ FAMILY = {
     "Llama": {"theta": 500.0, "eps": 1e-3}, "Llama tied": {"tied": True},
     "Qwen3": {"qk_norm": True, "theta": 1e6},
     "Qwen3 tied": {"qk_norm": True, "tied": True, "eps": 1e-6}, "NanoChat": {**RELU2, "softcap": 1.5},
-    "NanoChat tied": {**RELU2, "eps": 1e-3, "tied": True}}
+    "NanoChat tied": {**RELU2, "eps": 1e-3, "tied": True},
+    "Mistral": {"window": 6, "pattern": "S"},
+    "Qwen3 windows": {"qk_norm": True, "window": 5, "pattern": "SL"}}
 
 
 def family_model(path, version=203, seed=7, **shape):
