@@ -52,6 +52,7 @@ class Dims:
     norm: int = 0           # 0 layernorm, 1 rmsnorm: likewise
     window: int = 0         # a layer of an S sees itself and the window - 1 tokens before; 0: no windows
     pattern: str = ""       # of S and L, which sees all before it; repeated over the layers
+    document_end: int = -1  # a run's, not the model's: the token at which a document begins; -1: a row is one
 
     is_llama, mlp, qk_norm, norm_weights, tied = False, "gelu", False, True, True
     NKV = property(lambda self: self.NH)

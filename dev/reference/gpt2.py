@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import NAMES, PARAMS, dropout_factors, layers_of, param_shape
-from llama import Llama, hidden, undropped, visible
+from llama import Llama, documents_of, hidden, undropped, visible
 
 
 class Attention(nn.Module):
@@ -26,14 +26,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dims.C, 3 * dims.C)
         self.proj = nn.Linear(dims.C, dims.C)
 
-    def forward(self, x):
+    def forward(self, x, documents):
         B, T, C = x.shape
         q, k, v = (z.view(B, T, self.NH, C // self.NH).transpose(1, 2) for z in self.qkv(x).split(C, dim=2))
         if self.sdpa:
-            out = F.scaled_dot_product_attention(q, k, v, **visible(T, self.window, x.device))
+            out = F.scaled_dot_product_attention(q, k, v, **visible(T, self.window, documents, x.device))
         else:
             scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(C // self.NH))
-            unseen = hidden(T, self.window, x.device)
+            unseen = hidden(T, self.window, documents, x.device)
             weights = F.softmax(scores.masked_fill(unseen, float("-inf")), dim=-1)
             out = weights @ v
         return self.proj(out.transpose(1, 2).reshape(B, T, C))
@@ -59,9 +59,9 @@ class Block(nn.Module):
     def mlp(self, x):
         return self.fcproj(F.gelu(self.fc(x), approximate="tanh"))
 
-    def forward(self, x, dropped=undropped, place=1):
+    def forward(self, x, documents=None, dropped=undropped, place=1):
         first = self.ln1(x)
-        attention = self.att(first)
+        attention = self.att(first, documents)
         if self.kind == 0:
             x = x + dropped(attention, place)
             return x + dropped(self.mlp(self.ln2(x)), place + 1)
@@ -84,7 +84,7 @@ class GPT2(nn.Module):
     def forward(self, x, y, dropped=undropped):
         h = dropped(F.embedding(x, self.wte) + self.wpe[:x.shape[1]], 0)
         for l, block in enumerate(self.blocks):
-            h = block(h, dropped, 1 + 2 * l)
+            h = block(h, documents_of(self.dims, x), dropped, 1 + 2 * l)
         # the product runs over all Vp rows, which keeps it aligned; the padding is cut off unseen
         logits = F.linear(self.lnf(h), self.wte)[..., :self.dims.V]
         wide = logits if logits.dtype == torch.float64 else logits.float()

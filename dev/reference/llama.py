@@ -40,15 +40,26 @@ def rotate(x, table):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).type_as(x)
 
 
-def hidden(T, window, device):
-    """(T,T), true where query t does not see key u. window: how many it sees, 0: all up to its own."""
+def documents_of(dims, x):
+    """(B,T): the number, in its row, of the document that a token of x belongs to. None: a row is one."""
+    return (x == dims.document_end).cumsum(1) if dims.document_end >= 0 else None
+
+
+def hidden(T, window, documents, device):
+    """(T,T), or (B,1,T,T) with documents, true where query t does not see key u. window: how many it sees, 0:
+    all up to its own."""
     ones = torch.ones(T, T, dtype=torch.bool, device=device)
-    return ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
+    unseen = ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
+    if documents is None:
+        return unseen
+    return unseen | (documents[:, None, :, None] != documents[:, None, None, :])
 
 
-def visible(T, window, device):
+def visible(T, window, documents, device):
     """What scaled_dot_product_attention is told of this."""
-    return {"attn_mask": ~hidden(T, window, device)} if window else {"is_causal": True}
+    if window or documents is not None:
+        return {"attn_mask": ~hidden(T, window, documents, device)}
+    return {"is_causal": True}
 
 
 class Attention(nn.Module):
@@ -59,19 +70,19 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dims.NH * dims.HS, dims.C, bias=False)
         self.qn, self.kn = ((rms_norm(dims, dims.HS) if dims.qk_norm else nn.Identity()) for _ in "qk")
 
-    def forward(self, x, table):
+    def forward(self, x, table, documents):
         B, T, _ = x.shape
         NH, NKV, HS = self.dims.NH, self.dims.NKV, self.dims.HS
         heads = self.qkv(x).view(B, T, NH + 2 * NKV, HS).transpose(1, 2)
         q, k, v = heads.split([NH, NKV, NKV], dim=1)
         q, k = rotate(self.qn(q), table).type_as(v), rotate(self.kn(k), table).type_as(v)
         if self.sdpa:
-            seen = visible(T, self.window, x.device)
+            seen = visible(T, self.window, documents, x.device)
             out = F.scaled_dot_product_attention(q, k, v, enable_gqa=NH != NKV, **seen)
         else:
             k, v = (z.repeat_interleave(NH // NKV, dim=1) for z in (k, v))
             scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(HS))
-            unseen = hidden(T, self.window, x.device)
+            unseen = hidden(T, self.window, documents, x.device)
             out = F.softmax(scores.masked_fill(unseen, float("-inf")), dim=-1) @ v
         return self.proj(out.transpose(1, 2).reshape(B, T, NH * HS))
 
@@ -93,8 +104,8 @@ class Block(nn.Module):
     def mlp(self, x):
         return self.fcproj(ACTS[self.dims.mlp](*self.fc(x).chunk(1 + self.dims.gated, dim=-1)))
 
-    def forward(self, x, table, dropped, place):
-        x = x + dropped(self.att(self.ln1(x), table), place)
+    def forward(self, x, table, documents, dropped, place):
+        x = x + dropped(self.att(self.ln1(x), table, documents), place)
         return x + dropped(self.mlp(self.ln2(x)), place + 1)
 
 
@@ -116,7 +127,7 @@ class Llama(nn.Module):
         table = self.rotation[wide][:, :x.shape[1]]
         h = dropped(self.embed_norm(F.embedding(x, self.wte)), 0)
         for l, block in enumerate(self.blocks):
-            h = block(h, table, dropped, 1 + 2 * l)
+            h = block(h, table, documents_of(self.dims, x), dropped, 1 + 2 * l)
         # the product runs over all Vp rows, which keeps it aligned; the padding is cut off unseen
         logits = F.linear(self.lnf(h), self.headw)[..., :self.dims.V]
         capped = logits.to(wide)

@@ -132,6 +132,8 @@ def write(prefix, dims, params, x, y, hyper, device="cpu", command="", weights="
     info = {"command": command, "model": dims.text(), "weights": weights, "B": x.shape[0], "T": x.shape[1],
             "versions": versions(device), "notes": [] if dims.is_llama else NOTES, "hyper": hyper,
             "loss": exact_loss if dims.is_llama else loss}
+    if dims.document_end >= 0:
+        info["document_end"] = dims.document_end
     info["losses"], info["norms"] = optimizer_steps(dims, params, x, y, torch.float32, device, hyper)
     info["float32_logits_error"] = logits_error(logits, exact_logits)
     info["float32_loss_error"] = abs(loss - exact_loss)

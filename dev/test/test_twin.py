@@ -2,6 +2,7 @@
 committed fixture is what it computes, which takes torch. dev/reference/compare.py holds it against
 transformers.
 """
+import dataclasses
 import json
 import math
 import os
@@ -69,7 +70,7 @@ def test_initial_weights():
 
 # ---- the fixture ----
 
-@pytest.mark.parametrize("case", ["qwen", "relu2", "windows"])
+@pytest.mark.parametrize("case", ["qwen", "relu2", "windows", "documents"])
 def test_fixture(case):
     """What the files hold is what the twin computes in double, from the weights that they hold."""
     pytest.importorskip("torch")
@@ -79,6 +80,7 @@ def test_fixture(case):
     info = json.load(open(path + ".json", encoding="utf-8"))
     dims, params = formats.read_checkpoint(path + "_model.bin")
     assert dims.text() == info["model"]
+    dims = dataclasses.replace(dims, document_end=info.get("document_end", -1))
     held = formats.read_tensors(path + "_tensors.bin", dims)
     assert held["x"].shape == (info["B"], info["T"]) and (held["x"][:, 1:] == held["y"][:, :-1]).all()
     logits, loss, grads = reference.run(dims, params, held["x"], held["y"], float64, "cpu")

@@ -36,17 +36,22 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def unseen(length, window):
-    """(T,T): -inf where a query sees no key: behind it, and `window` or more before it, if that is not 0."""
+def unseen(length, window, begins):
+    """(T,T) or (B,1,T,T): -inf where a query sees no key: behind it; `window` or more before it, if that is
+    not 0; in another document, where begins (B,T) is not None and says where one begins."""
     hidden = np.full((length, length), -np.inf)
-    return np.triu(hidden, 1) + (np.tril(hidden, -window) if window else 0)
+    causal = np.triu(hidden, 1) + (np.tril(hidden, -window) if window else 0)
+    if begins is None:
+        return causal
+    document = np.cumsum(begins, axis=1)
+    return causal + np.where(document[:, None, :, None] != document[:, None, None, :], -np.inf, 0)
 
 
-def attention(p, l, x, heads, window):
-    length, head = x.shape[1], x.shape[2] // heads
+def attention(p, l, x, heads, hidden):
+    head = x.shape[2] // heads
     qkv = (x @ p["qkvw"][l].T + p["qkvb"][l]).reshape(*x.shape[:2], 3, heads, head)
     q, k, v = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
-    scores = q @ k.transpose(0, 1, 3, 2) / math.sqrt(head) + unseen(length, window)
+    scores = q @ k.transpose(0, 1, 3, 2) / math.sqrt(head) + hidden
     y = (softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(x.shape)
     return y @ p["attprojw"][l].T + p["attprojb"][l]
 
@@ -57,25 +62,26 @@ def mlp(p, l, x):
     return h @ p["fcprojw"][l].T + p["fcprojb"][l]
 
 
-def logits(dims, p, tokens):
-    """(B,T,V) of tokens (B,T)"""
+def logits(dims, p, tokens, begins=None):
+    """(B,T,V) of tokens (B,T); begins: as in unseen()"""
     tokens = np.asarray(tokens)
     x = p["wte"][tokens] + p["wpe"][:tokens.shape[1]]
     for l in range(dims.L):
-        x = x + attention(p, l, normed(x, p["ln1w"][l], p["ln1b"][l]), dims.NH, dims.window_of(l))
+        hidden = unseen(tokens.shape[1], dims.window_of(l), begins)
+        x = x + attention(p, l, normed(x, p["ln1w"][l], p["ln1b"][l]), dims.NH, hidden)
         x = x + mlp(p, l, normed(x, p["ln2w"][l], p["ln2b"][l]))
     return normed(x, p["lnfw"], p["lnfb"]) @ p["wte"][:dims.V].T
 
 
-def token_losses(dims, p, rows):
+def token_losses(dims, p, rows, begins=None):
     """(B,T) of rows (B,T+1)."""
     rows = np.asarray(rows)
-    right = softmax(logits(dims, p, rows[:, :-1]))
+    right = softmax(logits(dims, p, rows[:, :-1], begins))
     return -np.log(np.take_along_axis(right, rows[:, 1:, None], -1)[..., 0])
 
 
-def row_losses(dims, p, rows):
-    return [float(x) for x in token_losses(dims, p, rows).mean(-1)]
+def row_losses(dims, p, rows, begins=None):
+    return [float(x) for x in token_losses(dims, p, rows, begins).mean(-1)]
 
 
 def windows(tokens, length):
