@@ -35,7 +35,8 @@ static Work product(double N, double C, double OC, double inp, double weight, do
 // of that the visited tiles.
 template <class Args>
 static Work attention_work(const Args& a, double of_queries, double of_keys, double products) {
-    const double rows = (double)a.B * a.T * a.HS, scores = rows * a.NH * a.T * visited_tiles(a.mask, a.T);
+    const double rows = (double)a.B * a.T * a.HS;
+    const double scores = rows * a.NH * a.T * visited_tiles(Mask{a.mask.window}, a.T);
     return {kX * rows * (of_queries * a.NH + of_keys * a.NKV), products * scores};
 }
 

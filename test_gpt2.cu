@@ -304,6 +304,7 @@ static void test_model(const std::string& prefix, const Options& options, double
     };
     Options o = options;
     o.weight_decay = (float)hyper("weight_decay"), o.grad_clip = (float)hyper("grad_clip");
+    if (facts_find(json, "document_end")) { o.document_end = (int)json_numbers(json, "document_end")[0]; }
     o.beta1 = hyper("beta1"), o.beta2 = hyper("beta2"), o.eps = hyper("eps");
     TestModel model(c, o, r.B, r.T);
     checkpoint_load(&model, path.c_str());
@@ -430,6 +431,8 @@ static const Config kNano8 = descriptor_config("llama:L3,NH3,NKV1,HS32,C64,F144,
 static const Config kWindows = descriptor_config("L2,NH2,C128,T70,V300,window=9,pattern=SL");
 static const Config kLlamaWindows = descriptor_config("llama:L3,NH4,NKV2,HS16,C40,F72,T17,V300,qk_norm,"
                                                       "eps=0.01,window=5,pattern=SSL");
+
+static const Config kPacked = descriptor_config("llama:L2,NH2,NKV1,HS64,C40,F72,T200,V300");   // documents
 
 // Both, and the first one with each activation that they lack
 static std::vector<Config> family(const Config& llama, const Config& nano) {
@@ -613,11 +616,12 @@ static void test_lane_gradients(const Config& c) {
 // ---- one model, computed in several ways ----
 // A batch in 1, 2 and 4 micro-steps. And a short run of few rows, which has the same bits as a CUDA graph of
 // each micro-step, at each recompute level.
-static void test_variant(const Config& c, double dropout) {
-    const std::string what = format("C=%d block %d, norm %d, dropout %g", c.C, (int)c.block, (int)c.norm,
-                                    dropout);
+static void test_variant(const Config& c, double dropout, int document_end = -1) {
+    const std::string what = format("C=%d block %d, norm %d, dropout %g, end %d", c.C, (int)c.block,
+                                    (int)c.norm, dropout, document_end);
     Options o = default_options();
     o.dropout = dropout;
+    o.document_end = document_end;
     const Batch batch = random_batch(c, 4, 0);
     RandomModel model(c, o, batch.B);
     accumulate(&model, batch);
@@ -670,6 +674,53 @@ static void test_side_by_side(const Config& c) {
     }
 }
 
+// Two documents that share a row, in either order: the losses of each are the same but for rounding, and to
+// the bit whatever the other one says. Where one alone counts, the other has no gradient.
+static void test_packed(const Config& c) {
+    const int end = c.V - 1, T = c.maxT, cut = T / 3;
+    Options o = default_options();
+    o.document_end = end;
+    RandomModel model(c, o, 1);
+    // tokens of the first are below 100, of the second 100 to 199; `more` is added to those of the second
+    auto row = [&](bool turned, int more) {
+        Batch batch = {1, T, {}, {}};
+        const int first = turned ? T - cut : cut;
+        for (int t = 0; t < T; t++) {
+            const bool second = (t >= first) != turned;
+            const int at = t >= first ? t - first : t;          // in its document
+            batch.x.push_back(at == 0 ? end : 100 * second + (at * at + more * second) % 100);
+            batch.y.push_back(second ? 7 : 3);
+        }
+        return batch;
+    };
+    auto losses = [&](const Batch& batch, int from, int n) {
+        mean_loss(&model, batch);
+        const Vector all = from_device(&model, model_acts(&model, 0).losses, batch.x.size());
+        return Vector(all.begin() + from, all.begin() + from + n);
+    };
+    const Batch plain = row(false, 0), turned = row(true, 0);
+    const Vector first = losses(plain, 0, cut), second = losses(plain, cut, T - cut);
+    CHECK(losses(row(false, 5), 0, cut) == first, "C=%d: another document behind it changes losses", c.C);
+    CHECK(losses(row(true, 5), T - cut, cut) == losses(turned, T - cut, cut),
+          "C=%d: another document before it changes losses", c.C);
+    const double most = kLowPrecision ? 1e-2 : 1e-6;
+    CHECK(relative_error(losses(turned, T - cut, cut), first) <= most &&
+              relative_error(losses(turned, 0, T - cut), second) <= most, "C=%d: in another order", c.C);
+
+    const ParamSpec& wte = model.param_specs[PARAM_wte];
+    for (bool of_second : {false, true}) {
+        Batch batch = plain;
+        for (int t = 0; t < T; t++) { batch.y[t] = (t >= cut) == of_second ? batch.y[t] : -1; }
+        accumulate(&model, batch);
+        const Vector grad = host_grad(&model, PARAM_wte);
+        bool own = false, other = false;
+        for (size_t i = 0; i < 200 * wte.cols; i++) {
+            (i / wte.cols / 100 == (size_t)of_second ? own : other) |= grad[i] != 0.0f;
+        }
+        CHECK(own && !other, "C=%d: gradient of the %s document", c.C, other ? "other" : "own");
+    }
+}
+
 static void test_variants(Config c) {
     for (Block block : {Block::Sequential, Block::Parallel, Block::ParallelTied}) {
         for (NormKind norm : {NormKind::Layer, NormKind::Rms}) {
@@ -682,9 +733,10 @@ static void test_variants(Config c) {
 // Along a tensor's gradient the loss's slope is the square of this gradient's norm. Differences of fourth
 // order say so, of steps that change the loss by some 0.005. In one row, an op that is wrong at a position
 // shows.
-static void test_slopes(const char* name, const Config& c, double dropout = 0.0) {
+static void test_slopes(const char* name, const Config& c, double dropout = 0.0, int document_end = -1) {
     Options o = default_options();
     o.dropout = dropout;
+    o.document_end = document_end;
     const Batch batch = random_batch(c, 1, 0);
     RandomModel model(c, o, batch.B);
     accumulate(&model, batch);
@@ -2448,7 +2500,7 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
                 const size_t row = ((size_t)(b * T + t) * NH + h) * HS;
                 const double *q = &qkv[of(t, h)], *dO = &dout_operand[row];
                 double *O = out + row, *dq = dqkv + of(t, h), max = -HUGE_VAL, sum = 0.0;
-                const int first = mask.keys(t).within(T).first;
+                const int first = mask.row(b, T).keys(t).within(T).first;
                 for (int u = first; u <= t; u++) {
                     p[u] = scale * dot(q, &qkv[of(u, k_head)], HS);
                     max = std::max(max, p[u]);
@@ -2477,26 +2529,41 @@ static void direct_attention(double* out /*(B,T,NH,HS)*/, double* lse /*(B,NH,T)
     }
 }
 
-// `form`: what must run it, as attention_form says it; null: whatever does.
+// Documents of `size` tokens; in each row they begin one token earlier than in the row before. 0: one each.
+static std::vector<Span> even_documents(int B, int T, int size) {
+    std::vector<int> tokens;
+    for (int b = 0; b < B; b++) {
+        for (int t = 0; t < T; t++) { tokens.push_back(size > 0 && (t + b) % size == 0); }
+    }
+    std::vector<Span> documents((size_t)B * T);
+    find_documents(documents.data(), tokens.data(), B, T, 1, nullptr);
+    return documents;
+}
+
+// `form`: what must run it, as attention_form says it; null: whatever does. document: 0: there is no mask of
+// documents.
 static void test_attention(int B, int T, int NH, int NKV, int HS, const char* form = nullptr,
-                           int window = 0) {
+                           int window = 0, int document = 0) {
     const char* runs = attention_form(HS);
     const bool tf32 = strcmp(runs, "mma.sync (TF32)") == 0;
-    Case k(format("attention B=%d T=%d NH=%d NKV=%d HS=%d window %d %s", B, T, NH, NKV, HS, window, runs));
+    const std::vector<Span> documents = even_documents(B, T, document);
+    Case k(format("attention B=%d T=%d NH=%d NKV=%d HS=%d window %d document %d %s", B, T, NH, NKV, HS,
+                  window, document, runs));
     CHECK(!form || strcmp(form, runs) == 0, "%s: '%s' was to run it", k.title.c_str(), form);
     const size_t n = (size_t)B * T * NH * HS, all = (size_t)B * T * (NH + 2 * NKV) * HS;
     const size_t rows = (size_t)B * NH * T;
     compute(k, [&](auto at) {
         auto *qkv = at.x("qkv", In(all)), *out = at.x("out", Out(n, 5e-6)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out(rows, 5e-6));
-        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS, {window}});
+        const Mask mask = {window, document > 0 ? at.exact("documents", documents) : nullptr};
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS, mask});
         op<AttentionBackwardOf>(at, {at.x("dqkv", Out(all, 2e-5)),
                                    at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
-                                   dout, out, qkv, lse, B, T, NH, NKV, HS, {window}});
+                                   dout, out, qkv, lse, B, T, NH, NKV, HS, mask});
     });
     Doubles out(n), lse(rows), dqkv(all);
     direct_attention(out.data(), lse.data(), dqkv.data(), k["qkv"].twin, k["dout"].twin, B, T, NH, NKV, HS,
-                     {window}, tf32);
+                     {window, document > 0 ? documents.data() : nullptr}, tf32);
     k["out"].expect_as_good_as(out);
     k["dqkv"].expect_as_good_as(dqkv);
     if (tf32) { k["lse"].expect_as_good_as(lse); }
@@ -2610,17 +2677,19 @@ static void test_attention_groups(int HS, const char* form = nullptr) {
 }
 
 // Copies and products that overlap by chance: a thousand runs beside a kernel that takes SMs and memory away.
-static void test_attention_repeats(int HS, int window) {
+static void test_attention_repeats(int HS, int window, int document = 0) {
     constexpr int B = 1, T = 300, NH = 4, NKV = 2;
-    Case k(format("attention, repeated, HS=%d window %d", HS, window));
+    const std::vector<Span> documents = even_documents(B, T, document);
+    Case k(format("attention, repeated, HS=%d window %d document %d", HS, window, document));
     const size_t n = (size_t)B * T * NH * HS, all = (size_t)B * T * (NH + 2 * NKV) * HS;
     const auto run = [&](auto at) {
         auto *qkv = at.x("qkv", In(all)), *out = at.x("out", Out(n)), *dout = at.x("dout", In(n));
         auto* lse = at.s("lse", Out((size_t)B * NH * T));
-        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS, {window}});
+        const Mask mask = {window, document > 0 ? at.exact("documents", documents) : nullptr};
+        op<AttentionForwardOf>(at, {out, lse, qkv, B, T, NH, NKV, HS, mask});
         op<AttentionBackwardOf>(at, {at.x("dqkv", Out(all)),
                                    at.s("scratch", Scratch(attention_backward_scratch_bytes(B, T, NH) / 4)),
-                                   dout, out, qkv, lse, B, T, NH, NKV, HS, {window}});
+                                   dout, out, qkv, lse, B, T, NH, NKV, HS, mask});
     };
     const Stream beside = stream_create();
     const size_t bytes = 16 << 20;
@@ -2640,26 +2709,29 @@ static void test_attention_repeats(int HS, int window) {
     device_free(filled);
 }
 
-// Windows on both sides of every tile's border, in a form, in rows that end in a tile or with one, and where
-// query heads share keys. One that hides nothing leaves the bits of none.
-static void test_windows(int HS, const char* form) {
+// Windows and documents on both sides of every tile's border, in a form, in rows that end in a tile or with
+// one, and where query heads share keys. One that hides nothing leaves the bits of none.
+static void test_masks(int HS, const char* form) {
     for (int T : {200, 256}) {
         for (int window : {1, 16, 63, 64, 65, 127, 128, T - 1}) {
             if (small_shapes && (T != 200 || window % 64 != 1)) { continue; }
             test_attention(1, T, 2, T == 200 ? 1 : 2, HS, form, window);
+            test_attention(2, T, 2, T == 200 ? 1 : 2, HS, form, 0, window);
+            if (window > 64) { test_attention(1, T, 2, T == 200 ? 2 : 1, HS, form, 70, window); }
         }
     }
     const int T = 130, NH = 2, all = T * NH * HS;
     const size_t scratch = attention_backward_scratch_bytes(1, T, NH) / 4;
     std::vector<std::vector<unsigned char>> bits;
-    for (int window : {0, T, T + 1, 1 << 24}) {
-        Case k("attention, a window that hides nothing");
+    for (int window : {0, T, T + 1, 1 << 24, -1}) {         // -1: a document that is the row
+        Case k("attention, a mask that hides nothing");
         const auto run = [&](auto at) {
             auto *qkv = at.x("qkv", In(3 * all)), *out = at.x("out", Out(all)), *dout = at.x("dout", In(all));
             auto* lse = at.s("lse", Out(NH * T));
-            op<AttentionForwardOf>(at, {out, lse, qkv, 1, T, NH, NH, HS, {window}});
+            const Mask mask = {window, window < 0 ? at.exact("documents", even_documents(1, T, 0)) : nullptr};
+            op<AttentionForwardOf>(at, {out, lse, qkv, 1, T, NH, NH, HS, mask});
             op<AttentionBackwardOf>(at, {at.x("dqkv", Out(3 * all)), at.s("scratch", Scratch(scratch)), dout,
-                                       out, qkv, lse, 1, T, NH, NH, HS, {window}});
+                                       out, qkv, lse, 1, T, NH, NH, HS, mask});
         };
         run(OnDevice{&k});
         stream_sync(0);
@@ -2688,7 +2760,7 @@ static void test_attention_forms() {
             }
         }
         for (int HS : {64, 32, 80, 128, 20}) { test_attention_groups(HS); }
-        for (int HS : {64, 32, 96, 128, 20}) { test_windows(HS, nullptr); }
+        for (int HS : {64, 32, 96, 128, 20}) { test_masks(HS, nullptr); }
         test_attention(1, 34, 1, 1, 512, "plain");
         if (small_shapes) { continue; }
         test_attention(1, 1024, 2, 2, 64);
@@ -2699,11 +2771,14 @@ static void test_attention_forms() {
         const char* sm90 = "sm90 (wgmma)";
         for (int HS : {64, 128, 48, 80, 96, 112}) {
             for (int T : {1, 63, 64, 65, 130, 257}) { test_attention(2, T, 2, 2, HS, sm90); }
-            for (int window : {0, 100}) { test_attention_repeats(HS, window); }
+            for (int window : {0, 100}) {
+                test_attention_repeats(HS, window), test_attention_repeats(HS, window, 90);
+            }
             if (!small_shapes && HS % 64 == 0) { test_attention(1, 1024, 2, 2, HS, sm90); }
         }
-        for (int HS : {64, 96, 128}) { test_attention_groups(HS, sm90), test_windows(HS, sm90); }
+        for (int HS : {64, 96, 128}) { test_attention_groups(HS, sm90), test_masks(HS, sm90); }
         if (!small_shapes) { test_attention(1, 1024, 2, 2, 128, sm90, 256); }
+        if (!small_shapes) { test_attention(2, 1000, 2, 2, 128, sm90, 0, 300); }
         test_attention(1, 130, 2, 2, 56, "mma.sync");
     }
 
@@ -3421,7 +3496,8 @@ int main(int argc, char** argv) {
         if (mode == "model") {
             const bool given = !references.empty();
             if (!given) {
-                for (const char* name : {"ugly", "head64", "qwen", "relu2", "parallel", "tied", "windows"}) {
+                for (const char* name : {"ugly", "head64", "qwen", "relu2", "parallel", "tied", "windows",
+                                         "documents"}) {
                     references.push_back(committed_reference(name));
                 }
             }
@@ -3471,6 +3547,14 @@ int main(int argc, char** argv) {
             TEST("recomputing, micro-steps") {
                 for (const Config& c : {kTiny, kTensorCore, kWindows}) { test_variant(c, 0.0); }
                 if (kDeviceIsAsync && kLowPrecision) { test_variant(kWide, 0.0); }
+            }
+            TEST("documents") {
+                for (const Config& c : {kTensorCore, kWindows}) { test_variant(c, 0.0, 1); }
+                for (const Config& c : {kLlama, kPacked}) { test_packed(c); }
+                if (!kLowPrecision) {
+                    test_slopes("GPT-2's, documents", kSmall, 0.0, 1);
+                    test_slopes("Llama's, documents", kLlamaWindows, 0.0, 1);
+                }
             }
             if (!break_name && fp8_runs()) TEST("FP8: gradients, scales, skipped updates") {
                 test_fp8(kTensorCore, false, 0.072);

@@ -43,7 +43,7 @@ matrix; but a product is M x N x K. An index is the lower-case letter: b t c l, 
 #include "llmc/model/muon_plan.h"    // gives: MuonShare, muon_share, muon_shapes
 #include "llmc/ops/ops.h"            // gives: MODEL_OPS, each op's arguments, Grad, ChunkRange
 #include "llmc/ops/rotation_table.h" // gives: rotation_table, rotation_table_size
-#include "llmc/ops/token_buckets.h"  // gives: build_token_buckets
+#include "llmc/ops/token_buckets.h"  // gives: build_token_buckets, find_documents
 #include "llmc/data/dataloader.h"    // gives: DataLoader
 #include "llmc/data/evalloader.h"    // gives: EvalSet
 #include "llmc/data/sampler.h"       // gives: Sampling, sample_weight, sample_target
@@ -2689,7 +2689,7 @@ static void muon_update(const MuonUpdate& a, Stream stream) {
 // Self-attention of each head, straight on the packed output of the qkv linear layer:
 //     S = Q K^T / sqrt(HS)     P = softmax(S) over the keys that the query sees     O = P V
 // Mask (ops.h) says what a query sees: itself, nothing later, and earlier keys without a gap. A kernel comes
-// without a window and with one (kWindow), which takes up to 13 registers more.
+// for each of Hides: bounds take up to 11 registers more, and those from memory up to 27 in all.
 // Forward:  qkv (B,T,NH+2*NKV,HS) -> out (B,T,NH,HS) =, lse (B,NH,T) = ln sum exp S.
 // Backward: D = rowsum(dO * O)     P = exp(S - lse)     dS = P * (dO V^T - D)
 //     dQ = dS K / sqrt(HS)     dK = dS^T Q / sqrt(HS)     dV = P^T dO     dqkv (B,T,NH+2*NKV,HS) =
@@ -2739,6 +2739,9 @@ template <class Rows> struct Pair {
 
 enum class Own { Queries, Keys };
 
+// Which of the earlier keys a mask may hide: none, those before a window, or those of other documents, too.
+enum class Hides { Nothing, Window, Documents };
+
 // Whether the rows of a tile, all together, see its columns: not one pair, some pairs, or all.
 enum class Cover { None, Part, All };
 
@@ -2760,10 +2763,10 @@ LLMC_HD static inline size_t padded_T(int T) { return ((size_t)T + 127) / 128 * 
 // its blocks run, and short walks fill the end of the grid. The last section may have too many heads.
 constexpr int kSectionBytes = 8 << 20;
 
-template <Own kOwn, class Shape, bool kWindow> struct AttentionBlock {
+template <Own kOwn, class Shape, Hides kHides> struct AttentionBlock {
     static constexpr bool kQueries = kOwn == Own::Queries;
     int T, NH, NKV, HS;
-    Mask mask;                  // without kWindow the compiler knows it
+    Mask mask;                  // of row b; what kHides rules out, the compiler knows
     bool exists;
     int b;
     int h;                      // a head of queries: the block's own, or the first of the group
@@ -2774,11 +2777,16 @@ template <Own kOwn, class Shape, bool kWindow> struct AttentionBlock {
 
     template <class Args>
     __device__ __forceinline__ explicit AttentionBlock(const Args& a)
-        : T(a.T), NH(a.NH), NKV(a.NKV), HS(a.HS), mask(kWindow ? a.mask : Mask{}) {
+        : T(a.T), NH(a.NH), NKV(a.NKV), HS(a.HS) {
         const int own_heads = kQueries ? NH : NKV, group = NH == NKV ? 1 : NH / NKV;
         const int bh = blockIdx.z * gridDim.x + blockIdx.x, head = bh % own_heads;
         exists = bh < a.B * own_heads;
         b = bh / own_heads;
+        if (kHides == Hides::Window) { mask.window = a.mask.window; }
+        if (kHides == Hides::Documents) {
+            if (!exists) { return; }                        // nor do documents of this row
+            mask = a.mask.row(b, T);
+        }
         h = kQueries ? head : head * group;
         kv = kQueries && group > 1 ? head / group : head;
         const int blocks = gridDim.y, rank = blockIdx.y;    // 0: the longest walk
@@ -2792,8 +2800,9 @@ template <Own kOwn, class Shape, bool kWindow> struct AttentionBlock {
         steps = tiles * (kQueries ? 1 : group);
     }
 
-    // What one of the block's rows sees of the other side.
+    // What one of the block's rows sees of the other side. Rows from T on do not count; documents lack them.
     __device__ __forceinline__ Span sees(int row) const {
+        if (kHides == Hides::Documents) { row = min(row, T - 1); }
         return kQueries ? mask.keys(row) : mask.queries(row);
     }
     // What `rows` rows from `row` on see of a tile of `columns` columns from `column` on.
@@ -2948,12 +2957,12 @@ __device__ __forceinline__ void plain_add(PlainRow& row, float factor, float wei
     }
 }
 
-template <bool kWindow>
+template <Hides kHides>
 __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_forward_plain_kernel(const AttentionForward a, float scale) {
     __shared__ PlainRow q[PlainShape::kOwned], o[PlainShape::kOwned];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<Own::Queries, PlainShape, kWindow> block(a);
+    const AttentionBlock<Own::Queries, PlainShape, kHides> block(a);
     if (!block.exists) { return; }
     const int query = block.row0 + warp;
     if (query >= a.T) { return; }
@@ -2980,14 +2989,14 @@ __global__ void __launch_bounds__(PlainShape::kThreads)
     if (lane == 0) { block.lse(a.lse)[query] = row_max + logf(sum); }
 }
 
-template <Own kOwn, bool kWindow>
+template <Own kOwn, Hides kHides>
 __global__ void __launch_bounds__(PlainShape::kThreads)
     attention_backward_plain_kernel(const AttentionBackward a, float scale) {
     constexpr bool kQueries = kOwn == Own::Queries;
     __shared__ PlainRow own_a[PlainShape::kOwned], own_b[PlainShape::kOwned];
     __shared__ PlainRow grad_a[PlainShape::kOwned], grad_b[PlainShape::kOwned];     // not yet scaled
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const AttentionBlock<kOwn, PlainShape, kWindow> block(a);
+    const AttentionBlock<kOwn, PlainShape, kHides> block(a);
     if (!block.exists) { return; }
     const int row = block.row0 + warp;
     if (row >= a.T) { return; }
@@ -3449,7 +3458,7 @@ template <int kOwnTiles, class Shape> struct MmaShared {
     }
 };
 
-template <class Shape, bool kWindow>
+template <class Shape, Hides kHides>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_mma_kernel(const AttentionForward a, float scale) {
     constexpr int kHS = Shape::kHS, kGroups = Shape::kGroups, kTile = Shape::kTile;
@@ -3458,7 +3467,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<1, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<Own::Queries, Shape, kWindow> block(a);
+    const AttentionBlock<Own::Queries, Shape, kHides> block(a);
     if (!block.exists) { return; }
     const int row0 = block.row0 + warp_row;                 // the warp's first query
     const Pair<InputRows> other = {block.k(a.qkv), block.v(a.qkv)};
@@ -3498,7 +3507,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 // The backward for either side. The same pipeline, with more products a step:
 //     | S = own a * other a^T | dP = own b * other b^T | P = exp(S - lse), dS = P * (dP - D) |
 //     | dV += P * other b, if keys own | dQ or dK += dS * other a |
-template <Own kOwn, class Shape, bool kWindow>
+template <Own kOwn, class Shape, Hides kHides>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_mma_kernel(const AttentionBackward a, float scale) {
     constexpr bool kQueries = kOwn == Own::Queries;
@@ -3510,7 +3519,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     auto& shared = *(MmaShared<2, Shape>*)mma_bytes;
 
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * Shape::kRows;
-    const AttentionBlock<kOwn, Shape, kWindow> block(a);
+    const AttentionBlock<kOwn, Shape, kHides> block(a);
     if (!block.exists) { return; }
     const int row0 = block.row0 + warp_row;                 // the warp's
     const Pair<InputRows> own = block.own(a), other = block.other(a);
@@ -3750,14 +3759,14 @@ __device__ __forceinline__ void sm90_store(const HeadRows<X>& to, int row0, floa
 }
 #endif
 
-template <class Shape, bool kWindow>
+template <class Shape, Hides kHides>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_forward_sm90_kernel(const AttentionForward args, float scale,
                                   const __grid_constant__ CUtensorMap qkv_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<1, Shape>*)sm90_bytes;
-    const AttentionBlock<Own::Queries, Shape, kWindow> block(args);
+    const AttentionBlock<Own::Queries, Shape, kHides> block(args);
     if (!block.exists) { return; }
     const Pair<Sm90Rows> other = {{&qkv_map, block.k_head()}, {&qkv_map, block.k_head() + args.NKV}};
     shared.start(block, {{&qkv_map, block.h}}, other);
@@ -3824,7 +3833,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 //     wgmma           | S | dP |                 | only keys: dV += P^T dO | dQ += dS K or dK += dS^T Q |
 //     ordinary cores      | P = exp(S - lse), packed | dS, packed          |            release, copy |
 //                     ^ full[stage]
-template <Own kOwn, class Shape, bool kWindow>
+template <Own kOwn, class Shape, Hides kHides>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     attention_backward_sm90_kernel(const AttentionBackward args, float scale,
                                    const __grid_constant__ CUtensorMap qkv_map,
@@ -3834,7 +3843,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     constexpr bool kQueries = kOwn == Own::Queries;
     extern __shared__ __align__(1024) unsigned char sm90_bytes[];
     auto& shared = *(Sm90Shared<2, Shape>*)sm90_bytes;
-    const AttentionBlock<kOwn, Shape, kWindow> block(args);
+    const AttentionBlock<kOwn, Shape, kHides> block(args);
     if (!block.exists) { return; }
     const int lane = threadIdx.x % kWarp, warp_row = threadIdx.x / kWarp * 16;
     const int row0 = block.row0 + warp_row;             // the warp's first
@@ -3899,13 +3908,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 }
 
 // ---- launchers of each form, and which form runs ----
-template <bool kWindow> static void attention_plain(const AttentionForward& a, Stream stream) {
-    attention_launch<Own::Queries, PlainShape>(attention_forward_plain_kernel<kWindow>, a, 0, stream);
+template <Hides kHides> static void attention_plain(const AttentionForward& a, Stream stream) {
+    attention_launch<Own::Queries, PlainShape>(attention_forward_plain_kernel<kHides>, a, 0, stream);
 }
-template <bool kWindow> static void attention_plain(const AttentionBackward& a, Stream stream) {
-    attention_launch<Own::Queries, PlainShape>(attention_backward_plain_kernel<Own::Queries, kWindow>, a, 0,
+template <Hides kHides> static void attention_plain(const AttentionBackward& a, Stream stream) {
+    attention_launch<Own::Queries, PlainShape>(attention_backward_plain_kernel<Own::Queries, kHides>, a, 0,
                                                stream);
-    attention_launch<Own::Keys, PlainShape>(attention_backward_plain_kernel<Own::Keys, kWindow>, a, 0,
+    attention_launch<Own::Keys, PlainShape>(attention_backward_plain_kernel<Own::Keys, kHides>, a, 0,
                                             stream);
 }
 
@@ -3962,63 +3971,65 @@ static std::string attention_error(int NH, int NKV, int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-template <class Shapes, bool kWindow>
+template <class Shapes, Hides kHides>
 static void attention_sm90(const AttentionForward& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
-    attention_launch<Own::Queries, Shape>(attention_forward_sm90_kernel<Shape, kWindow>, a,
+    attention_launch<Own::Queries, Shape>(attention_forward_sm90_kernel<Shape, kHides>, a,
                                           sizeof(Sm90Shared<1, Shape>), stream,
                                           tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV, 64, 1, a.HS));
 }
-template <class Shapes, bool kWindow>
+template <class Shapes, Hides kHides>
 static void attention_sm90(const AttentionBackward& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     const CUtensorMap qkv = tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV, 64, 1, a.HS);
     const CUtensorMap dout = tensor_map(a.dout, a.B, a.T, a.NH, 64, 1, a.HS);
-    attention_launch<Own::Queries, Dq>(attention_backward_sm90_kernel<Own::Queries, Dq, kWindow>, a,
+    attention_launch<Own::Queries, Dq>(attention_backward_sm90_kernel<Own::Queries, Dq, kHides>, a,
                                        sizeof(Sm90Shared<2, Dq>), stream, qkv, dout);
-    attention_launch<Own::Keys, Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv, kWindow>, a,
+    attention_launch<Own::Keys, Dkv>(attention_backward_sm90_kernel<Own::Keys, Dkv, kHides>, a,
                                      sizeof(Sm90Shared<2, Dkv>), stream, qkv, dout);
 }
 
-template <class Shapes, bool kWindow>
+template <class Shapes, Hides kHides>
 static void attention_mma(const AttentionForward& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
-    attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape, kWindow>, a,
+    attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape, kHides>, a,
                                           sizeof(MmaShared<1, Shape>), stream);
 }
-template <class Shapes, bool kWindow>
+template <class Shapes, Hides kHides>
 static void attention_mma(const AttentionBackward& a, Stream stream) {
     typedef typename Shapes::Dq Dq;
     typedef typename Shapes::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
-    attention_launch<Own::Queries, Dq>(attention_backward_mma_kernel<Own::Queries, Dq, kWindow>, a,
+    attention_launch<Own::Queries, Dq>(attention_backward_mma_kernel<Own::Queries, Dq, kHides>, a,
                                        sizeof(MmaShared<2, Dq>), stream);
-    attention_launch<Own::Keys, Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv, kWindow>, a,
+    attention_launch<Own::Keys, Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv, kHides>, a,
                                      sizeof(MmaShared<2, Dkv>), stream);
 }
 
 // Either pass, in the form that attention_form names.
-template <bool kWindow, class Args> static void attention_by_form(const Args& a, Stream stream) {
+template <Hides kHides, class Args> static void attention_by_form(const Args& a, Stream stream) {
     if constexpr (sizeof(floatX) == 2) {
         if (attention_uses_sm90(a.HS)) {            // FP32 builds have no such kernels
-            return a.HS <= 64 ? attention_sm90<Sm90Shapes<64>, kWindow>(a, stream)
-                              : attention_sm90<Sm90Shapes<128>, kWindow>(a, stream);
+            return a.HS <= 64 ? attention_sm90<Sm90Shapes<64>, kHides>(a, stream)
+                              : attention_sm90<Sm90Shapes<128>, kHides>(a, stream);
         }
     }
     switch (mma_head_size(a.HS)) {
-        case 32: return attention_mma<MmaShapes<32>, kWindow>(a, stream);
-        case 64: return attention_mma<MmaShapes<64>, kWindow>(a, stream);
-        case 96: return attention_mma<MmaShapes<96>, kWindow>(a, stream);
-        case 128: return attention_mma<MmaShapes<128>, kWindow>(a, stream);
-        default: attention_plain<kWindow>(a, stream);
+        case 32: return attention_mma<MmaShapes<32>, kHides>(a, stream);
+        case 64: return attention_mma<MmaShapes<64>, kHides>(a, stream);
+        case 96: return attention_mma<MmaShapes<96>, kHides>(a, stream);
+        case 128: return attention_mma<MmaShapes<128>, kHides>(a, stream);
+        default: attention_plain<kHides>(a, stream);
     }
 }
 template <class Args> static void attention(const Args& a, Stream stream) {
     OpScope scope(a, stream);
     die_if(attention_error(a.NH, a.NKV, a.HS));
     // a window that hides nothing has the kernels, and so the bits, of none
-    return a.mask.hides(a.T) ? attention_by_form<true>(a, stream) : attention_by_form<false>(a, stream);
+    if (!a.mask.hides(a.T)) { return attention_by_form<Hides::Nothing>(a, stream); }
+    return a.mask.documents ? attention_by_form<Hides::Documents>(a, stream)
+                            : attention_by_form<Hides::Window>(a, stream);
 }
 static void attention_forward(const AttentionForward& a, Stream s) { attention(a, s); }
 static void attention_backward(const AttentionBackward& a, Stream s) { attention(a, s); }
@@ -4156,7 +4167,7 @@ __global__ void __launch_bounds__(kDecodeSplits * kWarp)
     const floatX *new_key = q + (size_t)(a.NH + kv - h) * HS, *new_value = new_key + C;
     floatX *keys = a.keys + head, *values = a.values + head;
     const float scale = kLog2e / sqrtf((float)HS);
-    const Span seen = a.mask.keys(t).within(t + 1);                     // its last is t
+    const Span seen = Mask{a.mask.window}.keys(t).within(t + 1);    // its last is t; a text is one document
 
     // 1. While the kernel before runs: the keys and values so far.
     next_kernel_may_begin();
@@ -4746,6 +4757,7 @@ struct Options : ModelSettings {
     Split split = {};           // this rank's part of the job
     int lanes = 1;              // of this rank; all have the same number of micro-steps (see the exchange)
     bool graphs = true;         // on one GPU a micro-step is a CUDA graph
+    int document_end = -1;      // the token at which a document begins; -1: a row is one document
     size_t state_bytes() const { return state_bf16 ? 2 : sizeof(float); }       // of an element of m or v
 };
 
@@ -4793,6 +4805,7 @@ struct Inputs {
     int* counted;               // an evaluation's positions whose losses count; in order's memory
     int* likeliest;             // is its target the likeliest token? In their memory, once they are read
     int4 *segments, *splits;    // see TokenBuckets
+    Span* documents;            // (B,T) see Mask
     size_t bytes;
 };
 
@@ -4816,6 +4829,7 @@ struct Activations {
 struct Feed {
     Inputs inputs;                      // on the device
     TokenBuckets buckets;               // of the batch in `inputs`; pointers on the device
+    const Span* documents;              // likewise; null: a row is one
     static const int kSlots = 2;        // staging slots: the host may run this many micro-steps ahead
     Inputs staging[kSlots];
     Event staged[kSlots];               // the slot's last copy has left it
@@ -4880,6 +4894,7 @@ static Inputs inputs_layout(char* base, int B, int T) {
     in.counted = in.likeliest = in.order;
     places.take(&in.segments, (size_t)max_bucket_segments((int64_t)N));
     places.take(&in.splits, (size_t)max_bucket_splits((int64_t)N));
+    places.take(&in.documents, N);
     in.bytes = places.bytes();
     return in;
 }
@@ -5255,10 +5270,10 @@ static Grad model_grad(const Model* model, ParamId id, int l, const MicroStep& m
 // == 8 a step ==
 // train_step, then the functions that it calls, roughly in the order of the calls:
 static void model_micro_step(Model* model, const int* tokens, const int* targets, int B, int T, int i,
-                             int count, int64_t counted = -1);
+                             int count, int64_t counted = -1, const char* conversations = nullptr);
 static MicroStep micro_step_of(const Model* model, int i, int count);
 static void model_feed(Model* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
-                       const int* counted = nullptr);
+                       const int* counted = nullptr, const char* conversations = nullptr);
 static void model_forward(Model* model, int B, int T, const MicroStep* micro = nullptr);
 static void model_head(Model* model, int B, int T, float weight, float* mean, Accumulate acc,
                        const MicroStep* micro = nullptr);        // losses, and the LM head's backward
@@ -5284,7 +5299,8 @@ static bool train_step(Model* model, DataLoader* loader, const Saver& saver, dou
         if (stop_agreed(model->step)) { return false; }
         if (run.overfit) { dataloader_seek(loader, 0); }
         data_next(loader);
-        model_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count, counted);
+        model_micro_step(model, loader->inputs, loader->targets, run.B, run.T, i, count, counted,
+                         loader->conversations);
     }
     saver_hold(saver);                          // weights change only after a checkpoint has its copies
     model_update(model, count, lr, muon_lr);
@@ -5293,15 +5309,15 @@ static bool train_step(Model* model, DataLoader* loader, const Saver& saver, dou
 
 // Adds a micro-step's part to the mean loss over the total batch, and to the gradients; a lane's first
 // micro-step stores them. counted: the targets of the total batch that are not -1, of all ranks; -1: all are.
-// A step that counts none has loss and gradients 0.
+// A step that counts none has loss and gradients 0. conversations: see find_documents.
 static void model_micro_step(Model* model, const int* tokens, const int* targets, int B, int T, int i,
-                             int count, int64_t counted) {
+                             int count, int64_t counted, const char* conversations) {
     const MicroStep micro = micro_step_of(model, i, count);
     const Accumulate add = micro.begins_lane ? Accumulate::No : Accumulate::Yes;
     if (counted < 0) { counted = (int64_t)B * T * count * model->options.split.world; }
     const float weight = counted > 0 ? (float)(1.0 / (double)counted) : 0.0f;
     float* losses = (float*)(model->exchange.record + model->exchange.losses_at);     // (lanes)
-    model_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad);
+    model_feed(model, tokens, targets, B, T, ClassifierMode::LossAndGrad, nullptr, conversations);
     auto work = [&] {
         model_forward(model, B, T, &micro);
         model_head(model, B, T, weight, losses + micro.lane, add, &micro);
@@ -5343,11 +5359,11 @@ static void await_event(Event event) {
 }
 
 // Copies a batch to the device, asynchronously, through one of two slots of pinned memory. It first waits
-// until the slot's last copy has ended. targets: null when text is generated. counted: see Inputs. For a
-// backward pass it also sorts the token positions for the embedding's gradient. This counting sort takes the
-// host 0.6 ms at B=64, while the device still works on the micro-step before.
+// until the slot's last copy has ended. targets: null for a prompt, which is one document. counted: see
+// Inputs. For a backward pass it also sorts the token positions for the embedding's gradient. This counting
+// sort takes the host 0.6 ms at B=64, while the device still works on the micro-step before.
 static void model_feed(Model* model, const int* tokens, const int* targets, int B, int T, ClassifierMode mode,
-                       const int* counted) {
+                       const int* counted, const char* conversations) {
     const size_t N = (size_t)B * T;
     Feed& feed = model->feed;
     const int slot = (int)(feed.count++ % Feed::kSlots);
@@ -5364,6 +5380,12 @@ static void model_feed(Model* model, const int* tokens, const int* targets, int 
     stage(device.tokens, host.tokens, tokens);
     stage(device.targets, host.targets, targets);
     stage(device.counted, host.counted, counted);
+    feed.documents = nullptr;
+    if (model->options.document_end >= 0 && targets) {
+        find_documents(host.documents, tokens, B, T, model->options.document_end, conversations);
+        send(device.documents, host.documents, N);
+        feed.documents = device.documents;
+    }
     if (mode == ClassifierMode::LossAndGrad) {
         TokenBuckets sorted = {};
         build_token_buckets(&sorted, host.order, host.segments, host.splits, tokens, (int)N,
@@ -5576,7 +5598,8 @@ struct Pass {
         y.qkv.kept = kept(ACT_qkv, l), y.fch.kept = kept(ACT_fch, l), y.atty.kept = kept(ACT_atty, l);
         const Config::Shape s = config().layer(l);
         const Heads heads = {config().NH, s.NKV, s.HS};
-        y.att = {heads, {s.window}, a.att_lse, cache ? cache->keys + l * cache->layer_stride : nullptr,
+        y.att = {heads, {s.window, model->feed.documents}, a.att_lse,
+                 cache ? cache->keys + l * cache->layer_stride : nullptr,
                  cache ? cache->values + l * cache->layer_stride : nullptr};
         y.activation = {s.mlp, s.F};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
@@ -6949,7 +6972,8 @@ static bool validation_loss(float* loss, Model* model, DataLoader* loader, int s
     const bool done = take_turns(model, batches, [&](int64_t i) {
         const int live = (int)std::min(B, rows - i * B);
         data_next(loader);                  // always B rows: the first ones follow the last
-        model_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly);
+        model_feed(model, loader->inputs, loader->targets, live, T, ClassifierMode::LossOnly, nullptr,
+                   loader->conversations);
         model_loss(model, live, T, weight, &model->state->loss, Accumulate::No);
         copy_to_host(&losses[i], &model->state->loss, sizeof(float), model->stream);
     });
@@ -7186,8 +7210,9 @@ int main(int argc, char** argv) {
     // errors in sizes, files and the prompt are found before any memory is taken or any file written
     if (run.output_dir[0] != '\0' && comm.rank == 0) { run_folder_check(run.output_dir); }
     t.program = executable_hash();
-    const Options options = take_device(&t, config);
+    Options options = take_device(&t, config);
     data_open(&t.data, &config);
+    options.document_end = t.data.document_end;
     data_check_same(t.data, t.program);
     if (run.resumed) { resumed_check(resumed.facts, origin_facts(t), run.output_dir); }
 

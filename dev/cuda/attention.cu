@@ -3,9 +3,9 @@ Ladder of the attention kernels (section 6.9): every step is checked against the
 arithmetic), then timed on rotated buffers. "shipped" is what training runs here; the first mma.sync step of a
 kind is what it runs where there is no sm90 form.
 Build and run, from the repository root:
-    make build/cuda/attention && build/cuda/attention [B [T [HS [NH [WINDOW]]]]]        e.g. 64 1024 64 12
+    make build/cuda/attention && build/cuda/attention [B [T [HS [NH [WINDOW [MEAN]]]]]]     e.g. 64 1024 64 12
         without HS: every head size that has steps, C = 768 (or the next multiple of HS below) for all
-        without a window, or with 0, a token sees all before it
+        without a window, or with 0, a token sees all before it; MEAN: of its document, the mean length
 TF32:
     nvcc -std=c++17 -O3 -I. -DENABLE_FP32 -gencode arch=compute_90a,code=sm_90a dev/cuda/attention.cu \
         -o build/cuda/attention.FP32 -lcublasLt && build/cuda/attention.FP32 16
@@ -23,10 +23,14 @@ struct Buffers {
 };
 
 static int B = 64, T = 1024;
+static int mean;                // length of documents; 0: none
 static Mask mask;
 
 // The kernel that such a mask takes.
-#define KERNEL(...) (mask.hides(T) ? __VA_ARGS__, true> : __VA_ARGS__, false>)
+#define KERNEL(...)                                                   \
+    (mask.documents   ? __VA_ARGS__, Hides::Documents>                \
+     : mask.hides(T)  ? __VA_ARGS__, Hides::Window>                   \
+                      : __VA_ARGS__, Hides::Nothing>)
 
 // What a step computes. The dK/dV kernel needs the statistics that a tensor-core dQ kernel left in scratch.
 enum class AttentionPass { Forward, Backward, Dq, Dkv };
@@ -47,10 +51,12 @@ template <Own kOwn, int kHS, int kGroups, int kTile, int kBlocks> static void ba
     attention_launch<kOwn, Shape>(KERNEL(attention_backward_mma_kernel<kOwn, Shape), b.backward,
                                   sizeof(MmaShared<2, Shape>), 0);
 }
-template <class Shape> struct OneForward { typedef Shape Forward; };
 template <int... kShape> static void forward_sm90(const Buffers& b) {
-    typedef OneForward<Sm90Shape<kShape...>> Shapes;
-    mask.hides(T) ? attention_sm90<Shapes, true>(b.forward, 0) : attention_sm90<Shapes, false>(b.forward, 0);
+    typedef Sm90Shape<kShape...> Shape;
+    const AttentionForward& a = b.forward;
+    attention_launch<Own::Queries, Shape>(KERNEL(attention_forward_sm90_kernel<Shape), a,
+                                          sizeof(Sm90Shared<1, Shape>), 0,
+                                          tensor_map(a.qkv, B, T, a.NH + 2 * a.NKV, 64, 1, a.HS));
 }
 template <Own kOwn, int... kShape> static void backward_sm90(const Buffers& b) {
     typedef Sm90Shape<kShape...> Shape;
@@ -60,8 +66,8 @@ template <Own kOwn, int... kShape> static void backward_sm90(const Buffers& b) {
                                   tensor_map(a.qkv, B, T, a.NH + 2 * a.NKV, 64, 1, a.HS),
                                   tensor_map(a.dout, B, T, a.NH, 64, 1, a.HS));
 }
-static void forward_plain(const Buffers& b) { attention_plain<true>(b.forward, 0); }
-static void backward_plain(const Buffers& b) { attention_plain<true>(b.backward, 0); }
+static void forward_plain(const Buffers& b) { attention_plain<Hides::Documents>(b.forward, 0); }
+static void backward_plain(const Buffers& b) { attention_plain<Hides::Documents>(b.backward, 0); }
 static void forward_shipped(const Buffers& b) { attention_forward(b.forward, 0); }
 static void backward_shipped(const Buffers& b) { attention_backward(b.backward, 0); }
 
@@ -201,9 +207,21 @@ static double step_error(const Step& step, const Buffers& b, const std::vector<f
     return relative_distance(b.backward.dqkv, reference);
 }
 
+// On the device. Each token begins one with the same probability.
+static const Span* random_documents() {
+    std::vector<int> tokens((size_t)B * T);
+    for (size_t i = 0; i < tokens.size(); i++) { tokens[i] = rand_u32(5, RAND_SAMPLE, 0, i) % mean == 0; }
+    std::vector<Span> documents(tokens.size());
+    find_documents(documents.data(), tokens.data(), B, T, 1, nullptr);
+    Span* on_device = allocate<Span>(documents.size());
+    copy_to_device(on_device, documents.data(), documents.size() * sizeof(Span), 0);
+    stream_sync(0);
+    return on_device;
+}
+
 static int run_head_size(int HS, int NH) {
-    printf("B=%d T=%d NH=%d HS=%d window %d, " PRECISION_NAME ", shipped: %s\n", B, T, NH, HS, mask.window,
-           attention_form(HS));
+    printf("B=%d T=%d NH=%d HS=%d window %d, documents of %d, " PRECISION_NAME ", shipped: %s\n", B, T, NH,
+           HS, mask.window, mean, attention_form(HS));
     Buffers buffers[kBuffers];
     for (int i = 0; i < kBuffers; i++) {
         buffers[i] = buffers_create(NH, HS, (uint32_t)i);
@@ -227,8 +245,8 @@ static int run_head_size(int HS, int NH) {
                              : step.pass == AttentionPass::Backward ? 5
                              : step.pass == AttentionPass::Dq       ? 3
                                                                     : 4;
-        // causal half of 2 T^2 HS, and of that what the window leaves, in tiles
-        const double flops = gemms * B * NH * (double)T * T * HS * visited_tiles(mask, T);
+        // causal half of 2 T^2 HS, and of that what the window leaves, in tiles; documents leave less
+        const double flops = gemms * B * NH * (double)T * T * HS * visited_tiles(Mask{mask.window}, T);
         printf("  %-50s %7.3f ms  %4.0f TFLOP/s  |d|/|plain| %.1e%s\n", step.name, ms, flops / ms * 1e-9,
                error, error <= 1e-2 ? "" : "  FAILED");
         fflush(stdout);
@@ -242,10 +260,12 @@ int main(int argc, char** argv) {
     if (argc > 2) { T = atoi(argv[2]); }
     const int only = argc > 3 ? atoi(argv[3]) : 0, heads = argc > 4 ? atoi(argv[4]) : 0;
     mask.window = argc > 5 ? atoi(argv[5]) : 0;
-    if (argc > 6 || B < 1 || T < 1 || only < 0 || heads < 0 || mask.window < 0) {
-        die("usage: attention [B [T [HS [NH [WINDOW]]]]], all positive");
+    mean = argc > 6 ? atoi(argv[6]) : 0;
+    if (argc > 7 || B < 1 || T < 1 || only < 0 || heads < 0 || mask.window < 0 || mean < 0) {
+        die("usage: attention [B [T [HS [NH [WINDOW [MEAN]]]]]], all positive");
     }
     const DeviceInfo device = device_init();
+    if (mean > 0) { mask.documents = random_documents(); }
     printf("%s\n", device.name.c_str());
     select_kernels(false, true);
     int failed = 0;

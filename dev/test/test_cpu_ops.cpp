@@ -12,7 +12,7 @@ norm, Muon's values and decoding.
 #include "test.h"                   // gives: TEST, CHECK
 #include "llmc/ops/cpu_ops.h"       // gives: the twins
 #include "llmc/ops/rotation_table.h" // gives: rotation_table
-#include "llmc/ops/token_buckets.h" // gives: build_token_buckets
+#include "llmc/ops/token_buckets.h" // gives: build_token_buckets, find_documents
 
 // ---- tensors ----
 
@@ -650,10 +650,48 @@ static void test_mask(const Mask& mask, int T) {
     }
 }
 
-static void test_attention(int B, int T, int NH, int NKV, int HS, int window = 0) {
-    const std::string shape = format("attention B=%d T=%d NH=%d NKV=%d HS=%d window %d", B, T, NH, NKV, HS,
-                                     window);
-    const Mask mask = {window};
+// Documents of `size` tokens; in each row they begin one token earlier than in the row before.
+static std::vector<Span> even_documents(int B, int T, int size) {
+    std::vector<int> tokens;
+    for (int b = 0; b < B; b++) {
+        for (int t = 0; t < T; t++) { tokens.push_back((t + b) % size == 0); }
+    }
+    std::vector<Span> documents((size_t)B * T);
+    find_documents(documents.data(), tokens.data(), B, T, 1, nullptr);
+    return documents;
+}
+
+static void test_documents() {
+    const struct { const char *tokens, *begins; bool conversations; } rows[] = {
+        {"abcd", "0000", false}, {"aEbc", "0111", false}, {"Eabc", "0000", false}, {"abcE", "0003", false},
+        {"EEEE", "0123", false}, {"aEEb", "0122", false},
+        {"EaEbE", "00000", true}, {"aEEbE", "00222", true}, {"EEEE", "0123", true}, {"bEEE", "0023", true}};
+    for (const auto& r : rows) {
+        const int T = (int)strlen(r.tokens);
+        const std::vector<int> tokens(r.tokens, r.tokens + T);
+        std::vector<Span> found((size_t)T);
+        const char conversations = r.conversations;
+        find_documents(found.data(), tokens.data(), 1, T, 'E', &conversations);
+        for (int t = 0; t < T; t++) {
+            const char* begin = r.begins + t;
+            const int last = (int)(strrchr(r.begins, *begin) - r.begins);
+            CHECK(found[t].first == *begin - '0' && found[t].last == last, "%s at %d: %d to %d", r.tokens, t,
+                  found[t].first, found[t].last);
+        }
+    }
+    for (int size : {1, 2, 33, 64, 70, 71}) {
+        const std::vector<Span> documents = even_documents(2, 70, size);
+        for (int window : {0, 1, 20, 64}) {
+            for (int b : {0, 1}) { test_mask(Mask{window, documents.data()}.row(b, 70), 70); }
+        }
+    }
+}
+
+static void test_attention(int B, int T, int NH, int NKV, int HS, int window = 0, int document = 0) {
+    const std::string shape = format("attention B=%d T=%d NH=%d NKV=%d HS=%d window %d document %d", B, T, NH,
+                                     NKV, HS, window, document);
+    const std::vector<Span> documents = even_documents(B, T, document > 0 ? document : T);
+    const Mask mask = {window, document > 0 ? documents.data() : nullptr};
     const size_t C = (size_t)NH * HS, n = (size_t)B * T * C, rows = (size_t)B * NH * T;
     const size_t width = C + 2 * NKV * HS, all = (size_t)B * T * width;         // of qkv: a row, and all
     Doubles qkv = random_tensor(all, 1.5), out(n), lse(rows);
@@ -721,6 +759,30 @@ static void test_window(int T, int window) {
     }
     CHECK(differ == 0 && worst < 1e-12, "T=%d window %d: %zu differ, decoding by %g", T, window, differ,
           worst);
+}
+
+// Attention and its gradients of a document in a row are those of a row of its own, to the bit.
+static void test_packed(int T, int window) {
+    const std::string shape = format("packed documents, T=%d window %d", T, window);
+    constexpr int NH = 4, NKV = 2, HS = 8;
+    constexpr size_t width = (size_t)(NH + 2 * NKV) * HS, heads = (size_t)NH * HS;
+    Doubles qkv = random_tensor(T * width, 1.5), out(T * heads), lse((size_t)NH * T), scratch((size_t)NH * T);
+    Doubles dout = random_tensor(T * heads), dqkv(T * width), own_out(T * heads), own_dqkv(T * width);
+    const int cuts[] = {0, 1, 2, T / 3, T - 5, T};
+    std::vector<Span> documents;
+    for (int k = 0; k < 5; k++) { documents.resize((size_t)cuts[k + 1], Span{cuts[k], cuts[k + 1] - 1}); }
+    const Mask mask = {window, documents.data()};
+    attention_forward_cpu<double>({out, lse, qkv, 1, T, NH, NKV, HS, mask}, 0);
+    attention_backward_cpu<double>({dqkv, scratch, dout, out, qkv, lse, 1, T, NH, NKV, HS, mask}, 0);
+    for (int k = 0; k < 5; k++) {
+        const int n = cuts[k + 1] - cuts[k];
+        double *in = &qkv[cuts[k] * width], *its_out = &own_out[cuts[k] * heads];
+        attention_forward_cpu<double>({its_out, lse, in, 1, n, NH, NKV, HS, {window}}, 0);
+        attention_backward_cpu<double>({&own_dqkv[cuts[k] * width], scratch, &dout[cuts[k] * heads], its_out,
+                                        in, lse, 1, n, NH, NKV, HS, {window}}, 0);
+    }
+    CHECK_SAME(out, own_out, 0.0);
+    CHECK_SAME(dqkv, own_dqkv, 0.0);
 }
 
 static bool all_finite(const Floats& x) {
@@ -1181,6 +1243,10 @@ int main() {
         test_attention(2, 70, 3, 1, 20);
         for (int window : {1, 2, 63, 64, 65, 69, 70}) { test_attention(1, 70, 2, 1, 4, window); }
         for (int window : {1, 5, 63, 64, 65, 127, 128, 129, 130}) { test_window(130, window); }
+        test_documents();
+        for (int size : {1, 5, 64, 70}) { test_attention(2, 70, 2, 1, 4, 0, size); }
+        test_attention(2, 40, 2, 2, 4, 7, 16);
+        for (int window : {0, 1, 40}) { test_packed(130, window); }
         for (int keys : {0, -1, 5, 7}) {
             CHECK(!attention_heads_error(6, keys).empty(), "6 heads, %d of keys: taken", keys);
         }

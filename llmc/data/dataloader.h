@@ -90,6 +90,7 @@ struct DataPrefetch {
     int source;                             // ... of this source alone; -1: of all
     int slot;                               // ... into this buffer; the caller owns the other one
     std::vector<int> inputs[2], targets[2]; // (B,T)
+    std::vector<char> conversations[2];     // (B) whether a row is of a shard of conversations
     std::string error;                      // of the last request; "": none
     Worker* worker;
 };
@@ -100,6 +101,7 @@ struct DataShare { int rank = 0, world = 1, run = 1; };
 struct DataLoader {
     const int* inputs;                      // (B,T)
     const int* targets;                     // (B,T)
+    const char* conversations;              // (B) whether a row is of a shard of conversations
     int64_t position;                       // of the next batch, in samples of all ranks
     int64_t samples_per_epoch;              // over all ranks
     int64_t tokens;                         // in all shards, with the tails that fill no window
@@ -235,11 +237,13 @@ static inline uint32_t data_token(const DataShard& shard, const char* buffer, in
 }
 
 // Reads one row. Returns the error, or "".
-static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* inputs, int* targets /*(T)*/) {
+static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* inputs, int* targets /*(T)*/,
+                                        char* conversations = nullptr) {
     int64_t s, w;
     data_locate(p, p->source, sample, &s, &w);
     const DataShard& shard = p->shards[(size_t)s];
     const char* path = shard.path.c_str();
+    if (conversations) { *conversations = shard.chat != 0; }
     int T = p->T;
     int64_t offset = kShardHeaderBytes + shard.token_bytes * w * T;
     const size_t bytes = (size_t)shard.token_bytes * ((size_t)T + 1);
@@ -267,7 +271,8 @@ static inline void data_read_batch(DataPrefetch* p) {
     p->error = "";
     for (int b = 0; b < p->B && p->error.empty(); b++) {
         const size_t row = (size_t)b * (size_t)p->T;
-        p->error = data_read_row(p, p->first_row + b, inputs + row, targets + row);
+        p->error = data_read_row(p, p->first_row + b, inputs + row, targets + row,
+                                 &p->conversations[p->slot][(size_t)b]);
     }
 }
 
@@ -370,6 +375,7 @@ static inline void dataloader_init(DataLoader* loader, const char* data, int B, 
     for (int slot = 0; slot < 2; slot++) {
         p->inputs[slot].resize((size_t)B * (size_t)T);
         p->targets[slot].resize((size_t)B * (size_t)T);
+        p->conversations[slot].resize((size_t)B);
     }
     p->worker = worker_start("reads the data");
     data_request(loader);
@@ -388,6 +394,7 @@ static inline void dataloader_next(DataLoader* loader) {
     die_if(p->error);
     loader->inputs = p->inputs[p->slot].data();
     loader->targets = p->targets[p->slot].data();
+    loader->conversations = p->conversations[p->slot].data();
     loader->position += (int64_t)loader->share.world * p->B;
     loader->batch = (loader->batch + 1) % loader->share.run;
     p->slot = 1 - p->slot;

@@ -752,8 +752,9 @@ template <class Real> void attention_forward_cpu(const AttentionForwardOf<Real, 
             const Real* q = a.qkv + b * T * row + (size_t)h * HS;
             const Real* k = a.qkv + b * T * row + (size_t)(NH + h / (NH / NKV)) * HS;
             const Real* v = k + (size_t)NKV * HS;
+            const Mask mask = a.mask.row(b, T);
             for (int t = 0; t < T; t++) {
-                const Span seen = a.mask.keys(t).within(T);
+                const Span seen = mask.keys(t).within(T);
                 const Real* q_t = q + t * row;
                 Real* out_t = a.out + (((size_t)b * T + t) * NH + h) * HS;
                 for (int i = 0; i < HS; i++) { out_t[i] = 0; }
@@ -803,6 +804,7 @@ template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real
             const size_t first = b * T * row, keys_at = first + (size_t)(NH + kv) * HS;
             const Real *k = a.qkv + keys_at, *v = k + (size_t)NKV * HS;
             Real *dk = dqkv + keys_at, *dv = dk + (size_t)NKV * HS;
+            const Mask mask = a.mask.row(b, T);
 
             // Every query adds to its own dq, and to dk and dv of all keys that it sees: they start at zero.
             for (int t = 0; t < T; t++) {
@@ -811,7 +813,7 @@ template <class Real> void attention_backward_cpu(const AttentionBackwardOf<Real
             for (int ht = 0; ht < group * T; ht++) {        // query heads, and in them rows
                 const int h = kv * group + ht / T, t = ht % T;
                 const size_t at = (((size_t)b * T + t) * NH + h) * HS, stat = ((size_t)b * NH + h) * T + t;
-                const Span seen = a.mask.keys(t).within(T);
+                const Span seen = mask.keys(t).within(T);
                 const Real *q_t = a.qkv + first + t * row + (size_t)h * HS, *dout_t = a.dout + at;
                 Real* dq_t = dqkv + first + t * row + (size_t)h * HS;
                 for (int i = 0; i < HS; i++) { dq_t[i] = 0; }

@@ -281,12 +281,13 @@ template <class X, class S> struct RotateBackwardOf {   // of a forward without 
 };
 
 // What a token may see is decided here alone: attention's kernels, their twins and decoding ask. A token sees
-// itself and all before it, or of these those in its window. Loops over tiles need three things of any mask:
+// itself and all before it, or of these those in its window and in its document. Loops over tiles need three
+// things of any mask:
 //     a query sees itself, nothing later, and no gap: the keys from first_key to its own position
 //     first_key and last_query never fall from one position to the next
 //     a key is seen by the queries from its own position to last_query, and by no other
 // A bound that no position reaches, INT_MIN or INT_MAX, is none. The compiler then drops its comparisons. The
-// last tile of a row of tokens asks for positions from T on, too, and ignores what it is told.
+// last tile of a row of tokens has positions from T on, too, and ignores what it is told of these.
 struct Span {                           // positions first to last of a row of tokens
     int first, last;
     LLMC_HD bool has(int i) const { return i >= first && i <= last; }
@@ -294,12 +295,21 @@ struct Span {                           // positions first to last of a row of t
 };
 struct Mask {
     int window = 0;                     // a token sees itself and the window - 1 before it; 0: all before it
-    LLMC_HD int first_key(int query) const { return window > 0 ? query - window + 1 : INT_MIN; }
-    LLMC_HD int last_query(int key) const { return window > 0 ? key + window - 1 : INT_MAX; }
+    const Span* documents = nullptr;    // (B,T) the document that a position belongs to; null: a row is one
+    // Of row b of a batch. The functions below are for one row; with documents, for positions below T.
+    LLMC_HD Mask row(int b, int T) const { return {window, documents ? documents + (size_t)b * T : nullptr}; }
+    LLMC_HD int first_key(int query) const {
+        const int first = window > 0 ? query - window + 1 : INT_MIN;
+        return documents && documents[query].first > first ? documents[query].first : first;
+    }
+    LLMC_HD int last_query(int key) const {
+        const int last = window > 0 ? key + window - 1 : INT_MAX;
+        return documents && documents[key].last < last ? documents[key].last : last;
+    }
     LLMC_HD Span keys(int query) const { return {first_key(query), query}; }
     LLMC_HD Span queries(int key) const { return {key, last_query(key)}; }
-    // Whether one of T tokens does not see all before it.
-    LLMC_HD bool hides(int T) const { return window > 0 && window < T; }
+    // Whether one of T tokens may not see all before it.
+    LLMC_HD bool hides(int T) const { return documents || (window > 0 && window < T); }
 };
 
 // Self-attention of NH heads. Their keys and values have NKV heads: query head h reads those of head

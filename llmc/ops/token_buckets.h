@@ -15,6 +15,7 @@ than the others.
 
 #include "../errors.h"  // gives: die
 #include "op_types.h"   // gives: TokenBuckets, int4
+#include "ops.h"        // gives: Span
 
 constexpr int kBucketSegment = 128;     // positions one thread block sums
 
@@ -59,4 +60,20 @@ static inline void build_token_buckets(TokenBuckets* buckets, int* order /*(n)*/
         }
     }
     *buckets = {order, segments, splits, num_segments, num_splits};
+}
+
+// The document of each position of a row, for attention's Mask. One begins with the row, and at each token
+// `end`, which stands before its text. In rows of conversations `end` also stands behind each answer: one
+// begins at the second of two. conversations: (rows), or null where no row has any.
+static inline void find_documents(Span* documents, const int* tokens /*(rows,T) both*/, int rows, int T,
+                                  int end, const char* conversations) {
+    for (int b = 0; b < rows; b++, tokens += T, documents += T) {
+        const bool talks = conversations && conversations[b];
+        auto begins = [=](int t) { return tokens[t] == end && (!talks || tokens[t - 1] == end); };
+        for (int first = 0, next; first < T; first = next) {
+            next = first + 1;
+            while (next < T && !begins(next)) { next++; }
+            std::fill(documents + first, documents + next, Span{first, next - 1});
+        }
+    }
 }

@@ -63,6 +63,7 @@ struct Settings : ModelSettings {
     double lr, final_fraction, cooldown, muon_lr;
     int64_t warmup;
     int schedule, overfit, shuffle; // schedule: LrKind
+    int document_mask;
 
     // computation
     MatmulDtype matmul_dtype;
@@ -85,8 +86,8 @@ struct Settings : ModelSettings {
     bool tells_speed;               // tokens/s of texts, on stderr
     int folder_B;                   // -e FOLDER: -b of the folder's run; 0: not known
 };
-// The command line fills the settings, then files do (run_folder.h), and settings_settle is the last to write
-// them. All else reads `run`, which is the same, but const.
+// The command line fills the settings, then files do (run_folder.h), then settings_settle, and last
+// documents_default, once the data are known. All else reads `run`, which is the same, but const.
 static Settings settings;
 static const Settings& run = settings;
 
@@ -170,6 +171,9 @@ static const FlagTable kFlags = {
     {"",    "shuffle",         FLAG_BOOL,   &settings.shuffle,        "1",       0, 1, nullptr,
         "training rows in an order drawn from the seed, another each epoch; 0: in the shards' order",
         FLAG_FIXED},
+    {"",    "document-mask",   FLAG_BOOL,   &settings.document_mask,  "0",       0, 1, nullptr,
+        "a token sees its own document alone, which begins at an end-of-text token; by default 1 where the "
+        "training data are conversations", FLAG_FIXED},
     {"v",   "val-every",       FLAG_INT,    &settings.val_every,      "20",      0, INT_MAX, nullptr,
         "validate every N steps, and at the end; 0: never"},
     {"m",   "val-batches",     FLAG_INT,    &settings.val_batches,    "20",      1, INT_MAX, nullptr,
@@ -275,7 +279,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "                              trained on answers answers each\n"
      "  --version                   release, commit, compiler, CUDA and libraries", "", ""},
     {"data and model", "train-data val-data model output-dir resume",
-     "block norm dropout shuffle seed"},
+     "block norm dropout shuffle seed document-mask"},
     {"batch and schedule",
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
@@ -406,6 +410,15 @@ static std::vector<std::string> run_texts;
 static inline void settings_keep() {
     run_texts.clear();
     for (const Flag& flag : kFlags) { run_texts.push_back(flags_text(&flag)); }
+}
+
+// New runs on conversations, which may be short, have the mask of documents, if the user says nothing else.
+static inline void documents_default() {
+    if (run.resumed || run.again || run_given("document-mask")) { return; }
+    settings.document_mask = 1;
+    for (size_t i = 0; i < run_texts.size(); i++) {
+        if (kFlags[i].where == &settings.document_mask) { run_texts[i] = "1"; }
+    }
 }
 
 // The flags that settings_settle has settled. A run that begins again leaves them open again.

@@ -30,6 +30,7 @@ struct RunData {
     std::string sample;                 // of the training data: shows later whether they changed
     std::vector<double> bits;           // of each validation source: see data_bits
     int64_t max_steps = 0;              // of the run: -x, or those of an epoch
+    int document_end = -1;              // the token at which a document begins; -1: without --document-mask
     bool answers = false;               // chat RUN: the model has learned conversations
 
     LrSchedule schedule(double peak) const {
@@ -45,6 +46,17 @@ struct RunData {
 static inline void data_open_shards(DataLoader* loader, const char* pattern, bool shuffle, DataShare share,
                                     int V) {
     dataloader_init(loader, pattern, run.B, run.T, shuffle, run.seed, V, share);
+}
+
+// The token that stands before each document: the tokenizer's, or that of a known vocabulary.
+static inline int data_document_end(const TokenizerFile& own, int V) {
+    const uint32_t id = own.named ? own.named : tokenizer_of_vocabulary(V);
+    if (own.head.V > 0) { return (int)own.head.eot; }
+    if (id == TOKENIZER_GPT2) { return (int)kGpt2Eot; }
+    if (id == TOKENIZER_BYTES) { return 0; }
+    die("--document-mask 1 needs a tokenizer, whose end-of-text token begins a document: there is no "
+        "tokenizer.bin beside the model or the shards, and none for V=%d (%s)\n"
+        "hint: put it there, or give --document-mask 0", V, kVocabulariesKnown);
 }
 
 static inline void data_open_tokenizer(RunData* d, int V) {
@@ -73,6 +85,7 @@ static inline void data_open_tokenizer(RunData* d, int V) {
         warn("there is no tokenizer.bin of %s beside its shards: texts are printed as token ids",
              tokenizer_name(own.named).c_str());
     }
+    if (run.document_mask) { d->document_end = data_document_end(own, V); }
     if ((run_writes_text() || run_validates()) && !lacks) { text_init(&d->tokenizer, V, own.file); }
 }
 
@@ -142,7 +155,10 @@ static inline void data_open(RunData* d, Config* config) {
         die("the masks of '%s' count no token of the rows that are validated on\nhint: -m N takes more rows",
             source.pattern.c_str());
     }
-    if (d->train.chat != 0) { config->chat = d->train.chat; }
+    if (d->train.chat != 0) {
+        config->chat = d->train.chat;
+        documents_default();
+    }
     if (d->train.row_tokens != 0 && d->train.row_tokens != run.T) {
         warn("the conversations fill rows of %d tokens, and -t %d cuts them\n"
              "hint: get.py answers --row-tokens %d", d->train.row_tokens, run.T, run.T);

@@ -123,7 +123,7 @@ static inline void model_file_check(const std::string& path) {
 static inline bool settings_take(const std::string& folder, bool begins_again) {
     static std::vector<std::string> texts(kFlags.size());   // static: the flags keep pointing to these texts
     const std::set<std::string> needed = {"train-data", "val-data", "sequence-length", "micro-batch",
-                                          "val-batches"};
+                                          "val-batches", "document-mask"};
     const std::string path = folder + "/run.json";
     if (file_size(path.c_str()) < 0) { return false; }
     Facts values;
