@@ -2802,7 +2802,10 @@ template <Own kOwn, class Shape, Hides kHides> struct AttentionBlock {
 
     // What one of the block's rows sees of the other side. Rows from T on do not count; documents lack them.
     __device__ __forceinline__ Span sees(int row) const {
-        if (kHides == Hides::Documents) { row = min(row, T - 1); }
+        if (kHides == Hides::Documents) {
+            __builtin_assume(mask.documents);
+            row = min(row, T - 1);
+        }
         return kQueries ? mask.keys(row) : mask.queries(row);
     }
     // What `rows` rows from `row` on see of a tile of `columns` columns from `column` on.
@@ -3077,15 +3080,23 @@ template <int kGroups, class F> __device__ __forceinline__ void for_rows(F f) {
 }
 
 // S becomes -inf where the query does not see the key, so that P is 0 there. row0, column0: what the tile's
-// first row and column are in the sequence.
-template <int kGroups, int kN, class Block>
+// first row and column are in the sequence. kFar: a tile at the far end of the walk, where a row's near bound,
+// its own position, is out of reach.
+template <bool kFar = false, int kGroups, int kN, class Block>
 __device__ __forceinline__ void hide(Tile<kGroups, kN>& s, const Block& block, int row0, int column0,
                                      int lane) {
-    if (block.cover(row0, 16 * kGroups, column0, 8 * kN) == Cover::All) { return; }
+    Span seen[kGroups][2];                                  // by the lane's rows
+    bool all = true;
+    for_rows<kGroups>([&](int m, int r) {
+        seen[m][r] = block.sees(row0 + tile_row(m, 2 * r, lane));
+        all = all && seen[m][r].first <= column0 && seen[m][r].last >= column0 + 8 * kN - 1;
+    });
+    if (__all_sync(0xFFFFFFFFu, all)) { return; }
     for_tile(s, [&](float& x, int m, int n, int i) {
-        const Span seen = block.sees(row0 + tile_row(m, i, lane));
         const int column = column0 + tile_column(n, i, lane);
-        if (column < seen.first || column > seen.last) { x = -INFINITY; }
+        const bool low = (!kFar || Block::kQueries) && column < seen[m][i / 2].first;
+        const bool high = (!kFar || !Block::kQueries) && column > seen[m][i / 2].last;
+        x = low | high ? -INFINITY : x;
     });
 }
 
@@ -3807,7 +3818,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         wgmma_rows<Shape>(s, q, shared.a[stage]);
         wgmma_columns<Shape>(o, p_frag, shared.b[stage]);
         wgmma_end<1>(s);
-        if (block.is_far(block.steps - it)) { hide(s, block, row0, block.row(it), lane); }
+        if (block.is_far(block.steps - it)) { hide<true>(s, block, row0, block.row(it), lane); }
         const bool rescale = softmax.template add<true>(s, scale_log2);
         wgmma_end<0>(o, p_frag);
         shared.release(block, it, other);
@@ -3872,7 +3883,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
             hide(s, block, row0, block.row0, lane);
             next_head += block.tiles;
         } else if (block.is_far(next_head - it)) {
-            hide(s, block, row0, block.row(it), lane);
+            hide<true>(s, block, row0, block.row(it), lane);
         }
         probabilities(s, stats, scale_log2);
 
