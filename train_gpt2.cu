@@ -3080,8 +3080,8 @@ template <int kGroups, class F> __device__ __forceinline__ void for_rows(F f) {
 }
 
 // S becomes -inf where the query does not see the key, so that P is 0 there. row0, column0: what the tile's
-// first row and column are in the sequence. kFar: a tile at the far end of the walk, where a row's near bound,
-// its own position, is out of reach.
+// first row and column are in the sequence. kFar: the tile lies at the walk's far end, so a row's near bound,
+// which is its own position, plays no part.
 template <bool kFar = false, int kGroups, int kN, class Block>
 __device__ __forceinline__ void hide(Tile<kGroups, kN>& s, const Block& block, int row0, int column0,
                                      int lane) {

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Windows and documents by PyTorch's compiled FlexAttention, forward and backward, in BF16. The same shapes by
-our kernels: build/cuda/attention B T HS NH WINDOW MEAN.
+"""Windows and documents by PyTorch's compiled FlexAttention, forward and backward, in BF16. Ours, at the same
+shapes: build/cuda/attention B T HS NH WINDOW MEAN.
 
     python3 dev/bench/flex_attention.py B T HS NH [WINDOW [MEAN]]     MEAN: a document's mean length in tokens
 """
