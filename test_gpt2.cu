@@ -2782,7 +2782,9 @@ static void test_attention_forms() {
             if (!small_shapes && HS % 64 == 0) { test_attention(1, 1024, 2, 2, HS, sm90); }
         }
         for (int HS : {64, 96, 128}) { test_attention_groups(HS, sm90), test_masks(HS, sm90); }
-        if (!small_shapes) { test_attention(1, 1024, 2, 2, 128, sm90, 256); }
+        for (int window : {kNear, kNear + 1}) {
+            if (!small_shapes) { test_attention(1, 1024, 2, 2, 128, sm90, window); }
+        }
         if (!small_shapes) { test_attention(2, 1000, 2, 2, 128, sm90, 0, 300); }
         test_attention(1, 130, 2, 2, 56, "mma.sync");
     }

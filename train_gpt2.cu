@@ -3942,12 +3942,15 @@ template <int kHS> struct MmaShapes {
 };
 
 // The shapes of the sm90 kernels, which copy whole tiles of 64 or 128 columns. NOTES.md has others, too.
+// NearForward: walks of a few tiles, that is of a window up to kNear.
+constexpr int kNear = 512;
 template <int kHS> struct Sm90Shapes {
-    typedef Sm90Shape<64, 1, 64, 2, 4> Forward, Dq;
+    typedef Sm90Shape<64, 1, 64, 2, 4> Forward, NearForward, Dq;
     typedef Sm90Shape<64, 1, 64, 2, 3> Dkv;
 };
 template <> struct Sm90Shapes<128> {
     typedef Sm90Shape<128, 2, 128, 2, 1> Forward;
+    typedef Sm90Shape<128, 1, 64, 2, 2> NearForward;
     typedef Sm90Shape<128, 1, 64, 1, 3> Dq;
     typedef Sm90Shape<128, 1, 64, 2, 2> Dkv;
 };
@@ -3982,12 +3985,20 @@ static std::string attention_error(int NH, int NKV, int HS) {
                   "hint: choose more heads (head size = C / NH)", HS, kPlainMaxHeadSize);
 }
 
-template <class Shapes, Hides kHides>
-static void attention_sm90(const AttentionForward& a, Stream stream) {
-    typedef typename Shapes::Forward Shape;
+template <class Shape, Hides kHides>
+static void attention_forward_sm90(const AttentionForward& a, Stream stream) {
     attention_launch<Own::Queries, Shape>(attention_forward_sm90_kernel<Shape, kHides>, a,
                                           sizeof(Sm90Shared<1, Shape>), stream,
                                           tensor_map(a.qkv, a.B, a.T, a.NH + 2 * a.NKV, 64, 1, a.HS));
+}
+template <class Shapes, Hides kHides>
+static void attention_sm90(const AttentionForward& a, Stream stream) {
+    if constexpr (kHides == Hides::Window) {
+        if (a.mask.window <= kNear) {
+            return attention_forward_sm90<typename Shapes::NearForward, kHides>(a, stream);
+        }
+    }
+    attention_forward_sm90<typename Shapes::Forward, kHides>(a, stream);
 }
 template <class Shapes, Hides kHides>
 static void attention_sm90(const AttentionBackward& a, Stream stream) {
