@@ -4608,8 +4608,8 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 // layer asks for its rows, so a tensor may also be one of some layers.
 //   rows, cols  names of sizes: QC, QKVC and FCC are the columns of q, of qkv and of fch; F those of act.
 //               Names that are 0 or 1: `biased`, LayerNorm; `second`, a norm ln2, which a tied block lacks;
-//               `learned` positions and `added` biases, which Llama's family lacks; `weighted` norms;
-//               `qk_norm`; an LM head of its own, `untied`
+//               `learned` positions and `added` biases, which Llama's family lacks, though it may have
+//               `qkv_bias`; `weighted` norms; `qk_norm`; an LM head of its own, `untied`
 //   kind        names the optimizer and its rate (layout.h)
 //   live        rows that count. The others are padding: they are zero, and are not counted as parameters
 //   parts       a layer's matrix may be several, one below the other, each with a height; --optimizer muon
@@ -4623,7 +4623,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(ln1w,     float,  Block,  weighted, C,    One,        Norm,   weighted, NONE, 2)                       \
     X(ln1b,     float,  Block,  biased, C,      Zero,       Norm,   biased, NONE,  3)                        \
     X(qkvw,     floatX, Block,  QKVC,   C,      Normal,     Matrix, QKVC,   QKV,   4)                        \
-    X(qkvb,     floatX, Block,  added,  QKVC,   Zero,       Bias,   added,  NONE,  5)                        \
+    X(qkvb,     floatX, Block,  qkv_bias, QKVC, Zero,       Bias,   qkv_bias, NONE, 5)                       \
     X(attprojw, floatX, Block,  C,      QC,     Projection, Matrix, C,      WHOLE, 6)                        \
     X(attprojb, floatX, Block,  added,  C,      Zero,       Bias,   added,  NONE,  7)                        \
     X(ln2w,     float,  Block,  second * weighted, C, One, Norm, second * weighted, NONE, 8)                 \
@@ -4746,6 +4746,7 @@ static std::vector<ParamSpec> param_rows(const Config& c, int l) {
     const auto [QC, QKVC, FCC, F] = model_widths(c);
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     const size_t learned = !c.is_llama(), added = !c.is_llama(), untied = !s.tied;
+    const size_t qkv_bias = added || s.qkv_bias;
     const size_t weighted = s.norm_weights, qk_norm = s.qk_norm && weighted;
     const Parts NONE = {}, WHOLE = {0}, QKV = {QC, s.NKV * HS, s.NKV * HS};
     const Parts FC = is_gated(s.mlp) ? Parts{F, F} : WHOLE;             // gate and up
@@ -4928,11 +4929,14 @@ static size_t model_scratch_bytes(const Config& c, const Options& options) {
     // the narrower one may be summed in more chunks and then needs more
     size_t bytes = std::max({encoder_backward_scratch_bytes(B, T, c.C),
                              norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6),
-                             bias_backward_scratch_bytes(N, 3 * c.C),
+                             bias_backward_scratch_bytes(N, (int)model_widths(c).QKVC),
                              activate_backward_scratch_bytes(N, 4 * c.C),
                              attention_backward_scratch_bytes(B, T, c.NH),
                              rotate_backward_scratch_bytes(c.shape().HS)});
-    if (options.fp8) { bytes = std::max(bytes, fp8_cast_scratch_bytes(N, 4 * c.C)); }
+    if (options.fp8) {
+        const int widest = std::max(4 * c.C, (int)model_widths(c).QKVC);
+        bytes = std::max(bytes, fp8_cast_scratch_bytes(N, widest));
+    }
     if (options.grads_bf16) {                   // a weight gradient in fp32, behind that of wte
         const std::vector<ParamSpec> specs = param_table(c);
         for (int i = 0; i < NUM_PARAMS; i++) {
@@ -5149,8 +5153,10 @@ static void model_allocate(Model* model, const Config& config, const Options& op
     exchange_init(&model->exchange, model->layout, options.split.rank);
     optimizer_init(model);
     if (model->rotation) {
-        std::vector<float> table(rotation_table_size(config.maxT, config.llama.HS));
-        rotation_table(table.data(), config.maxT, config.llama.HS, config.llama.theta);
+        const Config::Shape& s = config.llama;
+        std::vector<float> table(rotation_table_size(config.maxT, s.HS));
+        rotation_table(table.data(), config.maxT, s.HS, s.theta,
+                       {s.rope_factor, s.rope_low, s.rope_high, s.rope_original});
         copy_to_device(model->rotation, table.data(), table.size() * sizeof(float), model->stream);
         stream_sync(model->stream);
     }
@@ -5840,7 +5846,8 @@ struct Forward : Pass {
 
 // ---- pages ----
 // GPT-2 (Radford et al. 2019): x + attention(norm(x)), then x + mlp(norm(x)). The modern block (LLaMA,
-// Touvron et al. 2023; QK-norm: Qwen3, 2025) has rotary positions, grouped queries, other MLPs and no biases.
+// Touvron et al. 2023; QK-norm: Qwen3, 2025) has rotary positions, grouped queries, other MLPs, and no biases
+// but those of q, k and v that Qwen2 (2024) has.
 static void sequential_layer(Forward& e, int l) {
     const Layer a = e.layer_of(l);
     e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
@@ -5893,8 +5900,8 @@ static void model_forward(Model* model, int B, int T, const MicroStep* micro) {
 
 // ---- the backward's verbs ----
 // A bias's gradient is the column sums of its linear layer's dout. The verb that computes this dout sums it,
-// too: linear_and_activation_backward for fc, attention_backward for qkv, norm_backward for attproj and
-// fcproj.
+// too: linear_and_activation_backward for fc, attention_backward or rotate_backward for qkv, norm_backward
+// for attproj and fcproj.
 struct Backward : Pass {
     // A layer's matrices are a bucket. It goes to the other ranks when the last of them has its gradient. The
     // LM head comes before all layers: there weights_left goes below 0, and no bucket is complete.
@@ -5967,7 +5974,7 @@ struct Backward : Pass {
     }
 
     // dqkv from datty, and its column sums, the gradient of the bias of qkv. With rotary positions q and k
-    // are not done before rotate_backward, so of them there are no bytes yet
+    // are not done before rotate_backward, so of them there are no bytes yet, and it has the sums
     void attention_backward(const Operand& dqkv, const floatX* datty, const Operand& atty, const Operand& qkv,
                             const Attention& att, const Grad& dbias, const Rotation& rotation = {}) {
         const auto [NH, NKV, HS] = att.heads;
@@ -5978,21 +5985,26 @@ struct Backward : Pass {
         if (dqkv.bytes) { a.fp8 = fresh(dqkv.bytes), a.tensor = dqkv.tensor, a.stats = dqkv.stats; }
         a.only_v = rotation.table;
         ::attention_backward(a, stream());
-        if (a.only_v) { return; }
+        if (!a.only_v) { qkv_done(dqkv, OC, dbias, true); }
+    }
+    // dqkv's column sums, and what is cast of it. no_keys: the keys' sums are 0, because what is added to all
+    // keys alike changes nothing. Where keys are rotated they are not
+    void qkv_done(const Operand& dqkv, int OC, const Grad& dbias, bool no_keys) {
         if (dqkv.bytes) {
-            return fp8_transpose({.out = dqkv.bytes_t, .inp = dqkv.bytes, .N = N(), .C = OC,
-                                  .dbias = dbias, .scratch = scratch, .tensor = dqkv.tensor, .of_qkv = true},
-                                 stream());
+            return fp8_transpose({.out = fresh(dqkv.bytes_t), .inp = dqkv.bytes, .N = N(), .C = OC,
+                                  .dbias = dbias, .scratch = scratch, .tensor = dqkv.tensor,
+                                  .of_qkv = no_keys}, stream());
         }
         if (dbias.data) {
             bias_backward({.dbias = dbias, .scratch = scratch, .dout = dqkv.data, .N = N(), .OC = OC,
-                           .of_qkv = true}, stream());
+                           .of_qkv = no_keys}, stream());
         }
         cast(dqkv, OC);
     }
 
-    // In place: gradients of the rotated q and k become those of q and k as the linear layer gave them
-    void rotate_backward(const Operand& dqkv, const Operand& qkv, const Rotation& r) {
+    // In place: gradients of the rotated q and k become those of q and k as the linear layer gave them. Then
+    // dqkv's column sums, too
+    void rotate_backward(const Operand& dqkv, const Operand& qkv, const Rotation& r, const Grad& dbias) {
         if (!r.table) { return; }
         const auto [NH, NKV, HS] = r.heads;
         rotate_backward_inplace({.dqkv = to_write(dqkv), .dq_weight = r.dq_weight, .dk_weight = r.dk_weight,
@@ -6001,9 +6013,7 @@ struct Backward : Pass {
                                  .N = N(), .T = T, .NH = NH, .NKV = NKV, .HS = HS,
                                  .fp8 = dqkv.bytes, .tensor = dqkv.tensor, .stats = dqkv.stats},
                                 stream());
-        const int OC = (NH + 2 * NKV) * HS;
-        if (dqkv.bytes) { transpose(dqkv, OC); }
-        else { cast(dqkv, OC); }
+        qkv_done(dqkv, (NH + 2 * NKV) * HS, dbias, false);
     }
 
     // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
@@ -6059,7 +6069,7 @@ static void sequential_layer_backward(Backward& e, int l) {
     e.norm_backward(a.dx, a.dln2, a.x_mid, a.w_ln2);
     e.linear_backward(a.datty, a.dx_mid, a.atty, a.w_attproj);
     e.attention_backward(a.dqkv, a.datty, a.atty, a.qkv, a.att, a.w_qkv.dbias, a.rotation);
-    e.rotate_backward(a.dqkv, a.qkv, a.rotation);
+    e.rotate_backward(a.dqkv, a.qkv, a.rotation, a.w_qkv.dbias);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
     e.norm_backward(a.dx, a.dln1, a.x, a.w_ln1);
 }

@@ -245,7 +245,7 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, bool norm, bool w
     Doubles raw = random_tensor(n, 1.0, 0.3), qkv = raw, rstd((size_t)N * heads);
     Doubles q_weight = random_tensor(HS, 0.5, 1.0), k_weight = random_tensor(HS, 0.5, 1.0);
     Doubles table(rotation_table_size(maxT, HS));
-    rotation_table((double*)table, maxT, HS, 100.0);
+    rotation_table((double*)table, maxT, HS, 100.0, {});
     double *const stored = norm ? (double*)rstd : nullptr, *const q = weights ? (double*)q_weight : nullptr;
     double* const k = weights ? (double*)k_weight : nullptr;
     auto forward = [&](const int* positions) {

@@ -76,7 +76,8 @@ static double llama_parameters(const int* h) {
     const Config::Shape& s = c.llama;
     const double C = c.C, norms = s.norm_weights ? 1 : 0;
     const double attention = (2.0 * c.NH + 2.0 * s.NKV) * s.HS * C, mlp = is_gated(s.mlp) ? 3 : 2;
-    const double layer = attention + mlp * s.F * C + norms * (2 * C + (s.qk_norm ? 2 * s.HS : 0));
+    const double biases = s.qkv_bias ? (c.NH + 2.0 * s.NKV) * s.HS : 0;
+    const double layer = attention + biases + mlp * s.F * C + norms * (2 * C + (s.qk_norm ? 2 * s.HS : 0));
     return C * h[7] * (s.tied ? 1 : 2) + c.L * layer + norms * C;
 }
 
@@ -86,13 +87,9 @@ static std::string model_error(const std::string& path) {
     const bool read = fread(h, sizeof(h), 1, f) == 1;
     fclose(f);
     if (!read || h[0] != kModelMagic) { return "is neither a state file nor a model file"; }
-    const bool windows = h[1] >= kModelWindows;
-    const int kind = h[1] - (windows ? kModelWindows : 0);
-    const bool llama = kind >= kModelLlama, variant = !llama && kind >= kModelVariant;
-    const int version = kind - (llama ? kModelLlama : variant ? kModelVariant : 0);
+    const auto [version, variant, llama, later, windows] = model_kind(h[1]);
     if (version != kModelFp32 && version != kModelBf16) {
-        return format("has version %d; known are 3 (fp32) and 5 (bf16), 103 and 105, 203 and 205, and 1000 "
-                      "more with windows", h[1]);
+        return format("has version %d; known are " MODEL_VERSIONS, h[1]);
     }
     printf("  version %d (%s), maxT %d, V %d, L %d, NH %d, C %d, Vp %d\n", h[1],
            version == kModelFp32 ? "fp32" : "bf16", h[2], h[3], h[4], h[5], h[6], h[7]);

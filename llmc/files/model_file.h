@@ -12,8 +12,9 @@ A model's file, model_*.bin: 256 int32 header, then the tensors in the table's o
 
 Version 3 holds fp32, version 5 bf16 (llm.c's numbers); any build loads both. A model that is not GPT-2 has
 version 103 or 105, so that nobody loads it as GPT-2. Two more words of its header name its block and norm.
-One of family Llama has 203 or 205, and its shape in words 10 to 18. Any of these with windows has 1000 more:
-word 19 is Config::window, and words 20 to 51 are the pattern's letters, a byte each, zeros behind them.
+One of family Llama has 203 or 205, and its shape in words 10 to 18; with biases of q, k and v or scaled
+positions it has 303 or 305, and numbers of its shape also in words 52 to 55. Any of these with windows has
+1000 more: word 19 is Config::window, and words 20 to 51 are the pattern's letters, a byte each, zeros behind.
 The version also stands for the meaning of the ops: another GELU or another epsilon needs new versions,
 because the tensors look the same.
 
@@ -31,7 +32,18 @@ same function differently, so such a file is read, with a note. Word 252 is Conf
 #include "../rand.h"                // gives: bf16_to_float, bf16_round_nearest, half_to_float, bits_of
 
 constexpr int kModelMagic = 20240326, kModelFp32 = 3, kModelBf16 = 5, kModelVariant = 100, kModelLlama = 200;
-constexpr int kModelWindows = 1000, kModelWindowWord = 19;
+constexpr int kModelLlamaLater = 300, kModelWindows = 1000, kModelWindowWord = 19;
+#define MODEL_VERSIONS "3 (fp32) and 5 (bf16), 103 and 105 of what is not GPT-2, 203, 205, 303 and 305 of " \
+                       "family llama, and 1000 more with windows"
+
+// What a file's version says. version: 3 or 5; any other number: it is not known.
+struct ModelKind { int version; bool variant, llama, later, windows; };
+static inline ModelKind model_kind(int version) {
+    const bool windows = version >= kModelWindows;
+    const int rest = version - (windows ? kModelWindows : 0), kind = rest / 100 * 100;
+    const bool later = kind == kModelLlamaLater, llama = later || kind == kModelLlama;
+    return {kind <= kModelLlamaLater ? rest - kind : -1, kind == kModelVariant, llama, later, windows};
+}
 
 // ---- the checksum ----
 
@@ -66,21 +78,20 @@ static inline std::string model_file_error(const std::string& path, uint64_t* su
     return error;
 }
 
-// ---- the shape of family Llama: words 10 to 18 of the header ----
+// ---- the shape of family Llama: words 10 to 15 of the header, and those that kShapeFloats names ----
 static inline void llama_to_header(const Config::Shape& s, int* header) {
     int bits = 0, bit = 0;
     for (const ShapeFlag& f : kShapeFlags) { bits |= (int)(s.*f.flag) << bit++; }
-    const int words[] = {(int)Family::Llama, s.NKV, s.HS, s.F, (int)s.mlp, bits,
-                         (int)bits_of(s.theta), (int)bits_of(s.eps), (int)bits_of(s.softcap)};
+    const int words[] = {(int)Family::Llama, s.NKV, s.HS, s.F, (int)s.mlp, bits};
     std::copy(std::begin(words), std::end(words), header + 10);
+    for (const ShapeFloat& f : kShapeFloats) { header[f.word] = (int)bits_of(s.*f.value); }
 }
 static inline Config::Shape llama_from_header(const int* header) {
     const int* w = header + 11;
     Config::Shape s = {w[0], w[1], w[2], (Mlp)w[3]};
     int bit = 0;
     for (const ShapeFlag& f : kShapeFlags) { s.*f.flag = (w[4] >> bit++ & 1) != 0; }
-    float* floats[] = {&s.theta, &s.eps, &s.softcap};
-    for (int i = 0; i < 3; i++) { *floats[i] = float_of((uint32_t)w[5 + i]); }
+    for (const ShapeFloat& f : kShapeFloats) { s.*f.value = float_of((uint32_t)header[f.word]); }
     return s;
 }
 
@@ -136,21 +147,22 @@ static inline Config model_read_header(const char* path, FILE* f, ParamTable tab
     if (got < bytes) {
         die("'%s' is truncated: %zu bytes, a checkpoint's header alone has %zu", path, got, bytes);
     }
-    const bool windows = header[1] >= kModelWindows;
-    *version = header[1] - (windows ? kModelWindows : 0);
-    const bool llama = *version >= kModelLlama, variant = *version >= kModelVariant;
-    *version -= llama ? kModelLlama : variant ? kModelVariant : 0;
-    if ((*version != kModelFp32 && *version != kModelBf16) || (llama && header[10] != (int)Family::Llama)) {
-        die("'%s' has checkpoint version %d; this program reads 3 (fp32) and 5 (bf16), 103 and 105 of what "
-            "is not GPT-2, 203 and 205 of family llama, and 1000 more with windows", path, header[1]);
+    const ModelKind kind = model_kind(header[1]);
+    *version = kind.version;
+    if ((*version != kModelFp32 && *version != kModelBf16) ||
+        (kind.llama && header[10] != (int)Family::Llama)) {
+        die("'%s' has checkpoint version %d; this program reads " MODEL_VERSIONS, path, header[1]);
     }
     Config c = {};
-    if (llama) { c.family = Family::Llama, c.llama = llama_from_header(header); }
-    if (variant) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
+    if (kind.llama) { c.family = Family::Llama, c.llama = llama_from_header(header); }
+    if (kind.variant || kind.llama) { c.block = (Block)header[8], c.norm = (NormKind)header[9]; }
     c.maxT = header[2], c.V = header[3], c.L = header[4], c.NH = header[5], c.C = header[6], c.Vp = header[7];
     c.chat = header[kModelChatWord];
-    if (windows) { windows_from_header(header, &c); }
-    std::string error = windows && c.window == 0 ? "window 0" : config_error(c);
+    if (kind.windows) { windows_from_header(header, &c); }
+    std::string error = kind.windows && c.window == 0 ? "window 0" : config_error(c);
+    if (error.empty() && kind.later != c.has_later_words()) {
+        error = format("version %d does not go with %s", header[1], llama_text(c).c_str());
+    }
     if (header[kModelResidualWord] != 0 && header[kModelResidualWord] != 1) {
         error = format("residual stream %d is not known", header[kModelResidualWord]);
     }
@@ -226,7 +238,8 @@ struct ModelWriter {
 };
 
 static inline ModelWriter model_begin(const std::string& path, const Config& c, bool bf16) {
-    const int kind = c.is_llama() ? kModelLlama : c.is_gpt2() ? 0 : kModelVariant;
+    const int kind = c.has_later_words() ? kModelLlamaLater : c.is_llama() ? kModelLlama
+                     : c.is_gpt2() ? 0 : kModelVariant;
     const int version = (bf16 ? kModelBf16 : kModelFp32) + kind + (c.window > 0 ? kModelWindows : 0);
     ModelWriter w = {atomic_open(path),
                      {kModelMagic, version, c.maxT, c.V, c.L, c.NH, c.C, c.Vp, (int)c.block, (int)c.norm},

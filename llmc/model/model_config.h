@@ -32,6 +32,9 @@ struct Config {
         float theta = 0.0f;             // of the rotary positions; 0: learned positions
         float eps = 1e-5f;              // of the norms
         float softcap = 0.0f;           // logits become softcap * tanh(logits / softcap); 0: they stay
+        bool qkv_bias = false;          // q, k and v have biases
+        // Rotary positions of longer texts, see RopeScaling; 0: as they are
+        float rope_factor = 0.0f, rope_low = 0.0f, rope_high = 0.0f, rope_original = 0.0f;
         int window = 0;                 // of layer(l): what its attention sees, as Mask has it
     } llama = {};
     int window = 0;                     // of layers that are an S of the pattern, which is repeated; 0: none
@@ -40,6 +43,8 @@ struct Config {
     bool is_llama() const { return family == Family::Llama; }
     bool is_gpt2() const { return !is_llama() && block == Block::Sequential && norm == NormKind::Layer; }
     Shape shape() const { return is_llama() ? llama : Shape{NH, C / NH, 4 * C}; }
+    // Words of family Llama that model files of its first versions do not have
+    bool has_later_words() const { return llama.qkv_bias || llama.rope_factor != 0.0f; }
     Shape layer(int l) const {          // layers differ in their windows alone
         Shape s = shape();
         s.window = window > 0 && pattern[(size_t)l % pattern.size()] == 'S' ? window : 0;
@@ -52,7 +57,17 @@ struct ShapeFlag { const char* word; bool Config::Shape::*flag; bool means; };
 constexpr ShapeFlag kShapeFlags[] = {{"qk_norm", &Config::Shape::qk_norm, true},
                                      {"no_norm_weights", &Config::Shape::norm_weights, false},
                                      {"embed_norm", &Config::Shape::embed_norm, true},
-                                     {"tied", &Config::Shape::tied, true}};
+                                     {"tied", &Config::Shape::tied, true},
+                                     {"qkv_bias", &Config::Shape::qkv_bias, true}};
+// Its numbers. A descriptor leaves out those that are 0. word: where a model file's header has the number.
+struct ShapeFloat { const char* name; float Config::Shape::*value; int word; };
+constexpr ShapeFloat kShapeFloats[] = {{"theta", &Config::Shape::theta, 16},
+                                       {"eps", &Config::Shape::eps, 17},
+                                       {"softcap", &Config::Shape::softcap, 18},
+                                       {"rope_factor", &Config::Shape::rope_factor, 52},
+                                       {"rope_low", &Config::Shape::rope_low, 53},
+                                       {"rope_high", &Config::Shape::rope_high, 54},
+                                       {"rope_original", &Config::Shape::rope_original, 55}};
 // Far below what sampling can add up: V weights of 2^40 in 64 bits.
 constexpr int kMaxV = 1 << 20;
 // A multiple of 128, so that the LM head's GEMM has whole tiles.
@@ -96,6 +111,14 @@ static inline std::string config_error(const Config& c) {
         return format("mlp %d, theta=%g, eps=%g, softcap=%g, block %d, norm %d: not of the llama family",
                       (int)s.mlp, s.theta, s.eps, s.softcap, (int)c.block, (int)c.norm);
     }
+    const bool plain = s.rope_low == 0.0f && s.rope_high == 0.0f && s.rope_original == 0.0f;
+    const bool by_turns = s.rope_low > 0.0f && s.rope_high > s.rope_low && s.rope_original >= 1.0f;
+    const bool factor_fits = s.rope_factor >= 1.0f && s.rope_factor <= 1e6f;
+    if (!(s.rope_factor == 0.0f ? plain : factor_fits && (plain || by_turns))) {
+        return format("rope_factor=%g rope_low=%g rope_high=%g rope_original=%g: a factor is 1 to 1e6, alone "
+                      "or with the other three: low above 0, high above low, original at least 1",
+                      s.rope_factor, s.rope_low, s.rope_high, s.rope_original);
+    }
     if (c.L > 10000 || c.C > kMaxC || c.maxT > kMaxT) {
         return format("L=%d C=%d T=%d: at most 10000 layers, %d channels, 2^24 positions", c.L, c.C, c.maxT,
                       kMaxC);
@@ -133,8 +156,9 @@ static inline std::string llama_text(const Config& c) {
     for (const ShapeFlag& f : kShapeFlags) {
         if (s.*f.flag == f.means) { text += std::string(",") + f.word; }
     }
-    text += ",theta=" + float_text(s.theta) + ",eps=" + float_text(s.eps);
-    if (s.softcap > 0.0f) { text += ",softcap=" + float_text(s.softcap); }
+    for (const ShapeFloat& f : kShapeFloats) {
+        if (s.*f.value != 0.0f) { text += format(",%s=", f.name) + float_text(s.*f.value); }
+    }
     return text + window_text(c);
 }
 
@@ -148,11 +172,8 @@ static inline bool config_part(const char* text, const std::string& part, Config
     }
     double number;
     if (c->is_llama() && equals != std::string::npos && parse_double(part.substr(equals + 1), &number)) {
-        const std::string name = part.substr(0, equals);
-        struct { const char* name; float* value; } floats[] = {
-            {"theta", &s.theta}, {"eps", &s.eps}, {"softcap", &s.softcap}};
-        for (const auto& f : floats) {
-            if (name == f.name) { *f.value = (float)number; return true; }
+        for (const ShapeFloat& f : kShapeFloats) {
+            if (part.substr(0, equals) == f.name) { s.*f.value = (float)number; return true; }
         }
     }
     for (const ShapeFlag& f : kShapeFlags) {
