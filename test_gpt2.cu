@@ -437,6 +437,11 @@ static const Config kWindows = descriptor_config("L2,NH2,C128,T70,V300,window=9,
 static const Config kLlamaWindows = descriptor_config("llama:L3,NH4,NKV2,HS16,C40,F72,T17,V300,qk_norm,"
                                                       "eps=0.01,window=5,pattern=SSL");
 
+// Biases of q, k and v, and frequencies that are kept, blended and divided
+static const Config kQwen2 = descriptor_config("llama:L2,NH4,NKV2,HS16,C40,F72,T17,V300,qkv_bias,eps=0.01,"
+                                               "rope_factor=8,rope_low=1,rope_high=4,rope_original=40");
+static const Config kQwen28 = descriptor_config("llama:L3,NH4,NKV2,HS16,C64,F176,T18,V300,qkv_bias");
+
 static const Config kPacked = descriptor_config("llama:L2,NH2,NKV1,HS64,C40,F72,T200,V300");   // documents
 
 // Both, and the first one with each activation that they lack
@@ -2407,7 +2412,7 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, QkNorm norm) {
     const bool norms = norm != QkNorm::No, weighted = norm == QkNorm::Weighted;
     const std::string shape = format("B=%d T=%d NH=%d NKV=%d HS=%d norm=%d", B, T, NH, NKV, HS, (int)norm);
     Doubles table(rotation_table_size(maxT, HS));
-    rotation_table(table.data(), maxT, HS, 10000.0);
+    rotation_table(table.data(), maxT, HS, 10000.0, {8.0, 1.0, 4.0, 40.0});
     std::vector<int> positions;                         // as when texts are written
     for (int i = 0; i < N; i++) { positions.push_back((int)(rand_u32(6, RAND_SAMPLE, 4, i) % maxT)); }
     Case random(shape);
@@ -3504,7 +3509,7 @@ int main(int argc, char** argv) {
             const bool given = !references.empty();
             if (!given) {
                 for (const char* name : {"ugly", "head64", "qwen", "relu2", "parallel", "tied", "windows",
-                                         "documents"}) {
+                                         "documents", "qwen2"}) {
                     references.push_back(committed_reference(name));
                 }
             }
@@ -3531,7 +3536,7 @@ int main(int argc, char** argv) {
             }
             TEST("Llama's family") {
                 std::vector<Config> all = family(kLlama, kNano);
-                all.push_back(kLlamaWindows);
+                all.push_back(kLlamaWindows), all.push_back(kQwen2);
                 for (const Config& c : all) {
                     const char* name = kMlps[(int)c.llama.mlp].name;
                     const std::string text = llama_text(c);
@@ -3571,9 +3576,11 @@ int main(int argc, char** argv) {
                 test_fp8(deep, true, 0.07);
                 test_fp8(kLlama8, true, 0.075);     // 0.063 to 0.073 with eight seeds on the CPU
                 test_fp8(kNano8, true, 0.045);
+                test_fp8(kQwen28, true, 0.065);
                 for (double dropout : {0.0, 0.1}) {
                     test_fp8_recompute(deep, dropout);
                     for (const Config& of : family(kLlama8, kNano8)) { test_fp8_recompute(of, dropout); }
+                    test_fp8_recompute(kQwen28, dropout);
                     Config parallel = kTensorCore;
                     parallel.block = Block::Parallel;
                     test_fp8_recompute(parallel, dropout);

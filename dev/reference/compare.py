@@ -77,11 +77,14 @@ CASES = [
       for p, block, norm in itertools.product((0, 0.15), range(3), range(2))),
     *(Case("llama:L2,T33,V509," + shape, dropout=p) for p in (0, 0.15) for shape in (
         "NH4,NKV2,HS16,C40,F72,qk_norm,eps=0.01",
+        "NH4,NKV2,HS16,C40,F72,qkv_bias,rope_factor=8,rope_low=1,rope_high=4,rope_original=40",
         "NH3,NKV1,HS32,C48,F80,relu2,qk_norm,no_norm_weights,embed_norm,tied,softcap=0.5")),
     Case("L2,NH12,C768,T64,V1000", "steps adamw rounding", 16),
     Case("llama:L2,NH6,NKV2,HS128,C768,F2048,T64,V1000,qk_norm", "steps adamw rounding", 16),
     *(Case("llama:L3,T96,V50257,C64,F176,NH4,NKV2," + shape, "export") for shape in (
-        "HS16,theta=5e5", "HS32,qk_norm,tied,eps=1e-6",                             # Llama, Qwen3, NanoChat
+        "HS16,theta=5e5", "HS32,qk_norm,tied,eps=1e-6",                             # Llama, Qwen3
+        "HS16,theta=5e5,tied,rope_factor=32,rope_low=1,rope_high=4,rope_original=48", "HS16,rope_factor=4",
+        "HS16,qkv_bias,tied,eps=1e-6,theta=1e6",                                    # Qwen2, then NanoChat
         "HS16,relu2,qk_norm,no_norm_weights,embed_norm,softcap=15,eps=1e-6")),
     Case("L3,NH2,C64,T96,V50257", "export"),
     *(Case(text, "steps export", 2, large=True) for text in ("d12", "m12"))]

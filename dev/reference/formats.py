@@ -54,7 +54,7 @@ class Dims:
     pattern: str = ""       # of S and L, which sees all before it; repeated over the layers
     document_end: int = -1  # a run's, not the model's: the token at which a document begins; -1: a row is one
 
-    is_llama, mlp, qk_norm, norm_weights, tied = False, "gelu", False, True, True
+    is_llama, mlp, qk_norm, norm_weights, tied, qkv_bias = False, "gelu", False, True, True, True
     NKV = property(lambda self: self.NH)
     HS = property(lambda self: self.C // self.NH)
     F = property(lambda self: 4 * self.C)
@@ -81,7 +81,8 @@ class Dims:
 
 @dataclass(frozen=True)
 class Llama(Dims):
-    """The second family: rotary positions, RMSNorm, no biases. What GPT-2 fixes above, it chooses."""
+    """The second family: rotary positions, RMSNorm, no other biases than qkv_bias. What GPT-2 fixes above, it
+    chooses."""
     norm: int = 1
     NKV: int = 0                # heads of keys and values: NH / NKV heads of queries read one
     HS: int = 0                 # NH * HS need not be C
@@ -91,9 +92,14 @@ class Llama(Dims):
     norm_weights: bool = True
     embed_norm: bool = False
     tied: bool = False
+    qkv_bias: bool = False
     theta: float = 10000.0
     eps: float = 1e-5
     softcap: float = 0.0        # 0: none
+    rope_factor: float = 0.0    # of rotary positions for longer texts; 0: none, and the other three are 0
+    rope_low: float = 0.0       # all 0: every frequency is divided by the factor, else as rope_divisors says
+    rope_high: float = 0.0
+    rope_original: float = 0.0
 
     is_llama = True
 
@@ -109,6 +115,7 @@ class Llama(Dims):
 
 LLAMA_SIZES = {"L": "L", "NH": "NH", "NKV": "NKV", "HS": "HS", "C": "C", "F": "F", "T": "maxT", "V": "V"}
 LLAMA_FLAGS = {f.name: f.default for f in fields(Llama) if f.type is bool}      # in the order of file bits
+LLAMA_FLOATS = [f.name for f in fields(Llama) if f.type is float]
 LLAMA_WORDS = {**{word: ("mlp", word) for word in MLPS},
                **{"no_" * default + name: (name, not default) for name, default in LLAMA_FLAGS.items()}}
 LLAMA_NAMES = {     # published shapes, 2048 positions at most; smollm2 and tinyllama have GPT-2's vocabulary
@@ -133,7 +140,7 @@ def parse_llama(text):
     found = {}
     for word in text.removeprefix("llama:").split(","):
         size = re.fullmatch(r"([A-Z]+)(\d+)", word)
-        number = re.fullmatch(r"(theta|eps|softcap)=(\d[\d.]*(?:e[+-]?\d+)?)", word)
+        number = re.fullmatch(rf"({'|'.join(LLAMA_FLOATS)})=(\d[\d.]*(?:e[+-]?\d+)?)", word)
         if word in LLAMA_WORDS:
             name, value = LLAMA_WORDS[word]
         elif size and size[1] in LLAMA_SIZES:
@@ -142,7 +149,7 @@ def parse_llama(text):
             name, value = number[1], float(number[2])
         else:
             raise SystemExit(f"error: model '{text}': '{word}' is neither a size such as NH6, nor one of "
-                             f"{' '.join(LLAMA_WORDS)}, nor theta=, eps= or softcap= with a number")
+                             f"{' '.join(LLAMA_WORDS)}, nor {'=, '.join(LLAMA_FLOATS)}= with a number")
         if name in found:
             raise SystemExit(f"error: model '{text}': '{word}' is the second of its kind")
         found[name] = value
@@ -154,7 +161,29 @@ def parse_llama(text):
         raise SystemExit(f"error: model '{text}': sizes must be positive, NH a multiple of NKV, HS even")
     if not (dims.theta > 0 and dims.eps > 0):
         raise SystemExit(f"error: model '{text}': theta and eps must be positive")
+    if not rope_fits(dims):
+        raise SystemExit(f"error: model '{text}': {ROPE_RULE}")
     return dims
+
+
+ROPE_RULE = ("rope_factor is 1 to 1e6, alone or with the other three: rope_low above 0, rope_high above it, "
+             "rope_original at least 1")
+
+
+def rope_fits(d):
+    others = d.rope_low, d.rope_high, d.rope_original
+    if d.rope_factor and any(others):
+        return 1 <= d.rope_factor <= 1e6 and 0 < d.rope_low < d.rope_high and d.rope_original >= 1
+    return not any(others) and (d.rope_factor == 0 or 1 <= d.rope_factor <= 1e6)
+
+
+def rope_divisors(dims):
+    """(HS/2) what the frequencies theta^(-2i/HS) are divided by. Llama 3.1 keeps those that turn rope_high
+    times or more in rope_original tokens, divides those that turn rope_low times or less, and blends between.
+    """
+    turns = dims.rope_original * dims.theta ** (-2 * np.arange(dims.HS // 2) / dims.HS) / (2 * math.pi)
+    kept = np.clip((turns - dims.rope_low) / (dims.rope_high - dims.rope_low or 1), 0, 1)
+    return 1 / ((1 - kept) / (dims.rope_factor or 1) + kept)
 
 
 def modern(depth):
@@ -208,7 +237,7 @@ PARAMS = [
     ("ln1w",     True,  lambda d: (d.C * d.norm_weights,),                  "one",    False),
     ("ln1b",     True,  lambda d: (d.C * (d.norm == 0),),                   "zero",   False),
     ("qkvw",     True,  lambda d: ((d.NH + 2 * d.NKV) * d.HS, d.C),         "normal", True),
-    ("qkvb",     True,  lambda d: (3 * d.C * (not d.is_llama),),            "zero",   False),
+    ("qkvb",     True,  lambda d: ((d.NH + 2 * d.NKV) * d.HS * d.qkv_bias,), "zero",  False),
     ("attprojw", True,  lambda d: (d.C, d.NH * d.HS),                       "resid",  True),
     ("attprojb", True,  lambda d: (d.C * (not d.is_llama),),                "zero",   False),
     ("ln2w",     True,  lambda d: (d.C * (d.block < 2) * d.norm_weights,),  "one",    False),
@@ -406,11 +435,19 @@ def read_array(f, path, dtype, shape):
 
 
 
-def llama_header(dims):
-    """Words 10 to 18 of a model file's header: the family, sizes, the MLP, bits, and three floats' bits."""
+FLOAT_WORDS = [16, 17, 18, 52, 53, 54, 55]          # of a header: LLAMA_FLOATS' bits
+
+
+def llama_to_header(dims, header):
+    """Words 10 to 15, the family, sizes, the MLP and bits, and the floats."""
     bits = sum(getattr(dims, name) << i for i, name in enumerate(LLAMA_FLAGS))
-    floats = np.array([dims.theta, dims.eps, dims.softcap], dtype="<f4").view("<i4")
-    return [1, dims.NKV, dims.HS, dims.F, MLPS[dims.mlp].number, bits, *floats]
+    header[10:16] = 1, dims.NKV, dims.HS, dims.F, MLPS[dims.mlp].number, bits
+    header[FLOAT_WORDS] = np.array([getattr(dims, name) for name in LLAMA_FLOATS], dtype="<f4").view("<i4")
+
+
+def has_later_words(dims):
+    """Words that model files of the first versions do not have."""
+    return dims.is_llama and (dims.qkv_bias or dims.rope_factor != 0)
 
 
 WINDOW_WORD, PATTERN_WORDS = 19, slice(20, 52)      # of a header; a pattern's letters are bytes, then zeros
@@ -426,15 +463,17 @@ def windows_of_header(path, header, L):
 
 def llama_of_header(path, header, **sizes):
     family, NKV, HS, F, mlp, bits = (int(v) for v in header[10:16])
-    theta, eps, softcap = (float(str(v)) for v in header[16:19].copy().view("<f4"))      # 1e-05, not 9.99e-06
+    floats = {name: float(str(v))                               # 1e-05, not 9.99e-06
+              for name, v in zip(LLAMA_FLOATS, header[FLOAT_WORDS].view("<f4"))}
     words = {row.number: word for word, row in MLPS.items()}
     fits = family == 1 and mlp in words and min(NKV, HS, F) >= 1 and sizes["NH"] % NKV == 0
-    if not fits or HS % 2 or not (theta > 0 and eps > 0 and softcap >= 0):
-        raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}, theta {theta}, "
-                              f"eps {eps}, softcap {softcap}: not of family llama")
     flags = {name: bool(bits >> i & 1) for i, name in enumerate(LLAMA_FLAGS)}
-    return Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=words[mlp], theta=theta, eps=eps, softcap=softcap,
-                 **flags)
+    dims = Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=words.get(mlp), **floats, **flags)
+    if not fits or HS % 2 or not (dims.theta > 0 and dims.eps > 0 and dims.softcap >= 0 and rope_fits(dims)):
+        raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}, "
+                        + ", ".join(f"{name} {value}" for name, value in floats.items())
+                        + ": not of family llama")
+    return dims
 
 
 def file_shape(dims, name, Vp):
@@ -450,14 +489,17 @@ def read_checkpoint_header(path):
         header = read_header(f, path, MAGIC_MODEL)
     version, maxT, V, L, NH, C, Vp = (int(v) for v in header[1:8])
     windows, version = version >= 1000, version % 1000
-    if header[1] != version + 1000 * windows or version not in (3, 5, 103, 105, 203, 205):
-        raise FileError(path, f"version {header[1]}; 3 (fp32) and 5 (bf16) can be read, or 100 or 200 more, "
-                              "and 1000 more with windows")
+    known = version % 100 in (3, 5) and version // 100 in (0, 1, 2, 3)
+    if header[1] != version + 1000 * windows or not known:
+        raise FileError(path, f"version {header[1]}; 3 (fp32) and 5 (bf16) can be read, or 100, 200 or 300 "
+                              "more, and 1000 more with windows")
     block, norm = (int(v) for v in header[8:10]) if version >= 100 else (0, 0)
     sizes = {"maxT": maxT, "V": V, "L": L, "NH": NH, "C": C}
     sizes.update(windows_of_header(path, header, L) if windows else {})
     if version >= 200:
         dims = llama_of_header(path, header, **sizes)
+        if has_later_words(dims) != (version >= 300):
+            raise FileError(path, f"version {header[1]} does not go with {dims.text()}")
     else:
         dims = Dims(**sizes, block=block, norm=norm)
     version %= 100
@@ -514,10 +556,12 @@ def header_words(*values):
 
 def checkpoint_header(dims, version):
     """What is not GPT-2 has versions of its own."""
-    own = 200 if dims.is_llama else 100 if dims.block or dims.norm else 0
+    own = 300 if has_later_words(dims) else 200 if dims.is_llama else 100 if dims.block or dims.norm else 0
     own += 1000 if dims.window else 0
     header = header_words(MAGIC_MODEL, own + version, dims.maxT, dims.V, dims.L, dims.NH, dims.C, dims.Vp,
-                          dims.block, dims.norm, *(llama_header(dims) if dims.is_llama else ()))
+                          dims.block, dims.norm)
+    if dims.is_llama:
+        llama_to_header(dims, header)
     header[WINDOW_WORD] = dims.window
     header[PATTERN_WORDS] = np.frombuffer(dims.pattern.encode().ljust(128, b"\0"), "<i4")
     return header

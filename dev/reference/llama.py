@@ -3,8 +3,9 @@
     model = new_model(parse_model("m12"))               # of gpt2.py, as its load_params, get_grads, update
     logits, loss = model(x, y)                          # logits (B,T,V), softcapped already
 
-All norms are RMSNorms, no layer has a bias. qkvw has the rows of q's heads, then k's, then v's; query head h
-reads key head h / (NH / NKV). fcw has the rows of a gated activation's gate, then those it acts on.
+All norms are RMSNorms. No layer has a bias, but Qwen2's qkv. qkvw has the rows of q's heads, then k's, then
+v's; query head h reads key head h / (NH / NKV). fcw has the rows of a gated activation's gate, then those it
+acts on.
 
 NanoChat turns heads the other way, and norms q and k behind that. With one half of q's and k's rows negated
 the first is our rotation, and the products q k stay; a rotation keeps the length of a head, so its norm
@@ -16,6 +17,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from formats import rope_divisors
+
 
 def undropped(x, place):
     return x
@@ -26,8 +29,10 @@ def rms_norm(dims, size, weights=True):
 
 
 def rotation(dims):
-    """{type: (2,maxT,HS/2)} cosines and sines of t theta^(-2i/HS), in double and rounded once."""
+    """{type: (2,maxT,HS/2)} cosines and sines of t theta^(-2i/HS), or of what scaling makes of this
+    frequency, in double and rounded once."""
     frequencies = dims.theta ** (-2 * torch.arange(dims.HS // 2, dtype=torch.float64) / dims.HS)
+    frequencies = frequencies / torch.from_numpy(rope_divisors(dims))
     angles = torch.arange(dims.maxT, dtype=torch.float64)[:, None] * frequencies
     table = torch.stack([angles.cos(), angles.sin()])
     return {torch.float64: table, torch.float32: table.float()}
@@ -66,7 +71,7 @@ class Attention(nn.Module):
     def __init__(self, dims, sdpa, window):
         super().__init__()
         self.dims, self.sdpa, self.window = dims, sdpa, window
-        self.qkv = nn.Linear(dims.C, (dims.NH + 2 * dims.NKV) * dims.HS, bias=False)
+        self.qkv = nn.Linear(dims.C, (dims.NH + 2 * dims.NKV) * dims.HS, bias=dims.qkv_bias)
         self.proj = nn.Linear(dims.NH * dims.HS, dims.C, bias=False)
         self.qn, self.kn = ((rms_norm(dims, dims.HS) if dims.qk_norm else nn.Identity()) for _ in "qk")
 

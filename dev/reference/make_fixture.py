@@ -12,6 +12,8 @@ relu2   the rest of the family: ReLU^2, tied, softcap, a norm behind the embeddi
 parallel, tied   GPT-2's relatives: parallel branches under two RMSNorms, and under one LayerNorm
 windows of the family Llama: a window in two layers of three, T=70
 documents   likewise, in one of two, and each document sees itself alone
+qwen2   of the family Llama: biases of q, k and v, and frequencies that Llama 3 scales: of eight it keeps one,
+        blends three and divides four
 run     two shards of made-up tokens and the losses of a training run over them: initial weights, shuffling
         over several epochs, accumulation, warm-up, cosine, weight decay and clipping at once. `our_flags` are
         what the trainer wants to hear.
@@ -38,6 +40,8 @@ CASES = {"ugly": ("L2,NH2,C40,T37,V509", 3, 33, "float32"),
          "parallel": ("L2,NH2,C32,T17,V67", 2, 17, "float32"),
          "tied": ("L2,NH2,C32,T17,V67", 2, 17, "float32"),
          "windows": ("llama:L3,NH2,NKV1,HS64,C24,F40,T70,V67,tied,window=9,pattern=SSL", 2, 70, "bfloat16"),
+         "qwen2": ("llama:L2,NH4,NKV2,HS16,C24,F40,T37,V67,tied,qkv_bias,theta=100,rope_factor=8,rope_low=1,"
+                   "rope_high=4,rope_original=40", 2, 33, "bfloat16"),
          "documents": ("llama:L2,NH2,NKV1,HS64,C24,F40,T70,V67,window=20,pattern=SL", 2, 70, "bfloat16")}
 KINDS = {"parallel": {"block": 1, "norm": 1}, "tied": {"block": 2}, "documents": {"document_end": 3}}
 

@@ -6,16 +6,18 @@ rates, refusals. Its numbers are test_gpt2.cu's, beside PyTorch; its files of Hu
 import os
 import re
 import shutil
+import struct
 
 import pytest
 
 from checks import ROOT, read, run_program, write
 from trainer import (log_lines, need_fp8, on_cpu, refused, run_ok, sentences, write_shard,
                      write_wide_shard)
-from twins import FAMILY, family_model
+from twins import BAD_ROPE, FAMILY, family_model, family_version, formats
 
 LLAMA = "llama:L2,NH4,NKV2,HS16,C48,F96,T32,V256,qk_norm"          # NH * HS is not C
 NANO = "llama:L2,NH2,NKV1,HS16,C40,F56,T32,V256,relu2,qk_norm,no_norm_weights,embed_norm,tied,softcap=15"
+QWEN2 = "llama:L2,NH4,NKV2,HS16,C48,F96,T32,V256,tied,qkv_bias,rope_factor=4"
 SIXTEENS = NANO.replace("C40,F56", "C48,F64")                       # FP8's sizes
 USUAL = {"-i": "train.bin", "-j": "val.bin", "-b": 2, "-z": 256, "-x": 12, "-v": 6, "-s": 0, "-n": 10,
          "-l": "1e-2", "-c": 0.1, "--lanes": 4}
@@ -36,7 +38,8 @@ def left_by(folder, **flags):
 
 @pytest.mark.parametrize("name, model, dtype", [
     ("llama", LLAMA, "bf16"), ("nano", NANO, "bf16"), ("llama8", LLAMA, "fp8-head"),
-    ("nano8", SIXTEENS, "fp8")], ids=["llama", "nano", "llama, FP8", "nano, FP8"])
+    ("nano8", SIXTEENS, "fp8"), ("qwen2", QWEN2, "bf16")],
+    ids=["llama", "nano", "llama, FP8", "nano, FP8", "qwen2"])
 def test_ranks(name, model, dtype):
     """At each ZeRO stage the losses and the model of one, to the bit; -r's are test_gpt2's."""
     if dtype != "bf16":
@@ -49,12 +52,14 @@ def test_ranks(name, model, dtype):
         assert left_by(f"{name}_zero{zero}", gpus=2, zs=zero, **flags) == one
 
 
-@pytest.mark.parametrize("optimizer, dtype", [("adamw", "bf16"), ("muon", "bf16"), ("muon", "fp8-head")])
-def test_goes_on(optimizer, dtype):
+@pytest.mark.parametrize("optimizer, dtype, model", [
+    ("adamw", "bf16", LLAMA), ("muon", "bf16", LLAMA), ("muon", "fp8-head", LLAMA), ("muon", "fp8", QWEN2)],
+    ids=["adamw", "muon", "muon, FP8", "muon, FP8, qwen2"])
+def test_goes_on(optimizer, dtype, model):
     """A run that goes on after its 10th step ends as one that was not stopped."""
     if dtype != "bf16":
         need_fp8()
-    flags = {"e": LLAMA, "optimizer": optimizer, "matmul_dtype": dtype}
+    flags = {"e": model, "optimizer": optimizer, "matmul_dtype": dtype}
     folder, again = f"{optimizer}_{dtype}_whole", f"{optimizer}_{dtype}_again"
     whole = left_by(folder, **flags)
     shutil.copytree(folder, again)
@@ -98,6 +103,39 @@ def test_refusals():
         refused({**usual, "-e": f"llama:L2,NH4,C48,T32,V256,{sizes}"}, why)
     refused({**usual, "-e": LLAMA + ",theta=0"}, "theta=0")
     refused({**usual, "-e": LLAMA + ",soft"}, "neither a file nor a model descriptor")
+    for words in BAD_ROPE:
+        refused({**usual, "-e": f"{LLAMA},{words}"}, words.split("=")[0] + "=", "a factor is 1 to 1e6")
+
+
+def test_biases_alone():
+    """AdamW updates them whatever --optimizer is, and without a decay. They begin as zeros."""
+    sizes = formats.parse_model(QWEN2)
+    model = {"e": QWEN2, "x": 12, "optimizer": "muon"}
+    one, other = (formats.read_checkpoint(f"{name}/model_00000012.bin")[1] for name in
+                  (left_by(name, c=decay, **model) and name for name, decay in (("decay", 10), ("none", 0))))
+    assert one["qkvb"].shape == (2, (sizes.NH + 2 * sizes.NKV) * sizes.HS)
+    assert abs(one["wte"]).mean() < 0.8 * abs(other["wte"]).mean()
+    ratio = abs(one["qkvb"]).mean() / abs(other["qkvb"]).mean()
+    assert abs(other["qkvb"]).min() > 0 and 0.8 < ratio < 1.25, ratio
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Llama 3", "Llama linear"])
+def test_file(kind):
+    """Biases and scaled positions have a version of their own, so that no earlier program loads them, and
+    both readers check the words."""
+    dims, _ = family_model("m.bin", **FAMILY[kind])
+    good, later = read("m.bin"), formats.has_later_words(dims)
+    version, other = (303, 203) if later else (203, 303)
+    assert struct.unpack_from("<i", good, 4)[0] == version
+    run_ok({"-e": "m.bin", "-j": "val.bin", "-t": dims.maxT, "-z": None, "--lanes": None, "-x": 0, "-v": 1})
+    nan = float("nan")
+    for at, word, said in ((4, other, f"version {other} does not go with"), (4, 403, "version 403"),
+                           (208, 0.5, "rope_factor"), (216, 0.25, "rope_high"), (220, nan, "rope_orig")):
+        write("bad.bin", good[:at] + struct.pack("<i" if at == 4 else "<f", word) + good[at + 4:])
+        refused({**USUAL, "-e": "bad.bin"}, "'bad.bin'", said)
+        with pytest.raises(SystemExit, match=said):
+            formats.read_checkpoint_header("bad.bin")
 
 
 @pytest.mark.cpu_only
@@ -108,10 +146,10 @@ def test_looking(kind):
     for version in (203, 205):
         dims, _ = family_model("m.bin", version, V=250, **FAMILY[kind])
         code, out, _ = run_program([ROOT + "/build/checkpoint", "m.bin"])
-        version += 1000 if dims.window else 0
-        assert code == 0 and f"  version {version} " in out and "no checksum: " in out, out
+        assert code == 0 and f"  version {family_version(dims, version)} " in out, out
+        assert "no checksum: " in out
         assert dims.window_text() in out
-        assert re.split(",theta|,eps|,softcap|,window", dims.text())[0] + ",theta=" in out
+        assert re.split(",theta|,eps|,softcap|,rope|,window", dims.text())[0] + ",theta=" in out
     write("m.bin", read("m.bin") + b"x")
     code, out, _ = run_program([ROOT + "/build/checkpoint", "m.bin"])
     assert code == 1 and "NOT SOUND: it has" in out, out

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from checks import ROOT
+from twins import BAD_ROPE
 
 np = pytest.importorskip("numpy")
 sys.path.insert(0, os.path.join(ROOT, "dev/reference"))
@@ -50,9 +51,14 @@ def test_descriptor():
         dims = formats.parse_model(UGLY + "," + word)
         assert dims.mlp == word and formats.parse_model(dims.text()) == dims
     assert formats.parse_model(UGLY + ",swiglu").text() == UGLY
+    scaled = formats.parse_model(UGLY + ",qkv_bias,rope_factor=32,rope_low=1,rope_high=4,rope_original=8192")
+    assert scaled == dataclasses.replace(formats.parse_model(UGLY), qkv_bias=True, rope_factor=32.0,
+                                         rope_low=1.0, rope_high=4.0, rope_original=8192.0)
+    assert formats.parse_model(scaled.text()) == scaled
     for text, said in ((UGLY + ",elu", "elu"), (UGLY + ",L3", "second"), ("llama:L2,NH2", "NKV HS C F T V"),
                        (UGLY.replace("NH4", "NH5"), "multiple"), (UGLY.replace("HS12", "HS5"), "even"),
-                       (UGLY + ",theta=0", "positive"), (UGLY + ",softcap=-1", "softcap="), ("m13", "even")):
+                       (UGLY + ",theta=0", "positive"), (UGLY + ",softcap=-1", "softcap="), ("m13", "even"),
+                       *((UGLY + "," + words, "rope_factor is 1 to 1e6") for words in BAD_ROPE)):
         with pytest.raises(SystemExit, match=said):
             formats.parse_model(text)
 
@@ -70,7 +76,7 @@ def test_initial_weights():
 
 # ---- the fixture ----
 
-@pytest.mark.parametrize("case", ["qwen", "relu2", "windows", "documents"])
+@pytest.mark.parametrize("case", ["qwen", "relu2", "windows", "documents", "qwen2"])
 def test_fixture(case):
     """What the files hold is what the twin computes in double, from the weights that they hold."""
     pytest.importorskip("torch")

@@ -159,8 +159,20 @@ FAMILY = {
     "Qwen3": {"qk_norm": True, "theta": 1e6},
     "Qwen3 tied": {"qk_norm": True, "tied": True, "eps": 1e-6}, "NanoChat": {**RELU2, "softcap": 1.5},
     "NanoChat tied": {**RELU2, "eps": 1e-3, "tied": True},
-    "Mistral": {"window": 6, "pattern": "S"},
+    "Mistral": {"window": 6, "pattern": "S"}, "Llama linear": {"rope_factor": 4.0},
+    "Llama 3": {"theta": 100.0, "rope_factor": 8.0, "rope_low": 1.0, "rope_high": 4.0, "rope_original": 40.0},
+    "Qwen2": {"qkv_bias": True, "eps": 1e-6, "theta": 1e6}, "Qwen2 tied": {"qkv_bias": True, "tied": True},
     "Qwen3 windows": {"qk_norm": True, "window": 5, "pattern": "SL"}}
+
+
+BAD_ROPE = ["rope_factor=0.5", "rope_factor=2e6", "rope_low=1", "rope_factor=8,rope_low=1,rope_high=4",
+            "rope_factor=8,rope_low=4,rope_high=4,rope_original=40", "rope_factor=8,rope_original=40",
+            "rope_low=1,rope_high=4,rope_original=40"]
+
+
+def family_version(dims, version):
+    """What a file has that family_model writes as this version."""
+    return version + 100 * formats.has_later_words(dims) + 1000 * bool(dims.window)
 
 
 def family_model(path, version=203, seed=7, **shape):
