@@ -1,12 +1,13 @@
 """dev/hf.py export: a trained model for transformers, lm-eval and others. GPT-2 becomes a GPT2LMHeadModel;
-the family of Llama, by its shape, a Llama-, Mistral-, Qwen3- or NanoChatForCausalLM.
+the family of Llama, by its shape, a Llama-, Mistral-, Qwen2-, Qwen3- or NanoChatForCausalLM.
 
     python3 dev/hf.py export runs/mine gpt2-mine                # a run's last model
     python3 dev/hf.py export model_00019073.bin gpt2-mine --dtype fp32
 
 The folder has model.safetensors, config.json, generation_config.json, a model card (README.md) and the
 tokenizer, by tokenizer.json and tokenizer_config.json: that of the run's folder, else GPT-2's (V=50257 or
-50304) or bytes' (V=256), these also by vocab.json and merges.txt. Nothing is downloaded. The weights keep
+50304) or bytes' (V=256), these also by vocab.json and merges.txt. What an imported model brought along,
+generation_config.json with its end tokens, too, goes out as it came. Nothing is downloaded. The weights keep
 their bits unless --dtype names another type. It appears whole or not at all. Needs numpy and xxhash, neither
 torch nor transformers.
 """
@@ -20,7 +21,7 @@ import stat
 import sys
 import tempfile
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 sys.path[1:1] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", *more)
                  for more in ((), ("reference",), ("data",))]
@@ -55,6 +56,8 @@ from tokenizer_files import (END_OF_TEXT, GPT2_MERGES, MERGES_NONE, byte_charact
                              TEMPLATE_1, token_ids, tokenizer_bin, tokenizer_config, tokenizer_json)
 
 OWN_NAMES = "tokenizer.json", "tokenizer.bin"       # as get.py has put them beside the shards
+KEPT_NAMES = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"   # of an imported model
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 MARKS = "{# marks #}"
 ROLES = ("{% elif part.text or message['role'] not in ['system', 'developer'] %}{% set part.text = ("
          "'System: ' if message['role'] in ['system', 'developer'] else "
@@ -77,6 +80,7 @@ LLAMA_NAMES = {
     "wte": ["model.embed_tokens"], "lnfw": ["model.norm"], "headw": ["lm_head"],
     "ln1w": [IN_LAYER + "input_layernorm"], "ln2w": [IN_LAYER + "post_attention_layernorm"],
     "qkvw": [IN_LAYER + f"self_attn.{x}_proj" for x in "qkv"], "attprojw": [IN_LAYER + "self_attn.o_proj"],
+    "qkvb": [IN_LAYER + f"self_attn.{x}_proj" for x in "qkv"],
     "qnw": [IN_LAYER + "self_attn.q_norm"], "knw": [IN_LAYER + "self_attn.k_norm"],
     "fcw": [IN_LAYER + "mlp.gate_proj", IN_LAYER + "mlp.up_proj"], "fcprojw": [IN_LAYER + "mlp.down_proj"]}
 NANOCHAT_NAMES = {**LLAMA_NAMES, "fcw": [IN_LAYER + "mlp.fc1"], "fcprojw": [IN_LAYER + "mlp.fc2"]}
@@ -89,10 +93,11 @@ Part = namedtuple("Part", "name shape rows how")
 
 
 def names_of(d, ours):
+    kind = "bias" if ours.endswith("b") else "weight"
     if d.is_llama:
-        return [name + ".weight" for name in (NANOCHAT_NAMES if d.mlp == "relu2" else LLAMA_NAMES)[ours]]
+        return [f"{name}.{kind}" for name in (NANOCHAT_NAMES if d.mlp == "relu2" else LLAMA_NAMES)[ours]]
     name = GPT2_NAMES.get(ours) or GPT2_NAMES[ours[:-1]]
-    return [f"transformer.{name}.{'bias' if ours.endswith('b') else 'weight'}"]
+    return [f"transformer.{name}.{kind}"]
 
 
 def how_of(d, name, shape):
@@ -107,7 +112,7 @@ def parts_of(d):
     are in no part."""
     heights = {"wte": [d.V], "headw": [d.V]}
     if d.is_llama:
-        heights["qkvw"] = [d.NH * d.HS, d.NKV * d.HS, d.NKV * d.HS]
+        heights["qkvw"] = heights["qkvb"] = [d.NH * d.HS, d.NKV * d.HS, d.NKV * d.HS]
         heights["fcw"] = [d.F] * len(names_of(d, "fcw"))
     for ours, in_layers, shape_of, _, _ in PARAMS:
         shape = shape_of(d)
@@ -188,25 +193,36 @@ def class_of(dims, path=None):
     if not dims.is_llama and not windows:
         return "GPT-2"
     flags = {name for name in LLAMA_FLAGS if getattr(dims, name)} - {"tied"}
-    if dims.mlp == "swiglu" and flags - {"qk_norm"} == {"norm_weights"} and not dims.softcap:
-        if not dims.qk_norm and dims.C % dims.NH:
+    qwen = {"qkv_bias": "Qwen2", "qk_norm": "Qwen3"}.get("".join(flags - {"norm_weights"}))
+    if dims.mlp == "swiglu" and "norm_weights" in flags and (qwen or len(flags) == 1) and not dims.softcap:
+        if not qwen and dims.C % dims.NH:
             die(f"'{path}': C={dims.C} is not a multiple of NH={dims.NH}, as transformers' Llama wants it\n"
                 "hint: such a model runs here alone: train_gpt2cu -e FILE")
-        if dims.qk_norm or not windows or all(windows):
-            return "Qwen3" if dims.qk_norm else "Mistral" if windows else "Llama"
-    if dims.mlp == "relu2" and flags == {"qk_norm", "embed_norm"} and not windows:
+        if qwen or not windows or all(windows):
+            return qwen or ("Mistral" if windows else "Llama")
+    if dims.mlp == "relu2" and flags == {"qk_norm", "embed_norm"} and not windows and not dims.rope_factor:
         return "NanoChat"
     if windows:
         die(f"'{path}': no class of transformers computes this with windows ({dims.window_text()[1:]})\n"
-            "hint: a Qwen3 has them in any of its layers, and what would be a Llama in all, as a Mistral")
+            "hint: a Qwen has them in any of its layers, and what would be a Llama in all, as a Mistral")
     die(f"'{path}': no class of transformers computes this: {dims.mlp}, "
-        + ", ".join(f"{name} {getattr(dims, name):g}" for name in (*LLAMA_FLAGS, "softcap"))
-        + "\nhint: Llama and Qwen3 have swiglu and norms with weights, no embed_norm and no softcap; "
-          "NanoChat has relu2, qk_norm and embed_norm, and norms without weights")
+        + ", ".join(f"{name} {getattr(dims, name):g}" for name in (*LLAMA_FLAGS, "softcap", "rope_factor"))
+        + "\nhint: Llama, Qwen2 (qkv_bias) and Qwen3 (qk_norm) have swiglu and norms with weights, no "
+          "embed_norm and no softcap; NanoChat has relu2, qk_norm and embed_norm, and norms without weights")
+
+
+def rope_scaling(d):
+    """What config.json says of how positions are scaled."""
+    if not d.rope_factor:
+        return {"rope_type": "default"}
+    scaling = {"rope_type": "llama3" if d.rope_original else "linear", "factor": shortest(d.rope_factor)}
+    return {**scaling, "low_freq_factor": shortest(d.rope_low), "high_freq_factor": shortest(d.rope_high),
+            "original_max_position_embeddings": int(d.rope_original)} if d.rope_original else scaling
 
 
 def llama_config(d, dtype, end):
-    """As model_config. Versions of transformers before 5 read rope_theta, the others rope_parameters."""
+    """As model_config. Versions of transformers before 5 read rope_theta and rope_scaling, the others
+    rope_parameters."""
     kind = class_of(d)
     config = {
         "architectures": [kind + "ForCausalLM"], "model_type": kind.lower(), "vocab_size": d.V,
@@ -215,11 +231,15 @@ def llama_config(d, dtype, end):
         "intermediate_size": d.F,
         "hidden_act": MLPS[d.mlp].hf, "rms_norm_eps": shortest(d.eps),
         "rope_theta": shortest(d.theta),
-        "rope_parameters": {"rope_type": "default", "rope_theta": shortest(d.theta)},
-        "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
+        "rope_parameters": {**rope_scaling(d), "rope_theta": shortest(d.theta)},
+        "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
         "tie_word_embeddings": d.tied, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None,
         "torch_dtype": DTYPE_NAMES[dtype],
     }
+    if d.rope_factor:
+        config["rope_scaling"] = rope_scaling(d)
+    if kind not in ("Qwen2", "Mistral"):                # whose biases are as the class has them
+        config["attention_bias"] = False
     if kind == "NanoChat":
         config["final_logit_softcapping"] = shortest(d.softcap) if d.softcap else None
     elif kind == "Llama":
@@ -228,7 +248,7 @@ def llama_config(d, dtype, end):
         config["sliding_window"] = d.window
     else:
         config["use_sliding_window"] = False
-    if kind == "Qwen3" and (windows := d.windows()):
+    if kind.startswith("Qwen") and (windows := d.windows()):
         types = ["sliding_attention" if window else "full_attention" for window in windows]
         config.update({"use_sliding_window": True, "sliding_window": d.window, "layer_types": types,
                        "max_window_layers": types.index("sliding_attention")})
@@ -267,6 +287,7 @@ class Words:
     merges: list            # None: text is not cut by GPT-2's pattern
     end: int                # the token between documents, or None
     files: dict             # {name: bytes} of the run's own tokenizer
+    kept: dict = field(default_factory=dict)        # {name: bytes} of what an imported model brought along
     fast: dict = None       # its tokenizer.json, but for settings that are off here
     number: int = 0         # its id
 
@@ -292,7 +313,7 @@ def words_of(V, folder):
         if (most := max(vocab.values())) >= V:
             raise Problem(f"'{path}' has ids up to {most}, and the model's vocabulary is {V}")
         merges = None if head.merges == MERGES_NONE else merges_of(fast)
-        return Words(vocab, merges, head.eot, files, fast, head.id)
+        return Words(vocab, merges, head.eot, files, kept_in(folder), fast, head.id)
     if V == 256:
         return Words(byte_vocabulary(), [], 0, {})
     if V not in (50257, 50304):
@@ -301,6 +322,31 @@ def words_of(V, folder):
     if len(vocab) != 50257:
         die(f"'{GPT2_MERGES}' is damaged: {len(vocab)} tokens, expected 50257")
     return Words(vocab, merges, 50256, {})
+
+
+def kept_in(folder):
+    """{name: bytes} of what an imported model brought along."""
+    kept = {}
+    for name in KEPT_NAMES:
+        if stat.S_ISREG(mode(path := os.path.join(folder, name))):
+            with open(path, "rb") as f:
+                kept[name] = f.read()
+            if name.endswith(".json") and not isinstance(json_of(path, kept[name]), dict):
+                die(f"'{path}' is not a JSON object\nhint: remove it, and nothing is taken of it")
+    return kept
+
+
+def json_of(path, text):
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        die(f"'{path}' is no JSON: {error}\nhint: remove it, and nothing is taken of it")
+
+
+def kept_ids(words):
+    """{name in config.json: id, or a list of ids}"""
+    known = json.loads(words.kept.get("generation_config.json", "{}"))
+    return {name: known[name] for name in TOKEN_IDS if known.get(name) is not None}
 
 
 def marked_template(template, fast, end):
@@ -321,7 +367,7 @@ def tokenizer_files(dims, words, chat_template=None):
     has_blank = (fast.get("pre_tokenizer") or {}).get("add_prefix_space", False)
     config = tokenizer_config(kind, end, dims.maxT, chat_template, has_blank)
     files = {"tokenizer.json": json.dumps(fast, ensure_ascii=False).encode(),
-             "tokenizer_config.json": config.encode()}
+             "tokenizer_config.json": config.encode(), **words.kept}
     if words.files and fast == json.loads(words.files["tokenizer.json"]):
         return {**files, **words.files}
     if words.files:
@@ -336,6 +382,7 @@ def model_card(name, dims, dtype, source, words):
     """Short: what the files are; what it was trained on, its maker has to say. Only names in it are not ours.
     It encodes a text as get.py does: some tokenizers put tokens around it by themselves."""
     loss = validation_loss(source)
+    first = words.end if words.kept else "tokenizer.bos_token_id"
     name, file = (html.escape(shown(text), quote=False) for text in (name, os.path.basename(source)))
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", f"# {name}", "",
              f"{class_of(dims)} with {count_parameters(dims):,} parameters: {dims.L} layers, "
@@ -346,7 +393,7 @@ def model_card(name, dims, dtype, source, words):
              "model = AutoModelForCausalLM.from_pretrained(folder)",
              "tokenizer = AutoTokenizer.from_pretrained(folder)",
              'ids = tokenizer("Once upon a time", add_special_tokens=False)["input_ids"]',
-             "ids = [tokenizer.bos_token_id] + ids", "```", "",
+             f"ids = [{first}] + ids", "```", "",
              "Each text that it was trained on begins with this first id, and so must a prompt.", "",
              "Training data and licence: to be filled in by who publishes it."]
     if not words.vocab:
@@ -399,8 +446,10 @@ def run(args):
     dims, params, dtype = read_model(source)
     dtype = DTYPES.get(args.dtype, dtype)
     check_folder(args.out)
-    words = words_of(dims.V, os.path.dirname(source))
-    config = model_config(dims, dtype, words.end)
+    words, template = words_of(dims.V, os.path.dirname(source)), CHAT_TEMPLATES.get(chat_template_of(source))
+    if template:
+        words.kept = {}                     # its conversations end otherwise
+    config = {**model_config(dims, dtype, words.end), **kept_ids(words)}
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
     generation["pad_token_id"] = config["eos_token_id"]
     name = os.path.basename(os.path.realpath(args.out))
@@ -409,7 +458,7 @@ def run(args):
              "README.md": model_card(name, dims, dtype, source, words)}
     with whole_folder(args.out) as made:
         write_files(made, {**{name: text.encode() for name, text in texts.items()},
-                           **tokenizer_files(dims, words, CHAT_TEMPLATES.get(chat_template_of(source)))})
+                           **tokenizer_files(dims, words, template)})
         write_safetensors(os.path.join(made, "model.safetensors"), weights(dims, params), dtype)
     print(f"wrote {args.out}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {dtype}"
           + ("" if words.vocab else

@@ -4,9 +4,9 @@
     ./train_gpt2cu sample models/gpt2 --prompt "Once upon a time"
 
 The classes are GPT2LMHeadModel and, of the family of Llama, LlamaForCausalLM, MistralForCausalLM,
-Qwen3ForCausalLM and NanoChatForCausalLM. models/gpt2 gets model_00000000.bin (bf16 if all weights are, else
-fp32), the tokenizer, the chat template, and source.json, which names the source and its revision. It appears
-whole or not at all.
+Qwen2ForCausalLM, Qwen3ForCausalLM and NanoChatForCausalLM. models/gpt2 gets model_00000000.bin (bf16 if all
+weights are, else fp32), the tokenizer with its settings, the chat template, generation_config.json, and
+source.json, which names the source and its revision. It appears whole or not at all.
 
 A key of config.json that is neither read here nor known to leave the results alone is refused. One tensor at
 a time is in memory. The package safetensors is not used: it reads no bf16 without PyTorch. A folder needs
@@ -21,15 +21,17 @@ import shutil
 import stat
 from collections import namedtuple
 
-from export_hf import (CHAT_TEMPLATES, ROLES, ROLES_0_1, byte_vocabulary, check_folder, count_parameters, die,
-                       marked_template, mode, np, parts_of, turned, whole_folder, write_files)
+from export_hf import (CHAT_TEMPLATES, KEPT_NAMES, ROLES, ROLES_0_1, TOKEN_IDS, byte_vocabulary,
+                       check_folder, count_parameters, die, marked_template, mode, np, parts_of, turned,
+                       whole_folder, write_files)
 from fetch import Problem, asking, hub_download, hub_files, place, same_contents, sha256_of
-from formats import Dims, Llama, checkpoint_header, from_bf16_bits, to_bf16_bits, xxhash
+from formats import (ROPE_RULE, Dims, Llama, checkpoint_header, from_bf16_bits, rope_fits, to_bf16_bits,
+                     xxhash)
 from outputs import shown
 from tokenizer_files import BYTES_ID, END_OF_TEXT, id_of, read_head, token_ids, tokenizer_bin
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-BESIDE = ["config.json", "tokenizer.json", "tokenizer.bin", "tokenizer_config.json", "chat_template.jinja"]
+BESIDE = ["config.json", "tokenizer.json", "tokenizer.bin", *KEPT_NAMES]
 CONVERT = ("\nhint: transformers makes what is read here: "
            "AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(FOLDER)")
 OTHER_FILES = [         # a file's name, and what a folder is that has it and none of the two above
@@ -38,9 +40,9 @@ OTHER_FILES = [         # a file's name, and what a folder is that has it and no
     (r"model_\d{8,}\.bin", "has a model_*.bin, which --model takes as it is"),
     (r"pytorch_model.*\.bin|.*\.pth?", "has weights as PyTorch pickles them, which may run code" + CONVERT)]
 
-CLASSES = {"gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3",
+CLASSES = {"gpt2": "GPT-2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
            "nanochat": "NanoChat"}
-HEADS = {"qwen3": 32, "mistral": 8}         # of keys, by default; of the others as many as of queries
+HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8}    # of keys, by default; else as many as of queries
 LETTERS = {"sliding_attention": "S", "full_attention": "L"}
 GPT2_SIZES = {"V": "vocab_size", "maxT": "n_positions", "L": "n_layer", "NH": "n_head", "C": "n_embd"}
 LLAMA_SIZES = {"V": "vocab_size", "maxT": "max_position_embeddings", "L": "num_hidden_layers",
@@ -51,8 +53,11 @@ GPT2_FIXED = {"activation_function": ["gelu_new", "gelu_pytorch_tanh"], "layer_n
               "reorder_and_upcast_attn": [False], "add_cross_attention": [False]}
 LLAMA_FIXED = {"hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False], "pretraining_tp": [1],
                "use_sliding_window": [False], "rope_interleaved": [False], "partial_rotary_factor": [1],
-               "rope_parameters.partial_rotary_factor": [1], "rope_parameters.rope_type": ["default"],
-               "rope_scaling.rope_type": ["default"], "rope_scaling.type": ["default"]}
+               "rope_parameters.partial_rotary_factor": [1]}
+# of how positions are scaled, by rope_type: our numbers, and their keys
+SCALINGS = {"default": {}, "linear": {"rope_factor": "factor"},
+            "llama3": {"rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor",
+                       "rope_original": "original_max_position_embeddings"}}
 # keys that no logit depends on: of training, saving and sampling, and of windows that the class has not
 HARMLESS = set("""
     model_type architectures torch_dtype dtype transformers_version name_or_path _name_or_path use_cache
@@ -116,6 +121,7 @@ def read_config(path):
             config.update({f"{name}.{key}": value for key, value in config.pop(name).items()})
     left = {key: value for key, value in config.items() if value is not None}
     whole, real, flag = (int, "a whole number"), ((int, float), "a number"), (bool, "true or false")
+    words = str, "a word"
 
     def take(key, kind, default=None):
         value = left.pop(key, default)
@@ -130,16 +136,31 @@ def read_config(path):
                 die(f"'{path}': {key} is {said(value)}; {CLASSES[kind]} has {said(allowed[0])}, nothing else "
                     "is built")
 
+    def rope(kind, default, *keys):
+        """Of rope_parameters, and of rope_scaling, as transformers before 5 has it. default: None if the key
+        must be there."""
+        names = [f"{where}.{key}" for where in ("rope_parameters", "rope_scaling") for key in keys]
+        values = {name: take(name, kind) for name in names if name in left}
+        if len({*values.values()}) > 1:
+            die(f"'{path}': " + ", ".join(f"{name} is {said(value)}" for name, value in values.items()))
+        return next(iter(values.values()), default) if values or default else take(names[0], kind)
+
+    def scaling():
+        by_type = rope(words, "default", "rope_type", "type")
+        if by_type not in SCALINGS:
+            die(f"'{path}': rope_type is {said(by_type)}; {', '.join(SCALINGS)} are built, nothing else")
+        return {ours: float(rope(real, None, theirs)) for ours, theirs in SCALINGS[by_type].items()}
+
     def windows(L):
-        """All of a Mistral's layers have one, and a Qwen3's that layer_types or max_window_layers name."""
-        takes = kind == "mistral" or (kind == "qwen3" and config.get("use_sliding_window"))
+        """All of a Mistral's layers have one, and a Qwen's that layer_types or max_window_layers name."""
+        takes = kind == "mistral" or (qwen and config.get("use_sliding_window"))
         window = take("sliding_window", whole, 0 if "sliding_window" in config else 4096) if takes else 0
-        first = take("max_window_layers", whole, 28) if kind == "qwen3" else 0
+        first = take("max_window_layers", whole, 28) if qwen else 0
         usual = "".join("S" if window and l >= first else "L" for l in range(L))
         types = left.pop("layer_types", None)
         letters = [LETTERS.get(str(t), "?") for t in (types if isinstance(types, list) else "?")]
         pattern = usual if types is None else "".join(letters)
-        may_differ = window and kind == "qwen3"
+        may_differ = window and qwen
         if len(pattern) != L or "?" in pattern or (pattern != usual and not may_differ):
             left["layer_types"] = types                     # it is refused below
         if "S" not in pattern:
@@ -147,24 +168,24 @@ def read_config(path):
         period = next(n for n in range(1, 1 + len(pattern)) if (pattern[:n] * L)[:len(pattern)] == pattern)
         return {"window": window, "pattern": pattern[:period]}
 
+    nanochat, qwen3, qwen = kind == "nanochat", kind == "qwen3", kind in ("qwen2", "qwen3")
     tied = take("tie_word_embeddings", flag, kind == "gpt2")
     d = {name: take(key, whole) for name, key in (GPT2_SIZES if kind == "gpt2" else LLAMA_SIZES).items()}
     if kind == "gpt2":
         check_fixed({**GPT2_FIXED, "n_inner": [4 * d["C"]]})
         dims = Dims(**d)
     else:
-        nanochat, qwen3 = kind == "nanochat", kind == "qwen3"
         check_fixed({**LLAMA_FIXED, **({"hidden_act": ["relu2"]} if nanochat else {}),
-                     **({"use_sliding_window": [False, True]} if qwen3 else {})})
-        theta = take("rope_scaling.rope_theta", real, take("rope_theta", real, 1e4))
+                     **({"use_sliding_window": [False, True]} if qwen else {})})
+        theta = rope(real, take("rope_theta", real, 1e4), "rope_theta")
         cap = 15 if "final_logit_softcapping" not in config else 0
         dims = Llama(
-            **d, **windows(min(d["L"], 10000)),
+            **d, **windows(min(d["L"], 10000)), **scaling(),
             NKV=take("num_key_value_heads", whole,
                      d["NH"] if "num_key_value_heads" in config or kind not in HEADS else HEADS[kind]),
             HS=take("head_dim", whole, 128 if qwen3 else d["C"] // max(d["NH"], 1)),
             mlp="relu2" if nanochat else "swiglu", qk_norm=nanochat or qwen3, norm_weights=not nanochat,
-            embed_norm=nanochat, tied=tied, theta=float(take("rope_parameters.rope_theta", real, theta)),
+            embed_norm=nanochat, tied=tied, qkv_bias=kind == "qwen2", theta=float(theta),
             eps=float(take("rms_norm_eps", real, 1e-6)),
             softcap=float(take("final_logit_softcapping", real, cap)) if nanochat else 0.0)
     for key in sorted(left.keys() - HARMLESS):
@@ -192,6 +213,10 @@ def check_dims(path, d):
     if not fits:
         die(f"'{path}': NH={d.NH} NKV={d.NKV} HS={d.HS} F={d.F}: NH must be a multiple of NKV up to 4096, HS "
             "one of 16, 32, ... 256, F a multiple of 8 up to 2^20, and theta and eps above 0")
+    if d.is_llama and not rope_fits(d):
+        die(f"'{path}': positions are scaled by " + ", ".join(
+            f"{ours}={getattr(d, ours):g} ({theirs})" for ours, theirs in SCALINGS["llama3"].items())
+            + ": " + ROPE_RULE)
 
 
 # ---- tensors ----
@@ -344,9 +369,21 @@ def first_token(ids, settings, config):
     return None
 
 
+def generation_of(folder, files):
+    """generation_config.json: the end tokens, of which there may be several, and how to sample. Without one
+    config.json has the tokens."""
+    name = "generation_config.json"
+    if name in files:
+        read_json(os.path.join(folder, name))               # as a check
+        return {name: files[name]}
+    ids = {key: value for key, value in read_json(os.path.join(folder, "config.json")).items()
+           if key in TOKEN_IDS and value is not None}
+    return {name: (json.dumps(ids, indent=2) + "\n").encode()} if ids else {}
+
+
 def tokenizer_of(folder, d):
-    """({name: bytes}, the chat template's number, what is to be said): tokenizer.json, tokenizer.bin, and the
-    chat template."""
+    """({name: bytes}, the chat template's number, what is to be said): tokenizer.json, tokenizer.bin, their
+    settings and the chat template."""
     files, path = read_beside(folder), os.path.join(folder, "tokenizer.json")
     if "tokenizer.json" not in files:
         return {}, 0, "; no tokenizer: there is no tokenizer.json"
@@ -363,7 +400,8 @@ def tokenizer_of(folder, d):
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise Problem(f"'{path}' is no tokenizer.json to be used: {type(error).__name__}: {error}") from error
     no_text = "" if flat else "; texts are token ids: how tokenizer.json decodes or ends them is not known"
-    kept = {"tokenizer.json": text, **({"tokenizer.bin": flat} if flat else {})}
+    kept = {"tokenizer.json": text, **({"tokenizer.bin": flat} if flat else {}),
+            **{name: files[name] for name in KEPT_NAMES[:1] if name in files}, **generation_of(folder, files)}
     template = files.get("chat_template.jinja", b"").decode(errors="replace") or settings.get("chat_template")
     if not isinstance(template, str):
         return kept, 0, no_text

@@ -581,7 +581,8 @@ def test_imported_folder():
     tool_ok("said.bin", "mine-hf")
     out = tool_ok("mine-hf/", command="import").out
     assert out == f"wrote models/mine-hf: GPT-2, {tokens.text()}, 8,432 parameters\n"
-    names = ["chat_template.jinja", "model_00000000.bin", "source.json", "tokenizer.bin", "tokenizer.json"]
+    names = ["chat_template.jinja", "generation_config.json", "model_00000000.bin", "source.json",
+             "tokenizer.bin", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(os.listdir("models/mine-hf")) == names and os.listdir("models") == ["mine-hf"]
     got, want = read("models/mine-hf/model_00000000.bin"), read("said.bin")
     assert got[:1016] == want[:1016] and got[1024:] == want[1024:]
@@ -749,7 +750,7 @@ def test_hub():
     hub = Hub({**files, **more}, sums={shard: hashlib.sha256(files[shard]).hexdigest()})
     said = tool_ok("o/tiny.x", **words, prepare=hub.prepare).out
     assert sorted(re.findall("came: (.*)", said)) == sorted(
-        {*files} - {"README.md", "generation_config.json", "vocab.json", "merges.txt"})
+        {*files} - {"README.md", "vocab.json", "merges.txt"})
     assert os.listdir("models") == ["tiny.x"], "what came is removed"
     assert read_json("models/tiny.x/source.json") == {"source": "o/tiny.x", "revision": "c0ffee"}
     assert read("models/tiny.x/model_00000000.bin") == read(imported("hf"))
@@ -818,6 +819,11 @@ def test_family_file():
         refused("bad.bin", "x", said=said)
 
 
+ROPE = {"Llama linear": {"rope_type": "linear", "factor": 4.0},
+        "Llama 3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 40}}
+
+
 @pytest.mark.parametrize("kind", FAMILY)
 def test_family(kind):
     """Each class's names and configuration."""
@@ -828,11 +834,13 @@ def test_family(kind):
     want = {"architectures": [name + "ForCausalLM"], "model_type": name.lower(), "vocab_size": 256,
             "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 21, "rms_norm_eps": dims.eps,
-            "rope_theta": dims.theta, "rope_parameters": {"rope_type": "default", "rope_theta": dims.theta},
+            "rope_theta": dims.theta, "rope_parameters": {**ROPE.get(kind, {"rope_type": "default"}),
+                                                          "rope_theta": dims.theta},
             "tie_word_embeddings": dims.tied, "hidden_act": "relu2" if name == "NanoChat" else "silu",
             "bos_token_id": 0, "eos_token_id": 0}
     assert {key: config[key] for key in want} == want
     assert config.get("final_logit_softcapping") == (dims.softcap or None)
+    assert config.get("rope_scaling") == ROPE.get(kind)             # transformers before 5
     tensors = read_tensors("hf/model.safetensors")
     layer = ["self_attn." + x for x in ("q_proj", "k_proj", "v_proj", "o_proj")]
     layer += ["mlp.fc1", "mlp.fc2"] if name == "NanoChat" else \
@@ -843,7 +851,9 @@ def test_family(kind):
     layer += ["self_attn.q_norm", "self_attn.k_norm"] if name == "Qwen3" else []
     names = ["model.embed_tokens"] + ["model.norm"] * (name != "NanoChat") + ["lm_head"] * (not dims.tied) + \
         [f"model.layers.{l}.{x}" for l in range(2) for x in layer]
-    assert set(tensors) == {x + ".weight" for x in names}
+    biases = [f"model.layers.{l}.self_attn.{x}_proj.bias" for l in range(2) for x in "qkv" if name == "Qwen2"]
+    assert set(tensors) == {*(x + ".weight" for x in names), *biases}
+    assert not biases or np.array_equal(tensors[biases[4]][1], params["qkvb"][1, 64:96])
     assert tensors["model.layers.1.self_attn.k_proj.weight"][1].shape == (32, 40)
     assert name + " with" in read("hf/README.md").decode()
 
@@ -891,12 +901,14 @@ CLASS_DEFAULTS = {
     "Qwen3": {**DEFAULTS, "num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
     "Mistral": {**{key: value for key, value in DEFAULTS.items() if key != "attention_bias"},
                 "num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2": {**{key: value for key, value in DEFAULTS.items() if key != "attention_bias"},
+              "num_key_value_heads": 32, "use_sliding_window": False},
     "NanoChat": {**DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0}}
 
 
 def by_default(kind):
     """(dims, params, config without any key that has a default) of m.bin and hf."""
-    sizes = {"Llama": {}, "Qwen3": {"NH": 64, "C": 8, "F": 8}, "NanoChat": {},
+    sizes = {"Llama": {}, "Qwen3": {"NH": 64, "C": 8, "F": 8}, "NanoChat": {}, "Qwen2": {"NH": 64, "C": 1024},
              "Mistral": {"NH": 8, "C": 128, "maxT": 4097, "window": 4096}}[kind]
     defaults = CLASS_DEFAULTS[kind]
     dims, params = family_model("m.bin", **{
@@ -934,11 +946,22 @@ def test_defaults_of_transformers(kind):
 
 
 LLAMA_OTHERS = [
-    ("Llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type is llama3; Llama has default"),
-    ("Llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type is linear"),
-    ("Qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type is yarn"),
-    ("Llama", {"rope_parameters": {"type": "linear", "factor": 4}}, "rope_parameters.factor is 4, and"),
+    ("Llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type is default, rope_scaling.rope_type is ll"),
+    ("Llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "default, rope_scaling.type is linear"),
+    ("Llama 3", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "factor is 8.0, rope_scaling.factor"),
+    *((kind, {"rope_parameters": {"rope_type": kind_of}, "rope_scaling": None}, f"rope_type is {kind_of}; def")
+      for kind in ("Llama", "Qwen2", "Qwen3", "Mistral") for kind_of in ("yarn", "dynamic", "longrope")),
+    ("Qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
+    ("Llama", {"rope_parameters": {"type": "linear", "factor": 0.5}}, "scaled by rope_factor=0.5 (factor)"),
+    ("Llama", {"rope_parameters": {"rope_type": "linear"}}, "lacks a number for rope_parameters.factor"),
+    ("Llama 3", {"rope_scaling": None, "rope_parameters": {
+        **ROPE["Llama 3"], "high_freq_factor": 1.0}}, "rope_high=1 (high_freq_factor)"),
+    ("Llama", {"rope_parameters": {**ROPE["Llama 3"], "attention_factor": 1.0}}, "attention_factor is 1.0"),
+    ("Llama", {"rope_parameters": {"rope_type": 3}}, "lacks a word for rope_parameters.rope_type"),
     ("Llama", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "rope_parameters.factor is 4.0"),
+    ("Qwen2", {"attention_bias": True}, "attention_bias is true; Qwen2 has false"),
+    ("Qwen2", {"model_type": "llama"}, "k_proj.bias, which a Llama of 2 layers has not"),
+    ("Llama", {"model_type": "qwen2"}, "lacks the tensor model.layers.0.self_attn.q_proj.bias"),
     ("Llama", {"rope_parameters": [1]}, "rope_parameters is [1], and whether"),
     ("Llama", {"rope_parameters": {"rope_theta": {}}}, "lacks a number for rope_parameters.rope_theta"),
     ("Llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "factor is 0.5; Llama has 1"),
@@ -958,7 +981,7 @@ LLAMA_OTHERS = [
     ("Qwen3 windows", {"layer_types": ["sliding_attention"]}, "layer_types is [sliding_attention]"),
     ("Qwen3 windows", {"layer_types": ["sliding_attention", "linear_attention"]}, "layer_types is [sliding_"),
     ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is [full_attention, sl"),
-    ("Llama", {"model_type": "gemma"}, "is gemma; gpt2, llama, mistral, qwen3, nanochat are built"),
+    ("Llama", {"model_type": "gemma"}, "is gemma; gpt2, llama, mistral, qwen2, qwen3, nanochat are"),
     ("Llama", {"vocab_size": 1048577}, "V=1048577 T="),
     ("Llama", {"num_key_value_heads": 3}, "NH=4 NKV=3"), ("Llama", {"head_dim": 12}, "HS=12 F=72: NH must"),
     ("Llama", {"intermediate_size": 12}, "F=12: NH must"), ("Llama", {"rms_norm_eps": 0}, "eps above 0"),
@@ -985,7 +1008,8 @@ def test_family_refused(kind, change, said):
 @pytest.mark.parametrize("shape, said", [
     ({"qk_norm": True, "norm_weights": False}, "no class of transformers computes this: swiglu, qk_norm 1"),
     ({"softcap": 30.0}, "softcap 30"), ({"mlp": "relu2"}, "computes this: relu2"),
-    ({"embed_norm": True}, "embed_norm 1"),
+    ({"embed_norm": True}, "embed_norm 1"), ({"qk_norm": True, "qkv_bias": True}, "qkv_bias 1"),
+    ({**FAMILY["NanoChat"], "rope_factor": 2.0}, "rope_factor 2"),
     ({"NH": 3, "NKV": 1}, "C=40 is not a multiple of NH=3"),
     ({"window": 4, "pattern": "SL"}, "computes this with windows (window=4,pattern=SL)"),
     ({**FAMILY["NanoChat"], "window": 4, "pattern": "S"}, "computes this with windows")])

@@ -25,7 +25,7 @@ struct RunData {
     DataLoader train = {}, val = {};    // empty where the task does not need them
     EvalSet questions = {};
     Tokenizer tokenizer = {};           // without tokens: texts are printed as token ids
-    std::vector<std::string> tokenizer_files;   // tokenizer.bin and .json, if the run has its own
+    std::vector<std::string> tokenizer_files;   // of the run's own: tokenizer.bin and its like
     std::vector<int> prompt;            // behind the token that begins a text; empty: no text is written
     std::string sample;                 // of the training data: shows later whether they changed
     std::vector<double> bits;           // of each validation source: see data_bits
@@ -68,9 +68,11 @@ static inline void data_open_tokenizer(RunData* d, int V) {
         {run.eval_data, run.eval_data, d->questions.tokenizer}});
     const int tokens = (int)own.head.V;
     if (tokens > 0) {
-        const std::string json = own.file.substr(0, own.file.size() - 3) + "json";
-        d->tokenizer_files = {own.file};
-        if (file_size(json.c_str()) >= 0) { d->tokenizer_files.push_back(json); }
+        const std::string folder = own.file.substr(0, own.file.rfind('/') + 1);
+        for (const char* name : {"tokenizer.bin", "tokenizer.json", "tokenizer_config.json",
+                                 "chat_template.jinja", "generation_config.json"}) {    // dev/hf.py's names
+            if (file_size((folder + name).c_str()) >= 0) { d->tokenizer_files.push_back(folder + name); }
+        }
     }
     if (model.empty() && tokens > 0 && V - tokens > tokens / 10) {
         warn("'%s' has %d tokens, the model's vocabulary %d: with -e d12,V%d it has as many",
