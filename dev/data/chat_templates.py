@@ -1,5 +1,6 @@
-"""A tokenizer's own chat template, for get.py answers, rendered by Jinja as transformers renders it. But
-strftime_now is missing: a set must not depend on the day.
+"""A tokenizer's own chat template, for get.py answers, rendered by Jinja as transformers renders it. Llama
+3.2's writes today's date, by strftime_now. A set has one day, that of the environment's SOURCE_DATE_EPOCH if
+there is one, and dataset.json names it.
 
     text = template_text("Qwen3-0.6B")          # its folder, or its tokenizer.json; None: chat template 1
     template = ChatTemplate(text, "Qwen3-0.6B", marks)
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from datetime import datetime, timezone
 
 from documents import reading
 from fetch import Problem, need
@@ -40,6 +42,11 @@ def template_text(path):
     return None if not text or text.startswith(TEMPLATE_1) else text
 
 
+def now():
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return datetime.fromtimestamp(int(epoch), timezone.utc) if epoch.isdigit() else datetime.now()
+
+
 class ChatTemplate:
     def __init__(self, text, path, marks):
         """marks: as for_chats() returns them, {special token: what it is in a message}."""
@@ -55,6 +62,9 @@ class ChatTemplate:
                                                       extensions=[ext.loopcontrols])
         jinja.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         jinja.globals["raise_exception"] = self.refuse
+        self.now = now()
+        self.day = f"{self.now:%Y-%m-%d}" if "strftime_now" in text else None       # None: it does not matter
+        jinja.globals["strftime_now"] = self.now.strftime
         text = GENERATION.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true") + tag[3], text)
         self.template = self.tried(f"'{path}'", jinja.from_string, text)
         names = meta.find_undeclared_variables(jinja.parse(text))

@@ -425,6 +425,8 @@ def make_shards(dataset, args):
         recipe["list"], recipe["add"] = fetch.sha256_of(args.list), args.add
     if dataset.name == "answers":
         recipe["chat_template"] = args.template.sha256 if args.template else answers.CHAT_TEMPLATE
+        if args.template and args.template.day:
+            recipe["day"] = args.template.day
         recipe.update({"last_answer": True} if args.last_answer else {}, row_tokens=args.row_tokens)
         reader = answers.Conversations(*reading, last_answer=args.last_answer, template=args.template)
     work, record = os.path.join(args.out, ".work"), os.path.join(args.out, "dataset.json")

@@ -6,6 +6,7 @@ end-of-text token is 0, and a byte is a token.
 """
 import array
 import csv
+import datetime
 import glob
 import importlib.util
 import json
@@ -596,6 +597,39 @@ def test_own_template(template):
     assert list(read("qa/qa_train_000001.mask"))[:len(ids)] == [0] * (last + 1) + counted[last + 1:]
 
 
+# As Llama 3.2's begins, and asks for an answer
+DATED = ("{{- bos_token }}\n{%- if not date_string is defined %}\n    {%- if strftime_now is defined %}\n"
+         "        {%- set date_string = strftime_now(\"%d %b %Y\") %}\n    {%- else %}\n"
+         "        {%- set date_string = \"26 Jul 2024\" %}\n    {%- endif %}\n{%- endif %}\n"
+         "{{- 'Today Date: ' + date_string + '\n' }}{%- for m in messages %}"
+         "{{- '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>' }}{%- endfor %}"
+         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
+
+
+def test_day(monkeypatch):
+    """A template writes today's date, as transformers lets it; a set has one day."""
+    pytest.importorskip("jinja2")
+    package = pytest.importorskip("tokenizers").Tokenizer
+    write_rows([OWN_SAID])
+    words = ["--row-tokens", 300, "--val-tokens", 0]
+    kind = ["--tokenizer", own_template(DATED)]
+    for epoch, date, more in (("1764374400", "29 Nov 2025", []), (None, "%d %b %Y", ["--restart"])):
+        monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+        before = datetime.date.today()
+        if epoch:
+            monkeypatch.setenv("SOURCE_DATE_EPOCH", epoch)
+        makes(*words, *more, out="dated", kind=kind)
+        path, = glob.glob("dated/dated_train_*.bin")
+        tokens = array.array("H", read(path)[1024:]).tolist()
+        text = package.from_file("tok/tokenizer.json").decode(tokens, skip_special_tokens=False)
+        days = {f"{day:{date}}" for day in (before, datetime.date.today())}         # it may be midnight
+        assert any(text.startswith(END + "<s>Today Date: " + day + "\n<|im_start|>system\nS<|im_end|>")
+                   for day in days), text[:80]
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1764374400")
+    code, _, err = get_answers(*words, out="dated", kind=kind)
+    assert code == 1 and "error: 'dated' was begun with day '20" in err and "'2025-11-29'" in err, err
+
+
 def test_own_template_refused():
     pytest.importorskip("jinja2")
     pytest.importorskip("tokenizers")
@@ -606,7 +640,7 @@ def test_own_template_refused():
                            (CHATML.replace("m.content +", "m.content | upper + 'x' +"), missing),
                            (CHATML.replace("m.content", "'no'"), missing),
                            ("{{ raise_exception('Roles must') }}", f"line 1: {fails}: Roles must"),
-                           ("{{ messages.clear() }}", fails), ("{{ strftime_now('%d') }}", "strftime_now"),
+                           ("{{ messages.clear() }}", fails), ("{{ strftime_now(3) }}", fails),
                            ("{% for %}", f"'tok': {fails}")):
         refused(said, kind=["--tokenizer", own_template(template)])
     words = ["--tokenizer", own_template("{{ bos_token }}" + CHATML, "bare", settings=False)]
