@@ -56,8 +56,8 @@ LLAMA_FIXED = {"hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [F
                "rope_parameters.partial_rotary_factor": [1]}
 # of how positions are scaled, by rope_type: our numbers, and their keys
 SCALINGS = {"default": {}, "linear": {"rope_factor": "factor"},
-            "llama3": {"rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor",
-                       "rope_original": "original_max_position_embeddings"}}
+            "llama3": {"rope_factor": "factor", "rope_low": "low_freq_factor",
+                       "rope_high": "high_freq_factor", "rope_original": "original_max_position_embeddings"}}
 # keys that no logit depends on: of training, saving and sampling, and of windows that the class has not
 HARMLESS = set("""
     model_type architectures torch_dtype dtype transformers_version name_or_path _name_or_path use_cache

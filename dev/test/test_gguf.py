@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from checks import ROOT, LEASH, read, run_program, write
+from forked import Forked
 from twins import FAMILY, family_model, formats, np, wide_model
 
 gguf = pytest.importorskip("gguf")
@@ -47,8 +48,7 @@ def made(kind, path="model.bin", **shape):
 def export(kind, file_type, **shape):
     """(dims, params, {name: its array in the file}, {key: value}, {name: type})"""
     dims, params = made(kind, **shape)
-    code, out, err = run_program([sys.executable, hf.__file__, "gguf", "model.bin", "out.gguf", "--type",
-                                  file_type])
+    code, out, err = Forked(hf.main, [hf.__file__, "gguf", "model.bin", "out.gguf", "--type", file_type]).end()
     assert code == 0 and not err and not os.path.exists("out.gguf.part"), err
     assert f"out.gguf: model.bin, {sum(x.size for x in params.values()) - padding(dims):,} parameters" in out
     reader = gguf.GGUFReader("out.gguf")
@@ -68,12 +68,16 @@ def expected(d, p):
         want.update({"output_norm.bias": p["lnfb"], "position_embd.weight": p["wpe"]})
     elif not d.tied:
         want["output.weight"] = p["headw"][:d.V]
+    if d.is_llama and d.rope_original:              # of 100^-(j/8), in turns in 40 tokens
+        turns = [40 * 100 ** (-j / 8) / (2 * np.pi) for j in range(8)]
+        want["rope_freqs.weight"] = np.array([1 if n > 4 else 8 if n < 1 else 1 / (
+            (n - 1) / 3 + (4 - n) / 3 / 8) for n in turns], np.float32)
     for l in range(d.L):
         layer = {"attn_norm.weight": p["ln1w"][l], "ffn_norm.weight": p["ln2w"][l],
                  "attn_output.weight": p["attprojw"][l], "ffn_down.weight": p["fcprojw"][l]}
         if d.is_llama:
             heads = p["qkvw"][l].reshape(-1, d.HS, d.C)
-            if not d.qk_norm:                       # row 2j is our j, row 2j + 1 our j + HS/2; v stays
+            if not d.qk_norm and not d.qkv_bias:    # row 2j is our j, row 2j + 1 our j + HS/2; v stays
                 order = [j + half * d.HS // 2 for j in range(d.HS // 2) for half in (0, 1)]
                 heads = np.concatenate([heads[:d.NH + d.NKV, order], heads[d.NH + d.NKV:]])
             layer.update({"attn_q.weight": heads[:d.NH], "attn_k.weight": heads[d.NH:d.NH + d.NKV],
@@ -81,6 +85,9 @@ def expected(d, p):
                           "ffn_up.weight": p["fcw"][l][d.F:]})
             layer.update({"attn_q_norm.weight": p["qnw"][l], "attn_k_norm.weight": p["knw"][l]}
                          if d.qk_norm else {})
+            biases = p["qkvb"][l].reshape(-1, d.HS)
+            layer.update({"attn_q.bias": biases[:d.NH].ravel(), "attn_v.bias": biases[-d.NKV:].ravel(),
+                          "attn_k.bias": biases[d.NH:-d.NKV].ravel()} if d.qkv_bias else {})
         else:
             layer.update({"attn_qkv.weight": p["qkvw"][l], "ffn_up.weight": p["fcw"][l]})
             for theirs, ours in (("attn_norm", "ln1b"), ("attn_qkv", "qkvb"), ("attn_output", "attprojb"),
@@ -112,7 +119,7 @@ def test_tensors(kind, file_type):
 
 
 def test_metadata():
-    architectures = {"GPT-2": "gpt2", "Llama": "llama", "Qwen3": "qwen3"}
+    architectures = {"GPT-2": "gpt2", "Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
     for kind in KINDS:
         dims, _, _, got, _ = export(kind, "f32", V=250)
         name = architectures[kind.split()[0]]
@@ -123,6 +130,9 @@ def test_metadata():
             "attention.head_count_kv": dims.NKV, "attention.key_length": dims.HS,
             "attention.value_length": dims.HS, "rope.dimension_count": dims.HS, "rope.freq_base": dims.theta,
             "attention.layer_norm_rms_epsilon": dims.eps})
+        linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0} if kind == "Llama linear" else {}
+        assert {key for key in got if "scaling" in key} == {f"{name}.{key}" for key in linear}
+        want.update(linear)
         for key, value in want.items():
             key = key if key.startswith(("general.", "tokenizer.")) else f"{name}.{key}"
             assert got[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
@@ -160,6 +170,7 @@ def test_kinds_of_tokens():
 @pytest.mark.parametrize("shape, said", [
     ("NanoChat", "is a NanoChat, and GGUF has no architecture"), ("softcap", "computes this"),
     ("Mistral", "is a Mistral, and GGUF has no"), ("Qwen3 windows", "reads no window of a Qwen3"),
+    *((f"Qwen{n} with Llama 3", f"does not read that of a Qwen{n}") for n in (2, 3)),
     ("parallel", "is not GPT-2"), ("damaged", "does not have the checksum"), (None, "no file 'none.bin'")])
 def test_refused(shape, said):
     if shape == "parallel":
@@ -169,10 +180,11 @@ def test_refused(shape, said):
         good = read(wide_model("none.bin", GPT2))
         write("none.bin", good[:1016] + bytes(range(8)) + good[1024:])
     elif shape:
-        family_model("none.bin", **FAMILY.get(shape, {"softcap": 30.0}))
+        kind, *more = shape.split(" with ")
+        family_model("none.bin", **{**FAMILY.get(kind, {"softcap": 30.0}), **(FAMILY[more[0]] if more else {})})
     elif os.path.exists("none.bin"):
         os.unlink("none.bin")
-    code, _, err = run_program([sys.executable, hf.__file__, "gguf", "none.bin", "no.gguf"])
+    code, _, err = Forked(hf.main, [hf.__file__, "gguf", "none.bin", "no.gguf"]).end()
     assert code == 1 and said in err.splitlines()[0] and len(err.splitlines()) == 2, err
     assert not os.path.exists("no.gguf") and not os.path.exists("no.gguf.part")
 
