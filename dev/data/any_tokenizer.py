@@ -18,7 +18,7 @@ from documents import size_of
 from fetch import Problem, need
 from shards import KINDS, replace_file
 from tokenizer_files import (END_OF_TEXT, GPT2_ID, MERGES_LISTED, for_chats, id_of, read_head, settings_of,
-                             tokenizer_bin, tokenizer_json, vocabulary)
+                             token_ids, tokenizer_bin, tokenizer_json, vocabulary)
 
 NAMES = "tokenizer.json", "tokenizer.bin"
 TOKEN_BYTES = 128           # of the longest token that is learned, as of GPT-2's
@@ -37,11 +37,14 @@ def read(path):
 
 
 def any_tokenizer(path, first, by_package=False):
-    """OwnTokenizer, but not if by_package, or AnyTokenizer. first: the token in front of each document."""
+    """OwnTokenizer, but not if by_package, or AnyTokenizer. first: the token in front of each document; None:
+    that of the folder's tokenizer.bin, else <|endoftext|>."""
     if not os.path.isdir(path):
-        return AnyTokenizer(path, first)
+        return AnyTokenizer(path, first or END_OF_TEXT)
     file, head = os.path.join(path, NAMES[0]), read_head(os.path.join(path, NAMES[1]))
     number = id_of(file, text := read(file), head)
+    ends = [token for token, i in token_ids(json.loads(text)).items() if head and i == head.eot]
+    first = first or (ends or [END_OF_TEXT])[0]
     if head and head.merges == MERGES_LISTED and first == END_OF_TEXT and not by_package:
         settings_of(file, text)                     # says which of them the tool does not have
         return OwnTokenizer(path, head)
@@ -54,6 +57,7 @@ class OwnTokenizer:
 
     def __init__(self, folder, head):
         self.id, self.first, self.V, self.kind = head.id, head.eot, head.V, KINDS[0]
+        self.first_text = END_OF_TEXT
         self.files = {name: read(os.path.join(folder, name)) for name in NAMES}
         self.flags = ["--vocab", os.path.join(folder, NAMES[1])]
 

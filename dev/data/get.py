@@ -420,7 +420,7 @@ def make_shards(dataset, args):
     if args.encoding != "utf-8":
         recipe["encoding"] = args.encoding
     if args.tokenizer:
-        recipe["tokenizer"], recipe["document_token"] = args.tokenizer.id, args.document_token
+        recipe["tokenizer"], recipe["document_token"] = args.tokenizer.id, args.tokenizer.first_text
     if dataset.kind == "english":
         recipe["list"], recipe["add"] = fetch.sha256_of(args.list), args.add
     if dataset.name == "answers":
@@ -618,8 +618,9 @@ def arguments():
     option("--tokenizer", metavar="FOLDER",
            help="tokens by this folder that `get.py tokenizer` made, or by any tokenizer.json")
     option("--vocab", type=int, metavar="V", help="tokenizer: how many tokens it has (default: 32768)")
-    option("--document-token", metavar="TEXT", default=END_OF_TEXT,
-           help="--tokenizer: what goes in front of each document (default: <|endoftext|>)")
+    option("--document-token", metavar="TEXT",
+           help="--tokenizer: what goes in front of each document (default: as the folder of an imported "
+           "model has it, else <|endoftext|>)")
     option("--restart", action="store_true", help="forget what is there, its shards too")
     return parser.parse_args()
 
@@ -627,7 +628,7 @@ def arguments():
 OF_ROWS = {"encoding": "utf-8", "errors": "strict", "text_field": None}
 OF_SHARDS = {**OF_ROWS, "bytes": False, "shard_tokens": SHARD_TOKENS}
 OF_SETS = {**OF_SHARDS, "shards": 0, "val_tokens": None}
-OF_TOKENIZERS = {"tokenizer": None, "document_token": END_OF_TEXT}
+OF_TOKENIZERS = {"tokenizer": None, "document_token": None}
 NUMBERS = {"shards": (0, 10**15), "val_tokens": (0, 10**15), "shard_tokens": (1, 10**15),
            "row_tokens": (1, 2**24)}            # as the C++ programs take them
 UNUSED = {"debian": OF_ROWS, "english": OF_ROWS, "choices": OF_SETS,        # and their defaults

@@ -67,8 +67,8 @@ def tensors(d, params):
         if d.is_llama:
             ends = [d.NH * d.HS, (d.NH + d.NKV) * d.HS]
             q, k, v = np.split(layer.pop("attn_qkv.weight"), ends)
-            layer.update({f"attn_{x}.bias": bias for x, bias in
-                          zip("qkv", np.split(layer.pop("attn_qkv.bias"), ends))})        # empty, if not Qwen2's
+            biases = np.split(layer.pop("attn_qkv.bias"), ends)             # of a Qwen2; else empty
+            layer.update({f"attn_{x}.bias": bias for x, bias in zip("qkv", biases)})
             gate, up = np.split(layer.pop("ffn_up.weight"), 2)
             layer.update({"attn_q.weight": paired(d, q), "attn_k.weight": paired(d, k), "attn_v.weight": v,
                           "ffn_gate.weight": gate, "ffn_up.weight": up})

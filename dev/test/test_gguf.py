@@ -48,7 +48,8 @@ def made(kind, path="model.bin", **shape):
 def export(kind, file_type, **shape):
     """(dims, params, {name: its array in the file}, {key: value}, {name: type})"""
     dims, params = made(kind, **shape)
-    code, out, err = Forked(hf.main, [hf.__file__, "gguf", "model.bin", "out.gguf", "--type", file_type]).end()
+    words = [hf.__file__, "gguf", "model.bin", "out.gguf", "--type", file_type]
+    code, out, err = Forked(hf.main, words).end()
     assert code == 0 and not err and not os.path.exists("out.gguf.part"), err
     assert f"out.gguf: model.bin, {sum(x.size for x in params.values()) - padding(dims):,} parameters" in out
     reader = gguf.GGUFReader("out.gguf")
@@ -181,7 +182,8 @@ def test_refused(shape, said):
         write("none.bin", good[:1016] + bytes(range(8)) + good[1024:])
     elif shape:
         kind, *more = shape.split(" with ")
-        family_model("none.bin", **{**FAMILY.get(kind, {"softcap": 30.0}), **(FAMILY[more[0]] if more else {})})
+        more = FAMILY[more[0]] if more else {}
+        family_model("none.bin", **{**FAMILY.get(kind, {"softcap": 30.0}), **more})
     elif os.path.exists("none.bin"):
         os.unlink("none.bin")
     code, _, err = Forked(hf.main, [hf.__file__, "gguf", "none.bin", "no.gguf"]).end()

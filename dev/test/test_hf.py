@@ -946,12 +946,12 @@ def test_defaults_of_transformers(kind):
 
 
 LLAMA_OTHERS = [
-    ("Llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type is default, rope_scaling.rope_type is ll"),
+    ("Llama", {"rope_scaling": {"rope_type": "llama3"}}, "default, rope_scaling.rope_type is llama3"),
     ("Llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "default, rope_scaling.type is linear"),
     ("Llama 3", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "factor is 8.0, rope_scaling.factor"),
-    *((kind, {"rope_parameters": {"rope_type": kind_of}, "rope_scaling": None}, f"rope_type is {kind_of}; def")
-      for kind in ("Llama", "Qwen2", "Qwen3", "Mistral") for kind_of in ("yarn", "dynamic", "longrope")),
-    ("Qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
+    *((kind, {"rope_parameters": {"rope_type": by}, "rope_scaling": None}, f"rope_type is {by}; default,")
+      for kind in ("Llama", "Qwen2", "Qwen3", "Mistral") for by in ("yarn", "dynamic", "longrope")),
+    ("Qwen2", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type is yarn"),
     ("Llama", {"rope_parameters": {"type": "linear", "factor": 0.5}}, "scaled by rope_factor=0.5 (factor)"),
     ("Llama", {"rope_parameters": {"rope_type": "linear"}}, "lacks a number for rope_parameters.factor"),
     ("Llama 3", {"rope_scaling": None, "rope_parameters": {
