@@ -191,13 +191,13 @@ def with_ids(value, ids):
                         ids.get(token, token) for key, token in value.items() if key.endswith("_id")}}
 
 
-def folder(family, path, version=205):
+def folder(family, path, version=205, **sizes):
     """(dims, params) of what is written there: bf16 if the version is 205, else fp32."""
     cut, special, config, generation, settings = PUBLISHED[family]
     text, ids, count = tokenizer_of(cut, *special)
     rows = [added(token, i) for token, i in ids.items()]
     os.makedirs(path)
-    for name, value in (("config", with_ids({**SIZES, **config, "vocab_size": count}, ids)),
+    for name, value in (("config", with_ids({**SIZES, **config, "vocab_size": count, **sizes}, ids)),
                         ("generation_config", with_ids(generation, ids)),
                         ("tokenizer_config", {"added_tokens_decoder": {row.pop("id"): row for row in rows},
                                               **settings})):

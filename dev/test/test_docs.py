@@ -56,6 +56,10 @@ SMALLER = [
      "--sequence-length 32 --micro-batch 2 --total-batch 512 --val-batches 2",
      "scripts/run_gpt2_124M.sh --max-steps 4 --warmup 2 --val-batches 2"),
 ]
+def has_llama():
+    return all(map(has_module, ("tokenizers", "gguf", "jinja2")))
+
+
 # pattern, can it run here?, why not
 NOT_HERE = [
     (r"make test\b", lambda: False, "runs this very check"),
@@ -79,6 +83,7 @@ NOT_HERE = [
     (r"hf.py gguf", lambda: has_module("gguf"), "no gguf"),
     (r"llama-completion|ollama", lambda: False, "needs llama.cpp, ollama"),
     (r"get.py tokenizer|my-tok|[a-z]+/own\b", lambda: has_module("tokenizers"), "no tokenizers"),
+    (r"Llama-3.2|(eval|export) runs/llama", has_llama, "no tokenizers, gguf or jinja2"),
     (r"qwen3/", lambda: False, "needs a tokenizer of the hub's"),
     (r"hf.py llama2c", lambda: False, "no model of llama2.c is here"),
     (r"lm_eval", lambda: shutil.which("lm_eval"), "no lm-eval"),
@@ -200,6 +205,9 @@ def prepare(folder):
         write(f"{stem}_{val}.bin", read("made/stories_val.bin"))
     for part in ("train", "val"):
         write(f"my/nanoGPT/data/openwebtext/{part}.bin", read("made/stories_val.bin")[1024:])
+    if has_llama():
+        from published import folder as published                       # pylint: disable=C0415
+        published("Llama-3.2-1B-Instruct", "Llama-3.2-1B-Instruct", max_position_embeddings=512)
     endings = ["she went home.", "it rained.", "all was well.", "he sang."]
     write("made/hellaswag/hellaswag_val.jsonl", "".join(
         json.dumps({"ctx": f"Mei counted to {i}, and then", "label": i % 4, "endings": endings}) + "\n"
