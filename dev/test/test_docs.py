@@ -205,6 +205,9 @@ def prepare(folder):
         write(f"{stem}_{val}.bin", read("made/stories_val.bin"))
     for part in ("train", "val"):
         write(f"my/nanoGPT/data/openwebtext/{part}.bin", read("made/stories_val.bin")[1024:])
+    write("my/chats.jsonl", "".join(json.dumps({"messages": [
+        {"role": "user", "content": f"How many are {i} and {i % 7}?"},
+        {"role": "assistant", "content": f"They are {i + i % 7}."}]}) + "\n" for i in range(300)))
     if has_llama():
         from published import folder as published                       # pylint: disable=C0415
         published("Llama-3.2-1B-Instruct", "Llama-3.2-1B-Instruct", max_position_embeddings=512)
