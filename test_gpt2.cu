@@ -1368,6 +1368,15 @@ static void test_scratch() {
             }
         }
     }
+    // biases of heads that are wider than the residual stream
+    const Config wide = descriptor_config("llama:L1,NH16,NKV16,HS128,C64,F64,T65536,V256,qkv_bias");
+    for (int N : {16, 4096, 65536}) {
+        Options o = default_options();
+        o.B = 1, o.T = N, o.fp8 = true;
+        const size_t bytes = model_scratch_bytes(wide, o);
+        CHECK(bytes >= bias_backward_scratch_bytes(N, 6144) && bytes >= fp8_cast_scratch_bytes(N, 6144),
+              "N=%d: %zu bytes", N, bytes);
+    }
 }
 
 static void test_large_logits() {

@@ -245,6 +245,9 @@ def run(args):
     if dims.is_llama and dims.rope_original and class_of(dims) != "Llama":
         die(f"'{source}' scales positions as Llama 3 does, and llama.cpp does not read that of a "
             f"{class_of(dims)}\nhint: dev/hf.py export writes it for transformers")
+    if dims.is_llama and dims.qkv_bias and dims.NH * dims.HS != dims.C:
+        die(f"'{source}' has {dims.NH} heads of {dims.HS}, and llama.cpp reads a Qwen2 whose heads are "
+            f"together as wide as it is, C={dims.C}\nhint: dev/hf.py export writes it for transformers")
     name = os.path.basename(args.out).removesuffix(".gguf")
     words, template = words_of(dims.V, os.path.dirname(source)), CHAT_TEMPLATES.get(chat_template_of(source))
     if template:

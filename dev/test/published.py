@@ -18,6 +18,9 @@ import export_hf                        # noqa: E402
 import import_hf                        # noqa: E402
 
 TEXT = os.path.join(ROOT, "LICENSE")            # it does not change
+TEXTS = [" the Software  is provided\n\n\n as is", "It isn't WE'LL 1234567 x=3;  y\t\n z",
+         "日本語 naïve \U0001f600", "", " ", "  ", "a\n", "THE SOFTWARE IS PROVIDED \"AS IS\"",
+         "merge, publish, distribute"]
 SIZES = {"max_position_embeddings": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 96}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,

@@ -4,6 +4,7 @@ minutes on two cores) computes the models: its logits and greedy text are held a
 """
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ sys.path.insert(0, os.path.join(ROOT, "dev"))
 import hf                                           # noqa: E402
 import export_gguf                                  # noqa: E402
 import export_hf                                    # noqa: E402
+from published import PUBLISHED, TEXTS, folder      # noqa: E402
 
 GPT2 = "L2,NH2,C64,T24,V256"
 KINDS = ("GPT-2", *(kind for kind in FAMILY if "NanoChat" not in kind and "window" not in FAMILY[kind]))
@@ -39,8 +41,8 @@ print(json.dumps([prompt, list(itertools.islice(model.generate(prompt, temp=0.0)
 
 def made(kind, path="model.bin", **shape):
     """(dims, params) of a written model"""
-    if kind != "GPT-2":
-        return family_model(path, **FAMILY[kind], **shape)
+    if kind != "GPT-2":                             # llama.cpp wants a Qwen2's heads as wide as C
+        return family_model(path, **{**FAMILY[kind], **({"C": 64} if "Qwen2" in kind else {}), **shape})
     wide_model(path, GPT2.replace("V256", f"V{shape.get('V', 256)}"), scale=0.15)
     return formats.read_checkpoint(path)
 
@@ -171,6 +173,7 @@ def test_kinds_of_tokens():
 @pytest.mark.parametrize("shape, said", [
     ("NanoChat", "is a NanoChat, and GGUF has no architecture"), ("softcap", "computes this"),
     ("Mistral", "is a Mistral, and GGUF has no"), ("Qwen3 windows", "reads no window of a Qwen3"),
+    ("Qwen2", "has 4 heads of 16, and llama.cpp reads a Qwen2 whose heads are together as wide"),
     *((f"Qwen{n} with Llama 3", f"does not read that of a Qwen{n}") for n in (2, 3)),
     ("parallel", "is not GPT-2"), ("damaged", "does not have the checksum"), (None, "no file 'none.bin'")])
 def test_refused(shape, said):
@@ -266,3 +269,36 @@ def test_llama_cpp_tokens(llama_cpp):
     with open(fixture + ".txt", encoding="utf-8", newline="") as f:
         got = llama_cpp_says(llama_cpp, [50256], f.read(), 0)[1]
     assert got == [50256, *np.fromfile(fixture + ".ids", "<u2").tolist()]
+
+
+TOKENIZE = """
+import json, sys
+from llama_cpp import Llama
+model = Llama(sys.argv[1], vocab_only=True, verbose=False)
+texts = json.load(open("texts.json"))
+print(json.dumps([[model.tokenize(text.encode(), add_bos=first) for text in texts]
+                  for first in (False, True)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5600)
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_llama_cpp_families(family, llama_cpp):
+    """Of each text, with and without what begins one, the tokenizer's own."""
+    tokenizers = pytest.importorskip("tokenizers")
+    for name in ("source", "models"):
+        shutil.rmtree(name, ignore_errors=True)
+    folder(family, "source")
+    config = json.loads(read("source/config.json"))
+    write("source/config.json", json.dumps({**config, "sliding_window": None}))
+    for words in (["import", "source"], ["gguf", "models/source", "out.gguf"]):
+        assert Forked(hf.main, ["hf.py", *words]).end()[0] == 0
+    texts = [text for text in TEXTS if PUBLISHED[family][0] != "first" or not text.startswith(" ")]
+    write("texts.json", json.dumps(texts))
+    write("use.py", TOKENIZE)
+    code, out, err = run_program([llama_cpp, "use.py", "out.gguf"])
+    assert code == 0, err[-2000:]
+    tokenizer = tokenizers.Tokenizer.from_file("source/tokenizer.json")
+    for with_first, got in zip((False, True), json.loads(out)):
+        assert got == [tokenizer.encode(text, add_special_tokens=with_first).ids for text in texts]

@@ -13,7 +13,7 @@ np = pytest.importorskip("numpy")
 
 from checks import ROOT, read, run_program, write           # noqa: E402
 from forked import Forked                                   # noqa: E402
-from published import PUBLISHED, export_gguf, folder        # noqa: E402
+from published import PUBLISHED, TEXTS, export_gguf, folder      # noqa: E402
 import get                                                  # noqa: E402
 import hf                                                   # noqa: E402
 import tokenizer_files                                      # noqa: E402
@@ -23,9 +23,6 @@ from twins import formats, windows                          # noqa: E402
 
 pytestmark = pytest.mark.cpu_only
 KEPT = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-TEXTS = [" the Software  is provided\n\n\n as is", "It isn't WE'LL 1234567 x=3;  y\t\n z",
-         "日本語 naïve \U0001f600", "", " ", "  ", "a\n", "THE SOFTWARE IS PROVIDED \"AS IS\"",
-         "merge, publish, distribute"]
 MESSAGES = [{"role": "user", "content": " What may I do?"}, {"role": "assistant", "content": "Use, copy."},
             {"role": "user", "content": "And <s>?"}, {"role": "assistant", "content": "merge it"}]
 
