@@ -40,8 +40,10 @@ def split_by(digits):
             BYTES]
 
 
-CUTS = {"llama-bpe": ([], split_by("{1,3}")), "qwen2": ([{"type": "NFC"}], split_by("")),
-        "smollm": ([], [{"type": "Digits", "individual_digits": True}, {**BYTES, "use_regex": True}])}
+GPT2_PIECES = {**BYTES, "use_regex": True}
+CUTS = {"gpt-2": ([], [GPT2_PIECES]), "llama-bpe": ([], split_by("{1,3}")),
+        "qwen2": ([{"type": "NFC"}], split_by("")),
+        "smollm": ([], [{"type": "Digits", "individual_digits": True}, GPT2_PIECES])}
 BLANK = "\u2581"                                # SentencePiece's, in place of a space
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": BLANK}
 METASPACE = {"type": "Metaspace", "replacement": BLANK, "split": False}
@@ -161,10 +163,11 @@ def add_pieces(out, words, tokens, types):
 
 
 def begins_texts(words):
-    """Does a text begin with a token of its own? An imported model's tokenizer says it; ours all do."""
+    """Does a text begin with a token of its own? Others' tokenizers say it; ours all do, which do not list
+    their special tokens, and GPT-2's as we use it."""
     settings = json.loads(words.kept.get("tokenizer_config.json", "{}"))
-    if not words.kept or "add_bos_token" in settings:
-        return bool(settings.get("add_bos_token", True))
+    if "add_bos_token" in settings or "added_tokens_decoder" not in settings:
+        return bool(settings.get("add_bos_token", settings.get("bos_token", "") is not None))
     last = words.fast.get("post_processor") or {}
     return any(step["type"] == "TemplateProcessing" and "SpecialToken" in step["single"][0]
                for step in last.get("processors", [last] if last else []))
@@ -199,7 +202,7 @@ def add_tokenizer(out, V, words, chat_template=None):
         add_pieces(out, words, tokens, types)
     else:
         # llama.cpp insists on a list of merges, and gguf writes no empty one: byte 0, U+0100, is in no text
-        merges = words.merges if cut == "gpt-2" else merges_of(words.fast)
+        merges = words.merges if words.merges is not None else merges_of(words.fast)
         out.add_token_merges(merges or ["\u0100 \u0100"])
     out.add_token_types(types)
     out.add_bos_token_id(words.end)
@@ -258,7 +261,7 @@ def run(args):
         write(f.name, name, dims, params, args.type, words, template)
     print(f"wrote {args.out}: {os.path.basename(source)}, {count_parameters(dims):,} parameters, {args.type}"
           + ("" if cut_of(words) else f"; no tokenizer: there is none for V={dims.V}" if not words.vocab else
-             f"; no tokenizer: GGUF takes those that cut text as gpt-2, {', '.join(CUTS)} or SentencePiece"))
+             f"; no tokenizer: GGUF takes those that cut text as {', '.join(CUTS)} or SentencePiece"))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ SUITES = [
     (r"llmc/\w+/(sampler|progress|telemetry|json)\.h", ["host host", "terminal", "texts"]),
     (r"llmc/.*\.h", ["host host", "host checkpoints", *MODEL]),
     (r"train_gpt2\.cu", MODEL),
-    (r"dev/(eval/.*|hf)\.py", ["hf", "gguf", "llama2c"]),
+    (r"dev/(eval/.*|hf)\.py", ["hf", "gguf", "llama2c", "published"]),
     (r"dev/data/(plot_log|tensorboard_log)\.py", ["plots"]),
     (r"dev/data/.*\.py", ["datasets", "own_tokenizer", "scripts"]),
     (r"dev/(data|tools)/.*\.cpp", ["stories", "resume", "datasets"]),

@@ -157,6 +157,19 @@ def test_tokenizer():
     assert values["tokenizer.ggml.add_bos_token"] is True
 
 
+def test_tokenizer_of_an_import():
+    """Of ours that went out and came back nothing has changed."""
+    want = export("Llama", "f32", V=256)[3]
+    for name in ("ours-hf", "models"):
+        shutil.rmtree(name, ignore_errors=True)
+    for words in (["export", "model.bin", "ours-hf"], ["import", "ours-hf"],
+                  ["gguf", "models/ours-hf", "out.gguf", "--type", "f32"]):
+        assert Forked(hf.main, ["hf.py", *words]).end()[0] == 0
+    got = {name: field.contents() for name, field in gguf.GGUFReader("out.gguf").fields.items()}
+    assert {key: value for key, value in want.items() if key.startswith("tokenizer.")} == \
+        {key: value for key, value in got.items() if key.startswith("tokenizer.")}
+
+
 def test_kinds_of_tokens():
     """llama.cpp writes no CONTROL token, and cuts a text at both kinds."""
     added = [{"content": content, "id": i, "special": special} for i, (content, special) in enumerate(
