@@ -155,6 +155,7 @@ def test_every_flag_has_a_row():
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
     known |= {"evaluate", "eval-data", "eval-every", "log-gpu", "verbose"}  # tests of their own
     known |= {"plan", "price", "head-rate"}         # head-rate: test_head_rate
+    known |= {"document-mask"}                      # test_documents.py
     known |= {"gpus", "zero-stage", "lanes", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node"}
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
