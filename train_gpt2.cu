@@ -58,6 +58,7 @@ matrix; but a product is M x N x K. An index is the lower-case letter: b t c l, 
 #include "llmc/run/report.h"         // gives: report_model, report_line, report_val, report_finite
 #include "llmc/run/stop.h"           // gives: catch_signals, stop_agreed, stop_requested
 #include "llmc/run/version.h"        // gives: version_asked, version_print
+#include "llmc/run/requests.h"       // gives: requests_answer, Request
 #include "llmc/run/samples.h"        // gives: write_samples, chat, TextDraw
 #include "llmc/files/state_file.h"   // gives: state_row; from facts.h Facts, fact_number
 #include "llmc/files/checkpoints.h"  // gives: Retention
@@ -6805,7 +6806,8 @@ static Options run_options() {
     o.fp8 = o.trains && run.matmul_dtype != MatmulDtype::Bf16;
     o.fp8_head = o.fp8 && run.matmul_dtype == MatmulDtype::Fp8Head;
     o.loss_scale = std::max(kFirstLossScale, (float)exp2(ceil(log2((double)run.total_batch))));
-    o.text_rows = !run_writes_text() ? 0 : run.chat ? 1 : std::min(run.num_samples, kDecodeRows);
+    const int at_once = run.chat || run.serves ? 1 : std::min(run.num_samples, kDecodeRows);
+    o.text_rows = run_writes_text() ? at_once : 0;
     o.sampling = {(float)run.temperature, run.top_k, (float)run.top_p};
     o.split = {comm.rank, comm.world, comm.world > 1 && o.trains ? run.zero : 0};
     o.lanes = run.lanes / comm.world;
@@ -7214,11 +7216,28 @@ static bool validate_alone(Training* t) {
     return validate(&t->model, &t->data, &t->logger, 0);
 }
 
-// -x 0 with --prompt, or chat.
+// serve: the first line tells another program what it talks to. A text is drawn as its request says, and the
+// graph has the arguments of the one before.
+static void serve(Training* t) {
+    Model* model = &t->model;
+    printf("ready V=%d T=%d chat=%d model=%s\n", model->config.V, run.T, model->config.chat, run.model);
+    fflush(stdout);
+    requests_answer(model->config.V, run.T, [=](const Request& r, const OnToken& on_token) {
+        stream_sync(model->stream);
+        graph_free(&t->decoder.step);
+        model->options.sampling = r.sampling, model->options.seed = r.seed;
+        decoder_write(&t->decoder, r.prompt, r.tokens, -1, 0, 0, on_token);
+    });
+}
+
+// -x 0 with --prompt, or chat, or serve.
 static void write_alone(Training* t) {
-    if (!run.chat) { generate(t); return; }
+    if (!run.chat && !run.serves) { generate(t); }
+    else if (comm.rank == 0 && run.serves) { serve(t); }
     // without -g a text goes on to the end of a sentence
-    if (comm.rank == 0) { chat(t->data.text_task(), run.model, !run_given("sample-tokens"), text_draw(t)); }
+    else if (comm.rank == 0) {
+        chat(t->data.text_task(), run.model, !run_given("sample-tokens"), text_draw(t));
+    }
 }
 
 int main(int argc, char** argv) {

@@ -764,12 +764,13 @@ static void test_run() {
             {{"sample", "a"}, "-e a -x 0 --prompt="},
             {{"sample", "a", "--prompt", "b"}, "-e a -x 0 --prompt b"},
             {{"chat", "a", "-g", "9"}, "-e a -x 0 -g 9"}, {{"eval", "--help", "all"}, "--help all"},
-            {{"sample", "a", ""}, "-e a -x 0  --prompt="}};
+            {{"sample", "a", ""}, "-e a -x 0  --prompt="}, {{"serve", "a"}, "-e a -x 0"}};
         for (const auto& c : cases) {
             CHECK_TEXT(in_full(c.words), c.text);
             CHECK(run.chat == (c.words == cases[5].words), "%s: chat %d", c.text, run.chat);
+            CHECK(run.serves == (c.words == cases[8].words), "%s: serves %d", c.text, run.serves);
         }
-        settings.chat = false;
+        settings.chat = settings.serves = false;
         check_dies("no run", [&] { in_full({"eval"}); },
                    {"eval wants a run's folder or a model", "eval RUN"});
         check_dies("a flag", [&] { in_full({"chat", "-x", "0"}); }, {"chat wants", "of that name is ./-x"});

@@ -80,6 +80,7 @@ struct Settings : ModelSettings {
 
     // not flags
     bool chat;                      // chat RUN
+    bool serves;                    // serve RUN
     bool resumed;                   // continues from a checkpoint
     bool again;                     // -y 1 without a checkpoint: begins again with the settings of run.json
     bool own_launch;                // -y 1: --gpus was taken from run.json
@@ -277,6 +278,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "                              a sentence (with -g by so many tokens); Ctrl-C\n"
      "                              ends a text, Ctrl-D the program; a model that was\n"
      "                              trained on answers answers each\n"
+     "  serve RUN                   reads requests of token ids, for dev/serve.py\n"
      "  --version                   release, commit, compiler, CUDA and libraries", "", ""},
     {"data and model", "train-data val-data model output-dir resume",
      "block norm dropout shuffle seed document-mask"},
@@ -294,12 +296,13 @@ static const std::vector<FlagGroup> kFlagGroups = {
     {"for measuring and debugging", "",
      "overfit log-gpu tf32 kernels lanes"}};
 
-// The command line with `eval|sample|chat RUN` in front written out as flags. Sets run.chat, which has none.
+// The command line with `eval|sample|chat|serve RUN` in front written out as flags. Sets what has no flag.
 static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     std::vector<const char*> words(argv, argv + argc);
     const std::string form = argc > 1 ? argv[1] : "";
     settings.chat = form == "chat";
-    if (form != "eval" && form != "sample" && !run.chat) { return words; }
+    settings.serves = form == "serve";
+    if (form != "eval" && form != "sample" && !run.chat && !run.serves) { return words; }
     if (argc > 2 && strcmp(argv[2], "--help") == 0) { words.erase(words.begin() + 1); return words; }
     if (argc < 3 || argv[2][0] == '-') {
         const std::string folder = argc < 3 ? "" : format("; a folder of that name is ./%s", argv[2]);
@@ -350,13 +353,13 @@ __attribute__((format(printf, 1, 2))) static inline void say(const char* fmt, ..
     va_end(args);
 }
 
-// Evaluate: validation loss, answers to questions, or both. Write: texts after --prompt, or chat; it may
-// answer questions first.
+// Evaluate: validation loss, answers to questions, or both. Write: texts after --prompt, chat, or serve; it
+// may answer questions first.
 enum class Task { Train, Evaluate, Write };
 static inline Task run_task() {
     // as a text: settings_settle has not yet refused what is no number
     if (strcmp(run.max_steps, "0") != 0) { return Task::Train; }
-    return run.chat || run_given("prompt") ? Task::Write : Task::Evaluate;
+    return run.chat || run.serves || run_given("prompt") ? Task::Write : Task::Evaluate;
 }
 
 // Micro-steps of this rank in a step.
@@ -385,7 +388,7 @@ static inline int64_t val_rows() {
 // ---- what all ranks must agree on ----
 
 static inline Facts flag_facts() {
-    Facts facts = {{"chat", run.chat ? "1" : "0"}};
+    Facts facts = {{"chat", run.chat ? "1" : "0"}, {"serve", run.serves ? "1" : "0"}};
     for (const Flag& flag : kFlags) {
         const std::string name = flag.name;
         if (name == "process-rank" || name == "process-server") { continue; }

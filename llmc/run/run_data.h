@@ -170,6 +170,7 @@ static inline void data_open(RunData* d, Config* config) {
     if (run.evaluate) {
         evalset_init(&d->questions, run.eval_data, V, run.B, run.T);
     }
+    if (run.serves) { return; }             // requests have token ids
     data_open_tokenizer(d, V);
     for (size_t k = 0; run_validates() && k < data_sources(d->val).size(); k++) {
         d->bits.push_back(d->tokenizer.bytes.empty() ? NAN : data_bits(d, (int)k));
