@@ -1,10 +1,11 @@
-"""A tokenizer's own chat template, for get.py answers, rendered by Jinja as transformers renders it. Llama
-3.2's writes today's date, by strftime_now. A set has one day, that of the environment's SOURCE_DATE_EPOCH if
-there is one, and dataset.json names it.
+"""A tokenizer's own chat template, for get.py answers and serve.py, rendered by Jinja as transformers renders
+it. Llama 3.2's writes today's date, by strftime_now. A set has one day, that of the environment's
+SOURCE_DATE_EPOCH if there is one, and dataset.json names it.
 
     text = template_text("Qwen3-0.6B")          # its folder, or its tokenizer.json; None: chat template 1
     template = ChatTemplate(text, "Qwen3-0.6B", marks)
     template.pieces(where, messages)            # what stands before an answer, the answer, ..., the rest
+    template.asked(where, messages)             # all that stands before the next answer
 """
 import functools
 import hashlib
@@ -48,15 +49,16 @@ def now():
 
 
 class ChatTemplate:
-    def __init__(self, text, path, marks):
-        """marks: as for_chats() returns them, {special token: what it is in a message}."""
+    def __init__(self, text, path, marks, tokens=None):
+        """marks: as for_chats() returns them, {special token: what it is in a message}. tokens: {"eos_token":
+        "</s>", ...}; None: as tokenizer_config.json has them."""
         need("jinja2", "no chat template can be rendered", "jinja2")
         from jinja2 import ext, meta, sandbox
         self.marks = marks
         self.special = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
-        tokens = {name: value.get("content") if isinstance(value, dict) else value
-                  for name, value in settings_of(path).items() if name.endswith("_token")}
-        self.tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
+        found = {name: value.get("content") if isinstance(value, dict) else value
+                 for name, value in (tokens or settings_of(path)).items() if name.endswith("_token")}
+        self.tokens = {name: value for name, value in found.items() if isinstance(value, str)}
         self.sha256 = hashlib.sha256(json.dumps([text, self.tokens]).encode()).hexdigest()
         jinja = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                       extensions=[ext.loopcontrols])
@@ -69,7 +71,7 @@ class ChatTemplate:
         self.template = self.tried(f"'{path}'", jinja.from_string, text)
         names = meta.find_undeclared_variables(jinja.parse(text))
         unknown = [name for name in names if name.endswith("_token")]
-        if unknown and not beside(path, "tokenizer_config.json"):
+        if unknown and not tokens and not beside(path, "tokenizer_config.json"):
             raise Problem(f"'{path}' has no tokenizer_config.json, which says what {min(unknown)} is",
                           "copy it from where the tokenizer is from; its chat template writes it")
 
@@ -83,25 +85,29 @@ class ChatTemplate:
             raise Problem(f"{where}: the tokenizer's chat template fails: {error}",
                           CURE) from error
 
+    def plain(self, text):
+        """As a text in which no token is special."""
+        return self.special.sub(lambda found: self.marks[found[0]], text)
+
     def marked(self, message):
         """Without what is None: parquet gives each message the fields of all."""
-        texts = {name: value for name, value in message.items() if value is not None}
-        for name, value in texts.items():
-            if isinstance(value, str):
-                texts[name] = self.special.sub(lambda found: self.marks[found[0]], value)
-        return texts
+        return {name: self.plain(value) if isinstance(value, str) else value
+                for name, value in message.items() if value is not None}
+
+    def rendered(self, where, messages, asks):
+        """asks: with what asks for an answer behind them."""
+        return self.tried(where, self.template.render, messages=messages, tools=None, documents=None,
+                          add_generation_prompt=asks, **self.tokens)
+
+    def asked(self, where, messages):
+        return self.rendered(where, list(map(self.marked, messages)), True)
 
     def pieces(self, where, messages):
         messages = list(map(self.marked, messages))
-
-        def rendered(count, asks):
-            """Of the first messages; asks: with what asks for an answer behind them."""
-            return self.tried(where, self.template.render, messages=messages[:count], tools=None,
-                              documents=None, add_generation_prompt=asks, **self.tokens)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        whole, found, at = rendered(answers[-1] + 1, False), [], 0
+        whole, found, at = self.rendered(where, messages[:answers[-1] + 1], False), [], 0
         for i in answers:
-            asked, text = rendered(i, True), messages[i]["content"].strip()
+            asked, text = self.rendered(where, messages[:i], True), messages[i]["content"].strip()
             end = self.special.search(whole, len(asked))
             answer = whole[len(asked):end.start()].strip() if end else ""
             if not end or len(asked) < at or not whole.startswith(asked) or bool(text) != bool(answer) or \
