@@ -45,10 +45,12 @@ SUITES = [
     (r"llmc/data/(dataloader|evalloader)\.h", ["host {name}", *MODEL]),
     (r"llmc/data/mixture\.h", ["host dataloader", *MODEL]),
     (r"llmc/\w+/(sampler|progress|telemetry|json)\.h", ["host host", "terminal", "texts"]),
+    (r"llmc/run/requests\.h", ["serve"]),
     (r"llmc/.*\.h", ["host host", "host checkpoints", *MODEL]),
     (r"train_gpt2\.cu", MODEL),
     (r"dev/(eval/.*|hf)\.py", ["hf", "gguf", "llama2c", "published"]),
     (r"dev/data/(plot_log|tensorboard_log)\.py", ["plots"]),
+    (r"dev/serve\.py", ["serve"]),
     (r"dev/data/.*\.py", ["datasets", "own_tokenizer", "scripts"]),
     (r"dev/(data|tools)/.*\.cpp", ["stories", "resume", "datasets"]),
 ]

@@ -76,6 +76,7 @@ NOT_HERE = [
     (r"reference/compare|muon.py pytorch", lambda: False, "needs PyTorch, and takes minutes"),
     (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),
     (r"HOST:PORT", lambda: False, "HOST stands for one of yours"),
+    (r"serve.py [^-]*$", lambda: False, "goes on until it is stopped"),
     (r"docker ", lambda: False, "builds and runs a container"),
     (r"mpirun", lambda: shutil.which("mpirun"), "no mpirun"),
     (r"srun", lambda: shutil.which("srun"), "no SLURM"),
