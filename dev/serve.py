@@ -169,13 +169,24 @@ class Model:
         if template and not text:
             raise Problem(f"--template {template}: there is no chat template", "it is a folder with "
                           "chat_template.jinja, or with one in tokenizer_config.json")
-        self.chats, tokens = bool(text), None if own else {"eos_token": end}
-        self.template, self.ends = ChatTemplate(text or "", template or folder, marks, tokens), {self.end}
-        if self.chats:                      # a conversation shows what ends an answer
-            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            answer = self.template.pieces("a first conversation", messages)[1]
-            names = self.template.special.findall(answer)[-1], self.template.tokens.get("eos_token")
-            self.ends |= {words.vocab[name] for name in names if name in words.vocab}
+        self.ends, self.chats, tokens = {self.end}, False, {"eos_token": end}
+        self.template = ChatTemplate("", folder, marks, tokens)
+        try:
+            if text:
+                own = ChatTemplate(text, template or folder, marks, None if own else tokens)
+                self.learn(own, words.vocab)
+        except Problem as problem:
+            if template:
+                raise
+            print(f"note: it goes on with texts alone: {problem.what}", file=sys.stderr)
+
+    def learn(self, template, vocab):
+        """A conversation shows what ends an answer."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        answer = template.pieces("a first conversation", messages)[1]
+        names = template.special.findall(answer)[-1], template.tokens.get("eos_token")
+        self.ends |= {vocab[name] for name in names if name in vocab}
+        self.template, self.chats = template, True
 
     def encode(self, text):
         """Behind the token that begins a document. No document has a byte 0."""
@@ -212,8 +223,9 @@ class Model:
                    for name, default in {"seed": random.randrange(1 << 31), **defaults}.items()}
         stops = asked.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
-        if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise Refused("stop must be a text or a list of texts")
+        if not isinstance(stops, list) or len(stops) > 16 or \
+                not all(isinstance(stop, str) and stop for stop in stops):
+            raise Refused("stop must be a text or a list of texts, 16 at most")
         prompt = self.prompt_of(asked.get("messages")) if chats else self.prompt(asked.get("prompt"))
         if (room := self.program.T + 1 - len(prompt)) < 1:
             raise Refused(f"the prompt has {len(prompt)} tokens, and the model takes {self.program.T} at "
@@ -233,7 +245,8 @@ class Model:
             kept = kept if begun else kept.lstrip()         # the blank in front of an answer
             if found := [at for at in map(kept.find, request.stops) if at >= 0]:
                 kept, reason = kept[:min(found)], "stop"
-            begins = [n for stop in request.stops for n in range(1, len(stop)) if kept.endswith(stop[:n])]
+            begins = [n for stop in request.stops for n in range(1, min(len(stop), len(kept) + 1))
+                      if kept.endswith(stop[:n])]
             cut = len(kept) - (0 if reason else max(begins, default=0))
             begun = begun or cut > 0
             yield kept[:cut], reason

@@ -146,7 +146,8 @@ def asked_for(words):
 
 
 class Client:
-    """dev/serve.py on a port of its own, until the `with` ends."""
+    """dev/serve.py on a port of its own, until the `with` ends. err: how what it has to say begins."""
+    err = ""
 
     def __init__(self, *words):
         pytest.importorskip("jinja2")
@@ -163,7 +164,8 @@ class Client:
     def __exit__(self, kind, *_):
         self.p.terminate()
         err = self.p.communicate(timeout=60)[1]
-        assert kind or (self.p.returncode, err) == (128 + signal.SIGTERM, ""), err
+        assert kind or self.p.returncode == 128 + signal.SIGTERM and bool(err) == bool(self.err), err
+        assert kind or err.startswith(self.err), err
 
     def ask(self, path, fields=None, method="POST", **headers):
         """(status, what came)"""
@@ -198,7 +200,8 @@ def test_refused():
             *(({"prompt": "a", key: value}, f"{key} ") for key, value in (
                 ("temperature", -1), ("temperature", float("nan")), ("top_p", "1"), ("top_k", 1.5),
                 ("top_k", True), ("seed", -1), ("seed", 10**99), ("max_tokens", 0), ("n", 2), ("echo", True),
-                ("stop", [1]), ("stop", [""]))))]
+                ("stop", [1]), ("stop", [""]),
+                ("stop", ["a"] * 17))))]
         cases += [("/v1/chat/completions", {"messages": []}, 400, "no chat template"),
                   ("/v1/completions", long, 413, f"{len(long)} bytes"),
                   ("/../../etc/passwd", None, 404, "there is"), ("/serve.html", None, 404, "there is"),
@@ -325,6 +328,21 @@ def test_chat():
 
 
 @pytest.mark.cpu_only
+def test_templates():
+    """One that cannot be used is named, and the model goes on with texts; --template must be usable."""
+    good, bad = own_template(CHATML, "good"), own_template("{{ bos_token }}" + CHATML, "bad", settings=False)
+    for words, model, err, status in (([], bad, "note: it goes on with texts alone: 'bad' has no tok", 400),
+                                      (["--template", good], bad, "", 200)):
+        with Client(*faked([], folder=model, V=261, T=400), *words) as client:
+            fields = {"messages": [{"role": "user", "content": "Hi"}]}
+            assert client.ask("/v1/chat/completions", fields)[0] == status
+            assert client.complete("Hi") == ""
+            client.err = err
+    code, _, err = run_program([*SERVE, *faked([], folder=good, V=261), "--template", bad])
+    assert code == 1 and err.startswith("error: 'bad' has no tokenizer_config.json, which says")
+
+
+@pytest.mark.cpu_only
 def test_who_leaves_frees_the_place():
     """Between two tokens, streaming or not; and who waits while the program ends is told."""
     with Client(*faked([97] * 10000, T=20000, pause=0.01), "--max-tokens", "9999") as client:
@@ -376,8 +394,7 @@ def test_on_the_terminal():
     ("none --program ./train", "error: --program ./train: No such file"),
     ("./none", "error: cannot open './none'"), ("./none --temperature -1", "temperature is -1.0; allowed"),
     ("fake.json --program ./fake.py --template .", "error: --template .: there is no chat template"),
-    ("fake.json --program ./fake.py --port 99999", "error: --host 127.0.0.1 --port 99999"),
-    ("", "RUN\nhint: ")])
+    ("fake.json --program ./fake.py --port 99999", "error: --host 127.0.0.1 --port 99999")])
 def test_wrong_words(words, said):
     faked(b"")
     program = [] if "--program" in words else ["--program", Program.path]
