@@ -19,6 +19,7 @@ alone: it is that of `sample` with these flags.
 #include <poll.h>       // gives: poll
 
 #include <deque>        // gives: std::deque
+#include <iostream>     // gives: std::cin
 
 #include "../data/sampler.h"    // gives: Sampling
 #include "../errors.h"  // gives: format
@@ -72,58 +73,42 @@ static inline std::string request_read(const std::string& line, int V, int T, Re
     return error;
 }
 
-// The lines of stdin that wait.
-struct RequestLines {
-    std::deque<std::string> lines;
-    std::string rest;                   // of a line that has not ended
-    bool over = false;
-
-    // Takes what stdin has; waits: at least a line, or the end.
-    void read(bool waits) {
-        char some[1 << 16];
-        for (pollfd in = {STDIN_FILENO, POLLIN, 0};
-             !over && poll(&in, 1, waits && lines.empty() ? -1 : 0) > 0;) {
-            const ssize_t bytes = ::read(STDIN_FILENO, some, sizeof(some));
-            over = bytes <= 0;
-            rest.append(some, (size_t)std::max(bytes, (ssize_t)0));
-            for (size_t end; (end = rest.find('\n')) != std::string::npos; rest.erase(0, end + 1)) {
-                lines.push_back(rest.substr(0, end));
-            }
-        }
+// Takes the lines that stdin has; if none waits, and `waits`, until there is one. False: stdin has ended.
+static inline bool requests_take(std::deque<std::string>* lines, bool waits) {
+    pollfd in = {STDIN_FILENO, POLLIN, 0};
+    std::string line;
+    while ((waits && lines->empty()) || std::cin.rdbuf()->in_avail() > 0 || poll(&in, 1, 0) > 0) {
+        if (!std::getline(std::cin, line)) { break; }
+        lines->push_back(line);
     }
-    bool next(std::string* line) {
-        read(true);
-        if (lines.empty()) { return false; }
-        *line = lines.front();
-        lines.pop_front();
-        return true;
-    }
-    bool cancels(const std::string& id) {
-        read(false);
-        return std::count(lines.begin(), lines.end(), "cancel=" + id) > 0;
-    }
-};
+    return !lines->empty();
+}
 
 // Answers until stdin ends.
 static inline void requests_answer(int V, int T, const RequestDraw& draw) {
-    RequestLines in;
-    for (std::string line; in.next(&line);) {
+    std::ios::sync_with_stdio(false);           // in_avail() then knows what was read ahead
+    for (std::deque<std::string> lines; requests_take(&lines, true);) {
+        const std::string line = lines.front();
+        lines.pop_front();
+        if (line.rfind("cancel=", 0) == 0) { continue; }        // that text has ended
         Request r;
-        if (line.rfind("cancel=", 0) == 0) { continue; }        // its text has ended
         const std::string error = request_read(line, V, T, &r);
         const char* id = r.id.c_str();
-        const char* end = in.cancels(r.id) ? "cancel" : "length";
+        auto is_cancelled = [&] {
+            requests_take(&lines, false);
+            return std::count(lines.begin(), lines.end(), "cancel=" + r.id) > 0;
+        };
+        const char* end = is_cancelled() ? "cancel" : "length";
         if (error.empty() && end[0] == 'l') {
             draw(r, [&](int, int token) {
                 printf("%s %d\n", id, token);
                 fflush(stdout);
                 if (std::count(r.stops.begin(), r.stops.end(), token)) { end = "stop"; }
-                else if (in.cancels(r.id)) { end = "cancel"; }
+                else if (is_cancelled()) { end = "cancel"; }
                 return end[0] == 'l';
             });
         }
-        if (error.empty()) { printf("%s end %s\n", id, end); }
-        else { printf("%s error %s\n", id, error.c_str()); }
+        printf("%s %s %s\n", id, error.empty() ? "end" : "error", error.empty() ? end : error.c_str());
         fflush(stdout);
     }
 }
