@@ -306,7 +306,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def check(self, path):
         """A page of another site may send a browser here, also by a name of its own for this address."""
         host, origin, key = self.headers.get("Host", ""), self.headers.get("Origin"), self.server.key
-        if not key and re.sub(r":\d+$", "", host).strip("[]").lower() not in LOCAL:
+        if not key and re.sub(r":\d+$", "", host).lower() not in LOCAL:
             raise Refused(f"this is {LOCAL[0]}, and the request is for '{host[:60]}'", 403)
         if origin is not None and origin.partition("://")[2] != host:
             raise Refused(f"a page of '{origin[:60]}' may not ask here", 403)
