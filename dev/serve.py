@@ -33,7 +33,7 @@ ROOT = os.path.dirname(HERE)
 sys.path[1:1] = [HERE, *(os.path.join(HERE, name) for name in ("data", "eval", "reference"))]
 from answers import checked                         # noqa: E402
 from chat_templates import ChatTemplate, template_text      # noqa: E402
-from export_hf import CHAT_TEMPLATES, words_of      # noqa: E402
+from export_hf import CHAT_TEMPLATES, kept_ids, words_of    # noqa: E402
 from fetch import Problem, need                     # noqa: E402
 from hf import Parser, die                          # noqa: E402
 from outputs import guard_terminals                 # noqa: E402
@@ -169,7 +169,9 @@ class Model:
         if template and not text:
             raise Problem(f"--template {template}: there is no chat template", "it is a folder with "
                           "chat_template.jinja, or with one in tokenizer_config.json")
-        self.ends, self.chats, tokens = {self.end}, False, {"eos_token": end}
+        listed = kept_ids(words).get("eos_token_id", [])    # an imported model's
+        self.ends = {self.end, *(listed if isinstance(listed, list) else [listed])}
+        self.chats, tokens = False, {"eos_token": end}
         self.template = ChatTemplate("", folder, marks, tokens)
         try:
             if text:
@@ -232,7 +234,7 @@ class Model:
                           "most: begin a new conversation, or shorten the text")
         numbers["sample_tokens"] = min(numbers.pop("max_tokens"), room)
         numbers = {name.replace("_", "-"): value for name, value in numbers.items()}
-        return Request(prompt, chats, numbers, self.ends if chats else {self.end}, stops)
+        return Request(prompt, chats, numbers, self.ends, stops)
 
     def texts(self, request, is_there=lambda: True):
         """Yields (text, None), in whole characters, and at last (text, "stop" or "length")."""

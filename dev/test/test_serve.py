@@ -295,6 +295,7 @@ def test_chat():
     asked = {"messages": [{"role": role, "content": [{"type": "text", "text": content}]}
                           for role, content in said]}
     folder = own_template("{{ bos_token }}" + CHATML, "with-template")
+    write(f"{folder}/generation_config.json", '{"eos_token_id": [7]}')      # more ends
     ids = {byte: i for i, byte in enumerate(tokenizer_files.byte_characters())}
     end, bos, eos, start, stop = range(256, 261)            # END, and SPECIAL of test_conversations.py
     chatml = [end, bos]
@@ -303,7 +304,7 @@ def test_chat():
         chatml += [stop, ids[ord("\n")]] * (role != "assistant" or content != "")
     ours = b"System: Be brief.\n\nUser: Hi<|endoftext|></s>\n\nAssistant: Yes\0User: ?\n\nAssistant:"
     for flags, prompt, stops, answer in (({"chat": 1}, [0, *ours], {0}, [*b" \nOK ", 0]),
-                                         ({"folder": folder, "V": 261}, chatml, {end, eos, stop},
+                                         ({"folder": folder, "V": 261}, chatml, {7, end, eos, stop},
                                           [*map(ids.get, b"OK "), start, stop])):
         with Client(*faked(answer, T=len(prompt) + len(answer) - 1, **flags)) as client:
             status, got = client.ask("/v1/chat/completions", asked)
