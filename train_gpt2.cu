@@ -6865,7 +6865,7 @@ static void print_model(const Model& model) {
     if (model.options.fp8) {
         printf("matrix products: FP8, %s the LM head's\n", model.options.fp8_head ? "also" : "but for");
     }
-    memory_print(model_memory_plan(c, model.options), run.verbose > 0);
+    memory_print(model_memory_plan(c, model.options), comm.world, run.verbose > 0);
     const Config::Shape s = c.shape();
     printf("kernels: attention %s, %s %s\n", attention_form(s.HS), kMlps[(int)s.mlp].name,
            activation_form(s.mlp, c.C, s.F, model.options.fp8));
@@ -6939,11 +6939,12 @@ static void log_run(Training* t) {
 static void print_plan() {
     const bool here = strcmp(run.plan, "auto") == 0;
     const Build build = kBuild.is_cuda ? kBuild : Build{"BF16", true};
-    const GpuKind* gpu = gpu_kind(run.plan);
+    const GpuKind* gpu = here ? nullptr : plan_gpu(run.plan);
     if (here && !kBuild.is_cuda) { die("--plan auto needs the CUDA program: this one has no GPU"); }
-    if (!here && !gpu) { die("--plan %s: choose auto, or one of %s", run.plan, gpu_names().c_str()); }
     if (!kBuild.is_cuda) { bytes_floatX = 2; }
     comm.world = std::max({1, run.comm.gpus, run.comm.processes});
+    like_take();
+    settings_keep();
     const Config config = settle({}, build);
     Options options = run_options();
     DeviceInfo device;
@@ -6951,7 +6952,7 @@ static void print_plan() {
         device = device_init();
         gpu = gpu_kind(device.name);
     } else {
-        device.name = gpu_name(*gpu);
+        device.name = gpu->tflops > 0 ? gpu_name(*gpu) : format("%g GiB", gpu->gib);
         device.memory_total = (size_t)(gpu->gib * (1 << 30));
         device.memory_free = device.memory_total - ((size_t)3 << 29);   // 1.5 GiB: driver, libraries, NCCL
     }
@@ -6963,7 +6964,7 @@ static void print_plan() {
     printf("plan: %s on %d x %s, %s\n", shown(run.model).c_str(), comm.world, device.name.c_str(),
            build.precision);
     report_model(config, specs, options.muon, false);
-    memory_print(model_memory_plan(config, options), run.verbose > 0);
+    memory_print(model_memory_plan(config, options), comm.world, run.verbose > 0);
     const MemoryRoom room = memory_room(device);
     const std::vector<MemoryFlag> flags = memory_flags(config, least, false);
     auto plan_of = [&](int B, unsigned with) { return model_memory_plan(config, least, B, flags, with); };
@@ -6971,7 +6972,7 @@ static void print_plan() {
                                        std::min(65536, INT_MAX / run.T));
     const std::string advice = memory_advice(plan_of, flags, room, run.B, largest);
     plan_print_batch(largest, advice, options.lanes * comm.world);
-    if (!gpu || !strcmp(build.precision, "FP32")) { return; }           // the table has 16-bit figures alone
+    if (!gpu || gpu->tflops == 0 || !strcmp(build.precision, "FP32")) { return; }   // 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), run.recompute, run.muon != 0,
                      options.split.zero > 0, options.fp8, options.fp8_head, run.state_bf16 != 0},

@@ -17,7 +17,8 @@ import tempfile
 
 ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 PUBLISHED = os.path.join(ROOT, "dev", "verify.sha256")
-USUAL = "--optimizer muon --weight-decay 0.1 --max-steps 50 --val-every 0 --sample-every 0 "
+USUAL = ("--optimizer muon --learning-rate 3.6e-3 --weight-decay 0.1 --max-steps 50 --val-every 0 "
+         "--sample-every 0 ")
 # as scripts/run_m12_9min.sh has it, but for 50 steps
 GPU = "--model m12 --micro-batch 64 --total-batch 65536 --warmup 30 --final-fraction 0.1"
 CPU = "--model L2,NH2,C32,T64,V50257 --micro-batch 1 --warmup 10"

@@ -530,8 +530,9 @@ static void test_bad_files() {
         dies(f.what, path, f.words);
     }
     unlink(path.c_str());
-    dies("missing file", path, {"no file matches", "make tinyshakespeare"});
-    dies("empty glob", in_folder("nothing_*.bin"), {"no file matches", "make tinyshakespeare"});
+    dies("missing file", path, {"no file matches", "get.py makes shards"});
+    dies("empty glob", in_folder("nothing_*.bin"), {"no file matches", "get.py makes shards"});
+    dies("no default", "dev/data/tinyshakespeare/none.bin", {"hint: `make tinyshakespeare`", "-v 0"});
     dies("folder", folder, {"is a folder", "hint: a pattern in quotes names its shards", "_val*.bin"});
     dies("a device", "/dev/zero", {"not a regular file"});
     CHECK(mkfifo(path.c_str(), 0600) == 0, "cannot make a pipe");

@@ -366,8 +366,10 @@ static void test_memory() {
         }
         const std::vector<MemoryItem> plan = {{"a", 1 << 20}, {"b", 3 << 20}, {"c", 1 << 20}};
         const std::string all = "memory: 5.000 MiB in all\n";
-        check_lives("a plan", [&] { memory_print(plan, false); }, all);
-        check_lives("a plan with its items", [&] { memory_print(plan, true); },
+        check_lives("a plan", [&] { memory_print(plan, 1, false); }, all);
+        check_lives("one of several", [&] { memory_print(plan, 8, false); },
+                    "memory: 5.000 MiB on each rank\n");
+        check_lives("a plan with its items", [&] { memory_print(plan, 1, true); },
                     all + "           3.000  b\n           1.000  a\n           1.000  c\n");
     }
 }
@@ -637,9 +639,11 @@ static void test_flags() {
             {{"--micro-bach", "1"}, {"unknown flag '--micro-bach'", "did you mean --micro-batch?"}},
             {{"--MICRO-BACH", "1"}, {"unknown flag '--MICRO-BACH'", "did you mean --micro-batch?"}},
             {{"-micro-batch", "1"}, {"unknown flag '-micro-batch'", "did you mean --micro-batch?"}},
-            {{"--b", "1"}, {"unknown flag '--b'", "did you mean -b?"}},
+            {{"--b", "1"}, {"unknown flag '--b'", "did you mean -b (--micro-batch)?"}},
+            {{"-b16"}, {"unknown flag '-b16'", "did you mean -b (--micro-batch)?"}},
+            {{"--foo", "1"}, {"unknown flag '--foo'\nhint: --help all lists"}},       // -o is not near
             {{"-help"}, {"did you mean --help?"}},
-            {{"-b8"}, {"unknown flag '-b8'", "did you mean -b?"}},
+            {{"-b8"}, {"unknown flag '-b8'", "did you mean -b (--micro-batch)?"}},
             {{"-b"}, {"-b (--micro-batch) needs a value", "rows (B) (default 4)"}},
             {{"-b", "-l", "1"}, {"needs a value", "found the flag '-l'"}},
             {{"--prompt", "--lr=3"}, {"--prompt needs a value", "'--lr=3'"}},
@@ -734,6 +738,7 @@ static void test_flags() {
 static void parse_run(const std::vector<std::string>& words) {
     settings = Settings();
     parse_table(kFlags, words);
+    settings_keep();
 }
 
 static void test_run() {
@@ -804,6 +809,15 @@ static void test_run() {
             CHECK(c.L == m.L && c.NH == m.NH && c.C == m.C && c.maxT == m.T && c.V == 50257 && c.Vp == 50304,
                   "%s: L%d,NH%d,C%d,T%d,V%d", m.name, c.L, c.NH, c.C, c.maxT, c.V);
         }
+        const struct { const char* name; int L, NH, C, F; } dials[] = {
+            {"m2", 2, 1, 128, 384}, {"m4,window=64", 4, 2, 256, 768}, {"m12", 12, 6, 768, 2048},
+            {"m20,V256", 20, 10, 1280, 3456}, {"m24", 24, 12, 1536, 4096}};
+        for (const auto& m : dials) {
+            const Config c = descriptor_config(m.name);
+            CHECK(c.L == m.L && c.NH == m.NH && c.C == m.C && c.llama.F == m.F && c.llama.NKV == m.NH &&
+                  c.llama.HS == 128 && c.llama.qk_norm && !c.llama.tied, "%s: %s", m.name,
+                  llama_text(c).c_str());
+        }
         for (const char* name : {"d12", "m12", "smollm2:135M"}) {
             const Config c = descriptor_config(name);
             const Config own = descriptor_config((name + std::string(",V32768")).c_str());
@@ -845,25 +859,70 @@ static void test_run() {
             CHECK(choices_differ(c.now, c.then) == c.differ, "'%s' after '%s'", c.now, c.then);
         }
     }
-    TEST("run: Muon's own defaults") {
-        const struct { std::vector<std::string> words; double lr, embedding, head; } rates[] = {
-            {{}, 3e-4, 1, 1}, {{"-e", "m12"}, 3e-4, 1, 1}, {{"--optimizer", "muon"}, 3.6e-3, 1, 1},
-            {{"--optimizer", "muon", "-l", "3e-4"}, 3e-4, 1, 1},
-            {{"--optimizer", "muon", "-e", "m12"}, 3.6e-3, 27.78, 1.111},
-            {{"--optimizer", "muon", "-e", "m24,V256"}, 3.6e-3, 27.78, 1.111},
-            {{"--optimizer", "muon", "-e", "m12.bin"}, 3.6e-3, 1, 1},
-            {{"--optimizer", "muon", "-e", "m12", "-l", "1e-3", "--embedding-rate", "2", "--head-rate", "3"},
-             1e-3, 2, 3}};
-        for (const auto& r : rates) {
-            parse_run(r.words);
-            muon_rate_defaults();
-            CHECK(run.lr == r.lr && run.embedding_rate == r.embedding && run.head_rate == r.head,
-                  "-l %g --embedding-rate %g --head-rate %g, not %g %g %g", run.lr, run.embedding_rate,
-                  run.head_rate, r.lr, r.embedding, r.head);
+    TEST("run: what a command leaves open") {
+        // flags, tokens a step, steps; learning rate, warm-up, decay, --val-every, embedding's rate, head's
+        const struct { const char* flags; int64_t batch, steps; double wanted[6]; } cases[] = {
+            {"--model L4,NH4,C128,T128,V256", 2048, 400, {3e-3, 66, 0.1, 50, 1, 1}},
+            {"--model L8,NH8,C512,T512,V256", 32768, 600, {1e-3, 100, 0.1, 100, 1, 1}},
+            {"--model d12", 16384, 1000, {6e-4, 100, 0.1, 100, 1, 1}},
+            {"--model d12", 65536, 600, {9e-4, 100, 0.1, 100, 1, 1}},
+            {"--model d12", 65536, 3000, {1.2e-3, 150, 0.1, 500, 1, 1}},
+            {"--model d12", 524288, 19073, {6e-4, 700, 0.1, 500, 1, 1}},
+            {"--model m12", 65536, 600, {9e-4, 100, 0.1, 100, 1, 1}},
+            {"--model d24", 524288, 60000, {3e-4, 700, 0.1, 500, 1, 1}},
+            {"--model d48", 1048576, 5, {2e-4, 0, 0.1, 1, 1, 1}},
+            {"--model gpt3:c4096", 2048, 0, {1.2e-4, 0, 0.1, 1, 1, 1}},
+            {"--model gpt2.bin", 16384, 1000, {6e-5, 100, 0.1, 100, 1, 1}},             // a tenth
+            {"--train-data x.bin", 16384, 1000, {6e-4, 100, 0.1, 0, 1, 1}},             // no validation data
+            {"--train-data x.bin --val-data y.bin", 16384, 1000, {6e-4, 100, 0.1, 100, 1, 1}},
+            {"--lr 1 --warmup-steps 2 --weight-decay 3 --val-every 4", 1024, 50, {1, 2, 3, 4, 1, 1}},
+            {"--model d12 --optimizer muon", 65536, 600, {3.6e-3, 100, 0.1, 100, 1, 1}},
+            {"--model L4,NH4,C64,T64,V256 --optimizer muon", 1024, 300, {9e-3, 50, 0.1, 50, 1, 1}},
+            {"--model m2 --optimizer muon", 65536, 600, {3.6e-3, 100, 0.1, 100, 27.78, 1.111}},
+            {"--model llama:L1,NH2,NKV1,HS64,C64,F128,T64,V256 --optimizer muon", 64, 600,
+             {3.6e-3, 100, 0.1, 100, 27.78, 1.111}},
+            {"--model llama:L1,NH2,NKV1,HS64,C64,F128,T64,V256,tied --optimizer muon", 64, 600,
+             {9e-3, 100, 0.1, 100, 1, 1}},                                              // wte is the head
+            {"--model m12.bin --optimizer muon", 65536, 600, {3.6e-3, 100, 0.1, 100, 1, 1}},
+            {"--model m12 --optimizer muon --embedding-rate 2 --head-rate 3", 65536, 600,
+             {3.6e-3, 100, 0.1, 100, 2, 3}},
+            // beside a letter llm.c's, and Muon's
+            {"-b 4", 2048, 400, {3e-4, 0, 0, 20, 1, 1}}, {"-e d12", 65536, 600, {3e-4, 0, 0, 20, 1, 1}},
+            {"--model d12 -zs 1", 65536, 600, {3e-4, 0, 0, 20, 1, 1}},
+            {"-e m12 --weight-decay 0.3", 2048, 400, {3e-4, 0, 0.3, 20, 1, 1}},
+            {"-b 4 --optimizer muon", 2048, 400, {3.6e-3, 0, 0, 20, 1, 1}},
+            {"-l 3e-4 --optimizer muon", 2048, 400, {3e-4, 0, 0, 20, 1, 1}},
+            {"-e m24,V256 --optimizer muon", 2048, 400, {3.6e-3, 0, 0, 20, 27.78, 1.111}},
+            {"-e llama:L1,NH2,NKV1,HS64,C64,F128,T64,V256 --optimizer muon", 64, 600,
+             {3.6e-3, 0, 0, 20, 1, 1}}};
+        for (const auto& c : cases) {
+            parse_run(flags_split(c.flags, ' '));
+            const bool is_file = model_is_file(run.model);
+            const Config config = descriptor_config(is_file ? "d12" : run.model);
+            settings.total_batch = c.batch;
+            auto_of_model(is_file && run.muon ? descriptor_config("m12") : config, !is_file);
+            auto_of_data(config, c.steps);
+            const double got[] = {run.lr, (double)run.warmup, run.weight_decay, (double)run.val_every,
+                                  run.embedding_rate, run.head_rate};
+            for (int i = 0; i < 6; i++) {
+                CHECK(got[i] == c.wanted[i], "%s, number %d: %g, not %g", c.flags, i, got[i], c.wanted[i]);
+            }
         }
+        check_lives("what says where it is from", [] {
+            parse_run({"--seed", "1"});
+            settings.total_batch = 2048;
+            auto_of_model(descriptor_config("d12"), true);
+            auto_of_data(descriptor_config("d12"), 60);
+            flags_print(kFlags, false);
+        }, "settings: learning-rate=0.0006 (auto: C=768, steps of 2048 tokens), warmup=10\n"
+           "          (auto: of 60 steps), weight-decay=0.1 (auto), seed=1, val-every=10\n"
+           "          (auto: of 60 steps)\n");
+        parse_run({"--like", "run"});           // its settings, and no others
+        auto_of_model(descriptor_config("d12"), true);
+        auto_of_data(descriptor_config("d12"), 60);
+        CHECK(run.lr == 3e-4 && run.weight_decay == 0.0, "-l %g -c %g", run.lr, run.weight_decay);
         check_lives("a run of a program without --muon-warmup", [&] {
             parse_run({"--optimizer", "muon"});
-            muon_rate_defaults();
             settings_resume({{"T", "8"}, {"total_batch", "8"}, {"lanes", "1"}, {"precision", "BF16"},
                              {"flag.optimizer", "muon"}, {"flag.learning-rate", "0.0003"}},
                             descriptor_config("d12"), cuda);
@@ -885,7 +944,7 @@ static void test_run() {
     }
     TEST("flags of other programs") {
         Facts facts = {{"flag.zero-stage", "2"}, {"flag.on-bad-loss", "stop"}};     // release 0.1's
-        settings_known(&facts, "flag.");
+        settings_known(&facts, "flag.", "r");
         CHECK_TEXT(facts[0].second, "1");
     }
     const struct { const char *name, *value; } unknown[] = {
@@ -893,7 +952,7 @@ static void test_run() {
     for (const auto& flag : unknown) {
         check_dies("a flag of another program", [&] {
             Facts facts = {{std::string("flag.") + flag.name, flag.value}};
-            settings_known(&facts, "flag.");
+            settings_known(&facts, "flag.", "r");
         }, {format("began with --%s %s, which this program does not have", flag.name, flag.value),
             "the program that began it"});
     }

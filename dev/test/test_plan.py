@@ -80,6 +80,22 @@ def test_head_chunks():
     assert abs(sizes[0] - sizes[1] - 7 * 1024 * 151936 * 2 / 2**30) < 0.01
 
 
+# flags => what is said of them
+SAID = [({"b": 4, "gpu": "48GiB"}, r"on 1 x 48 GiB, BF16\n(.*\n)*a step: 4096 tokens, .*\n\Z"),
+        ({"b": 4, "gpu": "24 gb"}, r"on 1 x 24 GiB"),
+        ({"gpus": 8, "zs": 1}, r"memory: .* GiB on each rank\n"),
+        ({}, r"memory: .* GiB in all\n"),
+        ({"x": 2, "price": 4}, r"time: about 0\.\d+ seconds for 8.19K tokens, \$0.000\d at \$4 "),
+        ({"x": 3000, "b": 64}, r"time: about 4\.\d+ minutes for 197M tokens\n"),
+        ({"x": 300000, "b": 64}, r"time: about \d\.\d+ hours for 19.7B tokens\n")]
+
+
+@pytest.mark.parametrize("flags, said", SAID, ids=str)
+def test_said(flags, said):
+    flags = {"gpu": "H200", **flags}
+    assert re.search(said, plan("d12", flags.pop("b", 4), **flags)), said
+
+
 # on how many GPUs of which kind, -b, what --plan names, and -b with that
 ADVICE = [("d12", "4090", 1, 64, "-r 2", 64), ("d12", "RTX 3090", 1, 55, "-r 1", 55),
           ("d48", "A100-80GB", 2, 32, "-zs 1 -r 1", 32),
@@ -112,7 +128,10 @@ def test_1558M_in_24_gb():
 
 
 @pytest.mark.parametrize("flags, words", [
-    ({"--plan": "TPU"}, ["--plan TPU", "H200"]), ({"--plan": "auto"}, ["--plan auto", "CUDA program"]),
+    ({"--plan": "TPU"}, ["--plan TPU", "H200"]), ({"--plan": "1GiB"}, ["--plan 1GiB", "2GiB to"]),
+    *[({"--plan": card}, [f"--plan {card}: it cannot run this program", "8.0", "RTX 3090"])
+      for card in ("T4", "Tesla V100-SXM2-32GB", "MI300X", "RTX 2080 Ti")],
+    ({"--plan": "auto"}, ["--plan auto", "CUDA program"]),
     ({"--plan": "GH200"}, ["--plan GH200"]), ({"--price": 2}, ["--price", "--plan"]),
     ({"-e": "d48", "-t": 1024, "--plan": "4090"}, ["not even -b 1"]),
     ({"--plan": "H200", "-x": 0}, ["--plan", "-x 0"]), ({"--plan": "H200", "-y": 1, "-o": "r"}, ["-y 1"])])

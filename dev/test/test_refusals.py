@@ -39,7 +39,10 @@ def test_value(row):
 
 # FLAGS => words of the sentence; FLAG NONE: without it
 REFUSED = f"""
---foo 1                     => --foo
+--foo 1                     => --foo' | hint: --help all
+--n 5                       => did you mean -n (--checkpoint-every)?
+--run runs/mine             => hint: -o RUN | `eval RUN` | --like RUN
+--wandb 1                   => docs/monitoring.md | Weights & Biases
 -Z 1                        => -Z
 -ge 0                       => unknown flag '-ge' | hint: leave it out | by itself
 --gelu-fusion=2 1           => unknown flag '--gelu-fusion' | hint: leave it out
@@ -117,6 +120,11 @@ REFUSED = f"""
 -h 1 --eval-data q_label.bin -x 0 -o '' => question 2
 
 -e d13          => d13 | d12
+-e m7           => -e m7 | even number from 2 to 192
+-e m194         => -e m194 | even number from 2 to 192
+--like no/run   => --like no/run | no run.json | hint: --like takes the folder of a run
+--like run.json_is_cut => run.json_is_cut/run.json | JSON
+--like run -x 0 -o '' => --like is for training
 -e d4294967302  => d4294967302 | no such size
 -e gpt3:c4294968064                  => no such size
 -e L2,NH2,C32,T32,V4294967552        => V | 4294967552

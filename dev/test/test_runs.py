@@ -18,7 +18,7 @@ import pytest
 
 from checks import ROOT, read, run_program, write
 from jobs import STOPPING, TERM, UNREAD, Job
-from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, Program, Result, assert_close,
+from trainer import (ALONE, B, LIMIT_S, LOG_LINE, MODEL_MAGIC, T, TINY, USUAL, Program, Result, assert_close,
                      flags_of, log_columns, log_lines, logged_steps, metrics, model_path, need_fp8, on_cpu,
                      read_shard, refused, run, run_ok, sentences, settings_of, tolerance, write_questions,
                      write_shard)
@@ -154,8 +154,8 @@ def test_every_flag_has_a_row():
     assert not [name for name in names if "(default " not in " ".join(rows[name].split())]
     known = {"train-data", "val-data", "model", "output-dir", "max-steps"}  # files and lengths
     known |= {"evaluate", "eval-data", "eval-every", "log-gpu", "verbose"}  # tests of their own
-    known |= {"plan", "price", "head-rate"}         # head-rate: test_head_rate
-    known |= {"document-mask"}                      # test_documents.py
+    known |= {"plan", "price", "like"}              # so, too; and test_head_rate, test_documents.py
+    known |= {"head-rate", "document-mask"}
     known |= {"gpus", "zero-stage", "lanes", "process-init", "process-server",
               "process-folder", "processes", "process-rank", "gpus-per-node"}
     flags = {row[0].split()[-2] for row in CHANGES if row[0]}
@@ -252,6 +252,54 @@ def test_said(line):
             text = result.err if kind == "err" else result.out
             assert (re.search(want, text, re.M) is None) == (kind == "no"), f"{want} in {text}"
     assert all(4.5 < x < 7.0 for x in result.losses())
+
+
+# a command by long names alone
+NAMED = {**ALONE, "--model": USUAL["-e"], "--train-data": "train.bin", "--val-data": "val.bin", "--tf32": 0,
+         "--micro-batch": B, "--sample-every": 0}
+
+
+@pytest.mark.cpu_only
+def test_auto():
+    """What the program chooses does what the same values do beside letters; a run that goes on keeps it."""
+    out = run_ok({**NAMED, "--max-steps": 12, "--output-dir": "auto"}).out
+    chosen = {"learning-rate": 3e-3, "warmup": 2, "weight-decay": 0.1, "val-every": 2}
+    assert {name: settings_of("auto")[name] for name in chosen} == chosen
+    assert re.search(r"learning-rate=0.003\s+\(auto: C=32,\s+steps\s+of\s+128\s+tokens\)", out)
+    run_ok({"-x": 12, "-l": 3e-3, "-u": 2, "-c": 0.1, "-v": 2, "-o": "letters"})
+    assert read("auto/main.log") == read("letters/main.log")
+    again = run_ok({**ALONE, "--resume": 1, "--max-steps": 14, "--output-dir": "auto"})
+    assert {name: settings_of("auto")[name] for name in chosen} == chosen and "auto:" not in again.out
+    alone = run_ok({**NAMED, "--val-data": None, "--max-steps": 1})
+    assert "val-every=0 (auto:" in " ".join(alone.out.split())
+
+
+@pytest.mark.cpu_only
+def test_like():
+    """Another run's settings, and its data; flags say otherwise; a run that goes on keeps its own."""
+    run_ok({"-x": 3, "-l": 2e-3, "-k": "linear", "-t": 16, "-o": "model_run", "--seed": 5})
+    os.makedirs("aside", exist_ok=True)
+    out = run_ok({**ALONE, "--like": "../model_run", "--output-dir": "same"}, cwd="aside").out
+    assert read("aside/same/main.log") == read("model_run/main.log")
+    assert "learning-rate=0.002 (like ../model_run)" in " ".join(out.split())
+    run_ok({**ALONE, "--like": "model_run", "--seed": 6, "--output-dir": "other"})
+    assert read("other/main.log") != read("model_run/main.log")
+    names = {name for name, value in settings_of("other").items() if value != settings_of("model_run")[name]}
+    assert names == {"like", "seed", "output-dir"}
+    run_ok({"-x": 3, "-l": 1e-3, "-o": "own"})
+    run_ok({**ALONE, "--like": "model_run", "--resume": 1, "--max-steps": 4, "--output-dir": "own"})
+    assert settings_of("own")["learning-rate"] == 1e-3 and settings_of("own")["seed"] == 1337
+
+
+@pytest.mark.cpu_only
+@pytest.mark.usefixtures("parts")
+def test_many_epochs():
+    for steps, said in ((4, 0), (5, 1)):            # of one row of 32 tokens, four of which are a step
+        flags = {**NAMED, "--train-data": "row.bin", "--val-data": None, "--micro-batch": 1}
+        result = run({**flags, "--max-steps": steps})
+        warned = re.findall(r"^warning: 5 epochs: .*\nhint: fewer steps \(--max-steps 4\)", result.err, re.M)
+        assert result.code == 0 and len(warned) == said, result.err
+    run_ok({"-i": "row.bin", "-b": 1, "-x": 9})     # beside letters nothing is said
 
 
 def test_order_of_lines():

@@ -62,7 +62,7 @@ class Result:
 
     def planned(self):
         """MiB that the start-up line promises."""
-        number, unit = re.search(r"^memory: (\S+) ([MG]iB) in all", self.out, re.M).groups()
+        number, unit = re.search(r"^memory: (\S+) ([MG]iB) (?:in all|on each rank)$", self.out, re.M).groups()
         return float(number) * (1024 if unit == "GiB" else 1)
 
     def samples(self):

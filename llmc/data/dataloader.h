@@ -193,8 +193,10 @@ static inline std::vector<std::string> data_glob(const char* pattern) {
     found.gl_stat = [](const char* path, struct stat* st) { return path_stat(path, st) ? 0 : -1; };
     int rc = glob(pattern, GLOB_NOSORT | GLOB_TILDE | GLOB_ALTDIRFUNC, nullptr, &found);
     if (rc != 0) {
-        const char* hint = "hint: `make tinyshakespeare` creates dev/data/tinyshakespeare/*.bin; -i and -j "
-                           "name other files; -v 0 trains without validation";
+        const bool is_default = strncmp(pattern, "dev/data/tinyshakespeare/", 25) == 0;
+        const char* hint = is_default
+            ? "hint: `make tinyshakespeare` makes it; -v 0 trains without validation"
+            : "hint: python3 dev/data/get.py makes shards, and names them; -v 0 trains without validation";
         die("no data: %s '%s'\n%s", rc == GLOB_NOMATCH ? "no file matches" : "cannot list", pattern,
             strchr(pattern, ':') ? kMixtureHint : hint);
     }

@@ -7,7 +7,7 @@ it would. Host only.
     const MemoryFlag flags[] = {{"-r 1"}, {"-r 2"}};        // of bits 0 and 1 of `with`
     const MemoryRoom room = {"NVIDIA H200", free_bytes, reserve_bytes};
     memory_check(plan_of, flags, room, {64, 1024, false});  // dies with a hint if 64 rows do not fit
-    memory_print(plan_of(64, 0), true);                     // "memory: 312.000 MiB in all", and a table
+    memory_print(plan_of(64, 0), 1, true);                  // "memory: 312.000 MiB in all", and a table
 */
 #pragma once
 
@@ -86,14 +86,14 @@ static inline void memory_check(Plan plan_of, const Flags& flags, const MemoryRo
         bytes_text(wanted).c_str(), room.device.c_str(), bytes_text(room.free).c_str(), hint.c_str());
 }
 
-// Prints the total and, if they are wanted, the ten largest items, a line each.
-static inline void memory_print(std::vector<MemoryItem> plan, bool items) {
+// Prints the total of each of the ranks and, if they are wanted, the ten largest items, a line each.
+static inline void memory_print(std::vector<MemoryItem> plan, int ranks, bool items) {
     std::stable_sort(plan.begin(), plan.end(),
                      [](const MemoryItem& a, const MemoryItem& b) { return a.bytes > b.bytes; });
     const size_t total = memory_total(plan);
     const bool gib = total >= (size_t)1 << 30;
     const double unit = gib ? 1073741824.0 : 1048576.0;
-    printf("memory: %.3f %s in all\n", total / unit, gib ? "GiB" : "MiB");
+    printf("memory: %.3f %s %s\n", total / unit, gib ? "GiB" : "MiB", ranks > 1 ? "on each rank" : "in all");
     for (size_t i = 0; items && i < plan.size() && i < 10; i++) {
         printf("%16.3f  %s\n", plan[i].bytes / unit, plan[i].name.c_str());
     }

@@ -209,14 +209,25 @@ static inline std::string weights_hint(const std::string& name) {
            folder.substr(folder.rfind('/') + 1);
 }
 
+// Of "m12": 12, a depth of nanochat's dial, as in "m12,V256". 0: it is no such name.
+static inline int dial_depth(const std::string& text) {
+    const std::string name = text.substr(0, text.find(','));
+    int64_t depth;
+    if (name[0] != 'm' || !parse_int(name.substr(1), &depth)) { return 0; }
+    if (depth < 2 || depth > kMaxC / 64 || depth % 2 != 0) {
+        die("-e %.80s: a depth is an even number from 2 to %d, for C = 64 x depth has heads of 128",
+            text.c_str(), kMaxC / 64);
+    }
+    return (int)depth;
+}
+
 // "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
 // "d12,V32768" is the size with another vocabulary. "d12,window=256,pattern=SSSL": of each four layers three
 // see 256 tokens, and the fourth all; without a pattern all layers have the window.
 // Of family Llama: "m12", "qwen3:0.6B" and the like, or explicit, see llama_text.
 static inline Config descriptor_config(const char* text) {
-    // GPT-3: Brown et al. 2020, table 2.1. d6 and c384 are additions for experiments. m12 and m24: depth,
-    // C = 64 x depth, F = 8/3 C rounded up to 128. The others as on Hugging Face; smollm2 and tinyllama have
-    // GPT-2's vocabulary.
+    // GPT-3: Brown et al. 2020, table 2.1. d6 and c384 are additions for experiments. The others as on
+    // Hugging Face; smollm2 and tinyllama have GPT-2's vocabulary.
     static const struct { const char *name, *means; } sizes[] = {
         {"d6", "L6,NH6,C384,T1024,V50257"},             {"d12", "L12,NH12,C768,T1024,V50257"},
         {"d24", "L24,NH16,C1024,T1024,V50257"},         {"d36", "L36,NH20,C1280,T1024,V50257"},
@@ -224,8 +235,6 @@ static inline Config descriptor_config(const char* text) {
         {"gpt3:c768", "L12,NH12,C768,T2048,V50257"},    {"gpt3:c1024", "L24,NH16,C1024,T2048,V50257"},
         {"gpt3:c1536", "L24,NH16,C1536,T2048,V50257"},  {"gpt3:c2048", "L24,NH16,C2048,T2048,V50257"},
         {"gpt3:c2560", "L32,NH32,C2560,T2048,V50257"},  {"gpt3:c4096", "L32,NH32,C4096,T2048,V50257"},
-        {"m12", "llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257,qk_norm"},
-        {"m24", "llama:L24,NH12,NKV12,HS128,C1536,F4096,T1024,V50257,qk_norm"},
         {"smollm2:135M", "llama:L30,NH9,NKV3,HS64,C576,F1536,T2048,V50257,tied,theta=1e5"},
         {"smollm2:360M", "llama:L32,NH15,NKV5,HS64,C960,F2560,T2048,V50257,tied,theta=1e5"},
         {"qwen3:0.6B", "llama:L28,NH16,NKV8,HS128,C1024,F3072,T2048,V151936,qk_norm,tied,theta=1e6,eps=1e-6"},
@@ -233,13 +242,18 @@ static inline Config descriptor_config(const char* text) {
         {"tinyllama:1.1B", "llama:L22,NH32,NKV4,HS64,C2048,F5632,T2048,V50257"}};
     const char* hint =
         "\nhint: -e takes a model_*.bin, a folder of a run or by dev/hf.py import, d6 d12 d24 d36 d48, "
-        "gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, "
-        "m12 m24, smollm2:135M 360M, qwen3:0.6B 1.7B, tinyllama:1.1B, L4,NH4,C128,T128,V256, or "
+        "gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, m12 and other even depths, smollm2:135M 360M, "
+        "qwen3:0.6B 1.7B, tinyllama:1.1B, L4,NH4,C128,T128,V256, or "
         "llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256; ,window=256,pattern=SSSL may follow";
     std::string means = text, changes;
     const std::string name = means.substr(0, means.find(','));
     for (const auto& size : sizes) {
         if (name == size.name) { changes = means.substr(name.size()); means = size.means; break; }
+    }
+    if (const int depth = dial_depth(text)) {       // F = 8/3 C, rounded up to 128
+        changes = means.substr(name.size());
+        means = format("llama:L%d,NH%d,NKV%d,HS128,C%d,F%d,T1024,V50257,qk_norm", depth, depth / 2,
+                       depth / 2, 64 * depth, round_up(ceil_div(8 * 64 * depth, 3), 128));
     }
     Config c = {};
     int64_t key;

@@ -38,7 +38,9 @@ struct Flag {
     const char* options;    // ENUM: "cosine|linear"; else nullptr
     const char* help;
     FlagResume resume = FLAG_KEPT;
+    bool is_auto = false;   // the program chooses its value, unless the command has a letter, such as -b
     mutable const char* given = nullptr;    // what the user typed ("-b", "--micro-batch=8"); nullptr: default
+    mutable std::string from = {};          // what has chosen its value, if not the user; "": the default
 };
 typedef std::vector<Flag> FlagTable;
 
@@ -176,7 +178,8 @@ static inline std::string flags_answer(const FlagAnswers& answers, const std::st
 }
 
 static inline std::string flags_about(const Flag* f) {
-    return std::string(f->help) + " (default " + (f->def[0] ? f->def : "none") + ")";
+    return std::string(f->help) + " (default " + (f->is_auto ? "auto; beside a letter such as -b " : "") +
+           (f->def[0] ? f->def : "none") + ")";
 }
 
 // Stores the value in *f->where, or dies and names the allowed values.
@@ -296,13 +299,14 @@ static inline void flags_help(const FlagTable& table, const char* program,
            has_more ? "all flags" : "this text");
 }
 
-// Prints the settings that the user gave and, with `all`, the others.
+// Prints the settings that the user gave or something else has chosen and, with `all`, the others.
 static inline void flags_print(const FlagTable& table, bool all) {
     for (const bool given : {true, false}) {
         std::string text;
         for (const Flag& f : table) {
-            if ((f.given != nullptr) != given) { continue; }
+            if ((f.given || !f.from.empty()) != given) { continue; }
             text += (text.empty() ? "" : ", ") + std::string(f.name) + "=" + flags_show(flags_text(&f));
+            if (!f.from.empty()) { text += " (" + f.from + ")"; }
         }
         if (text.empty() || (!given && !all)) { continue; }
         flags_wrap(given ? "settings: " : "defaults: ", text, terminal_columns(80));
@@ -328,16 +332,29 @@ static inline bool flags_given(const FlagTable& table, const char* name) {
     return f->given != nullptr;
 }
 
+// Is a flag given by a letter, as llm.c's users write them?
+static inline bool flags_lettered(const FlagTable& table) {
+    return std::any_of(table.begin(), table.end(), [](const Flag& f) {
+        return f.given && f.given[0] == '-' && f.given[1] != '-';
+    });
+}
+
 [[noreturn]] static inline void flags_unknown(const FlagTable& table, const FlagAnswers& answers,
                                               const std::string& spelling) {
     std::string hint = flags_answer(answers, spelling);
     if (hint.empty()) {
         std::vector<std::string> known = {"--help"};
+        const size_t first = spelling.find_first_not_of('-'), last = spelling.find_last_not_of("0123456789");
+        const bool is_short = last < first + 2;         // -b16 is near to -b, and --foo to no -o
         for (const Flag& flag : table) {
-            for (const std::string& s : flags_spellings(&flag)) { known.push_back(s); }
+            for (const std::string& s : flags_spellings(&flag)) {
+                if (is_short || s[1] == '-') { known.push_back(s); }
+            }
         }
         const std::string near = flags_nearest(known, spelling);
-        hint = (near.empty() ? "" : "did you mean " + near + "? ") + "--help all lists all flags";
+        const Flag* flag = flags_find(table, near);
+        const std::string shown = flag && near[1] != '-' ? flags_title(flag) : near;
+        hint = (near.empty() ? "" : "did you mean " + shown + "? ") + "--help all lists all flags";
     }
     die("unknown flag '%s'\nhint: %s", flags_show(spelling).c_str(), hint.c_str());
 }
@@ -345,7 +362,7 @@ static inline bool flags_given(const FlagTable& table, const char* name) {
 static inline void flags_parse(const FlagTable& table, int argc, const char* const* argv,
                                const std::vector<FlagGroup>& groups = {}, const FlagAnswers& answers = {}) {
     for (const Flag& flag : table) {
-        flag.given = nullptr;
+        flag.given = nullptr, flag.from = "";
         flags_set(&flag, flag.def);
     }
     for (int i = 1; i < argc; i++) {

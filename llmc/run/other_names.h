@@ -62,7 +62,9 @@ static const std::vector<FlagAnswer> kOtherNames = {
     {"adam-beta1 adam-beta2 adam-epsilon", "--beta1, --beta2, --eps"},
 
     // what is printed, tried and kept
-    {"out-dir out output save-dir model-tag run run-name", "-o (--output-dir): the run's folder"},
+    {"out-dir out output save-dir model-tag", "-o (--output-dir): the run's folder"},
+    {"run run-name", "-o RUN is the folder where a run is written; `eval RUN`, `sample RUN` and `chat RUN` "
+                     "read one; --like RUN takes its settings"},
     {"eval-interval eval-steps val-loss-every val-interval", "-v (--val-every): steps"},
     {"eval-iters eval-batches eval-tokens val-max-steps", "-m (--val-batches): batches per validation"},
     {"core-metric-every", "-h 1 --eval-every: steps between two rounds of the questions in --eval-data"},
@@ -74,8 +76,8 @@ static const std::vector<FlagAnswer> kOtherNames = {
     {"start", "--prompt: the text that samples go on from"},
     {"max-new-tokens max-tokens", "-g (--sample-tokens): tokens per sample"},
     {"wandb wandb-log wandb-project wandb-run-name report-to tensorboard",
-     "leave it out: -o RUN writes metrics.jsonl, which dev/data/plot_log.py draws and "
-     "dev/data/tensorboard_log.py turns into TensorBoard's files"},
+     "leave it out: -o RUN writes metrics.jsonl, and docs/monitoring.md says how it becomes a picture, "
+     "TensorBoard's files, or a run of Weights & Biases"},
 
     // the machine
     {"device device-type", "a build is for one: train_gpt2cu for GPUs, train_gpt2cpu without"},

@@ -68,6 +68,26 @@ static inline const GpuKind* gpu_kind(const std::string& name) {
     return nullptr;
 }
 
+// What --plan names: a row, or a card of which only the memory is known, "48GiB". Dies if it is neither.
+static inline const GpuKind* plan_gpu(const std::string& text) {
+    if (const GpuKind* kind = gpu_kind(text)) { return kind; }
+    static GpuKind card = {"card", "", 0, 0, 0};
+    const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
+    const std::string word = gpu_word(text), unit = gpu_word(text.substr(digits));
+    const bool is_size = unit == "gib" || unit == "gb" || unit == "g";
+    if (is_size && parse_double(text.substr(0, digits), &card.gib) && card.gib >= 2 && card.gib <= 10000) {
+        return &card;
+    }
+    for (const char* old : {"t4", "v100", "p100", "p40", "k80", "gtx", "titan", "quadro", "206", "207", "208",
+                            "mi", "amd", "instinct", "radeon"}) {
+        if (word.compare(0, strlen(old), old) != 0) { continue; }
+        die("--plan %s: it cannot run this program, which wants an NVIDIA GPU of compute capability 8.0 or "
+            "later\nhint: such as %s", text.c_str(), gpu_names().c_str());
+    }
+    die("--plan %s: choose auto, a memory from 2GiB to 10000GiB, or one of %s", text.c_str(),
+        gpu_names().c_str());
+}
+
 // Which share of the tiles up to the diagonal attention visits: 1 without a window. Of a model: its layers'
 // mean.
 static inline double visited_tiles(const Mask& mask, int T) {
@@ -155,6 +175,13 @@ static inline void plan_print_batch(int largest, const std::string& advice, int 
            rank_micro_steps(), lanes);
 }
 
+// In the largest unit of which there is a whole one: "4.15 hours", "512".
+static inline std::string plan_amount(double x, std::vector<std::pair<double, const char*>> units) {
+    while (units.size() > 1 && x < units.back().first) { units.pop_back(); }
+    const double amount = x / units.back().first;
+    return format(amount < 100 ? "%.3g%s" : "%.0f%s", amount, units.back().second);
+}
+
 // Prints what a step and a run of `steps` take, or a billion tokens if steps is not known, -1. price: dollars
 // for an hour of a GPU; 0: not known.
 static inline void plan_print_time(const GpuKind& gpu, const Config& c, double params, const PlanBatch& batch,
@@ -164,9 +191,12 @@ static inline void plan_print_time(const GpuKind& gpu, const Config& c, double p
     const double batch_tokens = (double)batch.B * batch.T * batch.world * batch.micro_steps;
     const double speed = batch_tokens / seconds, tokens = steps > 0 ? (double)steps * batch_tokens : 1e9;
     const double hours = tokens / speed / 3600, peak = gpu.tflops * 1e12 * batch.world;
-    printf("speed: about %.1f ms a step, %.0f tok/s, MFU %.0f%%\n", seconds * 1e3, speed,
-           100.0 * step_flops(c, params, batch.T) * speed / peak);
-    printf("time: about %.3g hours for %.3gB tokens", hours, tokens * 1e-9);
-    if (price > 0) { printf(", $%.2f at $%g for an hour of a GPU", hours * batch.world * price, price); }
+    const double dollars = hours * batch.world * price;
+    printf("speed: about %.*f ms a step, %.0f tok/s, MFU %.0f%%\n", seconds < 0.001 ? 3 : 1, seconds * 1e3,
+           speed, 100.0 * step_flops(c, params, batch.T) * speed / peak);
+    printf("time: about %s for %s tokens",
+           plan_amount(hours * 3600, {{1, " seconds"}, {60, " minutes"}, {3600, " hours"}}).c_str(),
+           plan_amount(tokens, {{1, ""}, {1e3, "K"}, {1e6, "M"}, {1e9, "B"}}).c_str());
+    if (price > 0) { printf(", $%.*f at $%g for an hour of a GPU", dollars < 0.1 ? 4 : 2, dollars, price); }
     printf("\n");
 }

@@ -163,13 +163,9 @@ static inline void report_line(Report* r) {
     r->gpu.clear();
 }
 
-// Steps between two lines. On a terminal, which shows progress between them: 1, 2, 5, 10, 20 ...
+// Steps between two lines. On a terminal, which shows progress between them, some 20 lines in all.
 static inline int64_t report_every(const Report& r) {
-    int64_t every = 1;
-    for (int i = 0; progress_on && every * 20 < r.max_steps; i++) {
-        every = every * (i % 3 == 1 ? 5 : 4) / 2;
-    }
-    return r.log_every > 0 ? r.log_every : every;
+    return r.log_every > 0 ? r.log_every : progress_on ? round_interval(r.max_steps, 20) : 1;
 }
 
 // Prints a line if one is due, else shows progress.

@@ -53,7 +53,7 @@ struct ModelSettings {
 
 struct Settings : ModelSettings {
     // data, model and sizes
-    const char *train_data, *val_data, *eval_data, *model, *output_dir, *prompt;
+    const char *train_data, *val_data, *eval_data, *model, *like, *output_dir, *prompt;
     int64_t total_batch;            // tokens per optimizer step
     const char* max_steps;          // the user's text; run_max_steps() is the number
     Block block;
@@ -84,11 +84,12 @@ struct Settings : ModelSettings {
     bool resumed;                   // continues from a checkpoint
     bool again;                     // -y 1 without a checkpoint: begins again with the settings of run.json
     bool own_launch;                // -y 1: --gpus was taken from run.json
+    bool tunes;                     // begins with a file's weights
     bool tells_speed;               // tokens/s of texts, on stderr
     int folder_B;                   // -e FOLDER: -b of the folder's run; 0: not known
 };
-// The command line fills the settings, then files do (run_folder.h), then settings_settle, and last
-// documents_default, once the data are known. All else reads `run`, which is the same, but const.
+// The command line fills the settings, then files do (run_folder.h), then settings_settle, and last, once the
+// data are known, data_open. All else reads `run`, which is the same, but const.
 static Settings settings;
 static const Settings& run = settings;
 
@@ -103,9 +104,12 @@ static const FlagTable kFlags = {
         DATA_DIR "tiny_shakespeare_val.bin", 1, 0, nullptr,
         "validation shards (glob), or a mixture, whose sources have a loss each"},
     {"e",   "model",           FLAG_STRING, &settings.model,          "d12",     1, 0, nullptr,
-        "model_*.bin; the folder of a run or by dev/hf.py import; or d12 d24 d36 d48, gpt3:c768, "
-        "L4,NH4,C128,T128,V256; behind these ,window=256,pattern=SSSL",
+        "model_*.bin; the folder of a run or by dev/hf.py import; or d12 d24 d36 d48, m12 and other even "
+        "depths, gpt3:c768, qwen3:0.6B, L4,NH4,C128,T128,V256, llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256; "
+        "behind these ,window=256,pattern=SSSL",
         FLAG_FIXED},
+    {"",    "like",            FLAG_STRING, &settings.like,           "",        0, 0, nullptr,
+        "the settings of the run in this folder, where no flag says otherwise", FLAG_NOW},
     {"o",   "output-dir",      FLAG_STRING, &settings.output_dir,     "",        0, 0, nullptr,
         "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
     {"n",   "checkpoint-every", FLAG_INT,   &settings.checkpoint_every, "1000",  0, INT_MAX, nullptr,
@@ -126,17 +130,17 @@ static const FlagTable kFlags = {
         "optimizer steps, or `epoch`: once through the data; 0: validate, or what -h 1 or --prompt ask for; "
         "a run's folder (-e) with that run's data, -b, -t and number of validation batches, unless given"},
     {"l,-lr", "learning-rate",  FLAG_FLOAT,  &settings.lr,             "3e-4",    0, 100, nullptr,
-        "peak learning rate; with Muon that of the other tensors, by default 3.6e-3", FLAG_FIXED},
+        "peak learning rate; with Muon that of the other tensors, by default 3.6e-3", FLAG_FIXED, true},
     {"k",   "lr-schedule",     FLAG_ENUM,   &settings.schedule,       "cosine",  0, 0, kLrKinds,
         "learning rate schedule", FLAG_FIXED},
     {"u,-warmup-steps", "warmup", FLAG_INT64, &settings.warmup,        "0",       0, 1e15, nullptr,
-        "steps of linear warm-up", FLAG_FIXED},
+        "steps of linear warm-up", FLAG_FIXED, true},
     {"q",   "final-fraction",  FLAG_FLOAT,  &settings.final_fraction, "0",       0, 1, nullptr,
         "learning rate at the last step, as a fraction of the peak", FLAG_FIXED},
     {"",    "cooldown",        FLAG_FLOAT,  &settings.cooldown,       "0.2",     0, 1, nullptr,
         "-k wsd: the part of the run, at its end, in which the learning rate falls", FLAG_FIXED},
     {"c",   "weight-decay",    FLAG_FLOAT,  &settings.weight_decay,   "0",       0, 10, nullptr,
-        "AdamW's decay of tensors with two dimensions", FLAG_FIXED},
+        "AdamW's decay of tensors with two dimensions", FLAG_FIXED, true},
     {"",    "beta1",           FLAG_FLOAT,  &settings.beta1,          "0.9",     0, 0.9999999, nullptr,
         "AdamW", FLAG_FIXED},
     {"",    "beta2",           FLAG_FLOAT,  &settings.beta2,          "0.95",    0, 0.9999999, nullptr,
@@ -144,12 +148,12 @@ static const FlagTable kFlags = {
     {"",    "eps",             FLAG_FLOAT,  &settings.eps,            "1e-8",    1e-30, 1, nullptr,
         "AdamW", FLAG_FIXED},
     {"",    "embedding-rate",  FLAG_FLOAT,  &settings.embedding_rate, "1",       0, 1e4, nullptr,
-        "the learning rate of wte and wpe, as a multiple of the others'; with Muon, m12's and m24's "
-        "is by default 27.78",
+        "the learning rate of wte and wpe, as a multiple of the others'; with Muon by default 27.78 of m12 "
+        "and other depths, and, beside no letter, of what has an untied head",
         FLAG_FIXED},
     {"",    "head-rate",       FLAG_FLOAT,  &settings.head_rate,      "1",       0, 1e4, nullptr,
-        "an untied LM head's learning rate, as a multiple of the others'; with Muon, m12's and m24's "
-        "is by default 1.111",
+        "an untied LM head's learning rate, as a multiple of the others'; where --embedding-rate is 27.78 "
+        "by default, 1.111",
         FLAG_FIXED},
     {"",    "optimizer",       FLAG_ENUM,   &settings.muon,           "adamw",   0, 0, "adamw|muon",
         "AdamW for all tensors, or Muon for the layers' matrices and AdamW for the others", FLAG_FIXED},
@@ -176,7 +180,7 @@ static const FlagTable kFlags = {
         "a token sees its own document alone, which begins at an end-of-text token; by default 1 where the "
         "training data are conversations", FLAG_FIXED},
     {"v",   "val-every",       FLAG_INT,    &settings.val_every,      "20",      0, INT_MAX, nullptr,
-        "validate every N steps, and at the end; 0: never"},
+        "validate every N steps, and at the end; 0: never", FLAG_KEPT, true},
     {"m",   "val-batches",     FLAG_INT,    &settings.val_batches,    "20",      1, INT_MAX, nullptr,
         "batches per validation, of each source of a mixture, at most the whole set; with -x 0 a batch is "
         "the run's -b rows, or 64 where -e is no run's folder"},
@@ -280,7 +284,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "                              trained on answers answers each\n"
      "  serve RUN                   reads requests of token ids, for dev/serve.py\n"
      "  --version                   release, commit, compiler, CUDA and libraries", "", ""},
-    {"data and model", "train-data val-data model output-dir resume",
+    {"data and model", "train-data val-data model output-dir resume like",
      "block norm dropout shuffle seed document-mask"},
     {"batch and schedule",
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
@@ -327,21 +331,9 @@ static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     return words;
 }
 
-// What is left to AdamW beside Muon wants a higher rate (dev/bench/NOTES.md). The embedding of m12 and m24,
-// which is not the head, wants a still higher one: 0.1, and the head 0.004.
-static inline void muon_rate_defaults() {
-    if (!run.muon) { return; }
-    if (!run_given("learning-rate")) { settings.lr = 3.6e-3; }
-    const std::string model = run.model, size = model.substr(0, model.find(",V"));
-    if (size != "m12" && size != "m24") { return; }
-    if (!run_given("embedding-rate")) { settings.embedding_rate = 27.78; }
-    if (!run_given("head-rate")) { settings.head_rate = 1.111; }
-}
-
 static inline void settings_parse(int argc, char** argv) {
     const std::vector<const char*> words = words_in_full(argc, argv);
     flags_parse(kFlags, (int)words.size(), words.data(), kFlagGroups, kOtherNames);
-    muon_rate_defaults();
 }
 
 // Prints text that is no result; --verbose -1 suppresses it.
@@ -415,13 +407,56 @@ static inline void settings_keep() {
     for (const Flag& flag : kFlags) { run_texts.push_back(flags_text(&flag)); }
 }
 
-// New runs on conversations, which may be short, have the mask of documents, if the user says nothing else.
-static inline void documents_default() {
-    if (run.resumed || run.again || run_given("document-mask")) { return; }
-    settings.document_mask = 1;
-    for (size_t i = 0; i < run_texts.size(); i++) {
-        if (kFlags[i].where == &settings.document_mask) { run_texts[i] = "1"; }
+// ---- what a new run's command leaves open ----
+
+// A flag that the user has not given gets this value, which the run keeps.
+static inline void auto_set(const char* name, double value, const std::string& from) {
+    const Flag* flag = flags_find(kFlags, std::string("--") + name);
+    if (flag->given || run.resumed || run.again || *run.like) { return; }
+    flags_set(flag, format("%.15g", value).c_str());
+    flag->from = from;
+    run_texts[(size_t)(flag - kFlags.data())] = flags_text(flag);
+}
+
+// AdamW's peak learning rates, by ladders and recipes. docs/train.md has this table, with where each row is
+// from. The first row counts that has no fewer channels than the model, no more tokens a step than the run,
+// and no more steps.
+struct AutoRate { int channels, batch, steps; double rate; };
+constexpr AutoRate kAutoRates[] = {
+    {128, 0, 0, 3e-3},      {512, 0, 0, 1e-3},      {768, 524288, 0, 6e-4}, {768, 32768, 2000, 1.2e-3},
+    {768, 32768, 0, 9e-4},  {768, 0, 0, 6e-4},      {1024, 0, 0, 3e-4},     {1536, 0, 0, 2.5e-4},
+    {2048, 0, 0, 2e-4},     {2560, 0, 0, 1.6e-4},   {kMaxC, 0, 0, 1.2e-4}};
+
+// What does not depend on the data. The tensors left to AdamW beside Muon want a higher rate
+// (dev/bench/NOTES.md). An embedding of Llama's family that is not the head wants 0.1, and the head 0.004.
+static inline void auto_of_model(const Config& c, bool is_descriptor) {
+    const bool by_name = !flags_lettered(kFlags), untied = c.is_llama() && !c.shape().tied;
+    settings.tunes = !is_descriptor;
+    if (by_name) { auto_set("weight-decay", 0.1, "auto"); }
+    if (!run.muon) { return; }
+    auto_set("learning-rate", by_name && !untied && c.C <= 128 ? 9e-3 : 3.6e-3, "Muon");
+    if (!is_descriptor || !untied || !(by_name || dial_depth(run.model) > 0)) { return; }
+    auto_set("embedding-rate", 27.78, "Muon");
+    auto_set("head-rate", 1.111, "Muon");
+}
+
+// The rest, for a run of so many steps. Weights from a file want a tenth of the rate. At most ten validations
+// divide a short run.
+static inline void auto_of_data(const Config& c, int64_t steps) {
+    if (flags_lettered(kFlags)) { return; }
+    const AutoRate* row = kAutoRates;
+    while (row->channels < c.C || row->batch > run.total_batch || row->steps > steps) { row++; }
+    if (!run.muon) {
+        auto_set("learning-rate", row->rate / (run.tunes ? 10 : 1),
+                 format("auto: %sC=%d, steps of %lld tokens", run.tunes ? "a tenth, " : "", c.C,
+                        (long long)run.total_batch));
     }
+    const std::string of_steps = format("auto: of %lld steps", (long long)steps);
+    const int64_t sixth = std::min<int64_t>(steps / 6, 100), twentieth = std::min<int64_t>(steps / 20, 700);
+    auto_set("warmup", (double)std::max(sixth, twentieth), of_steps);
+    const bool has_val = run_given("val-data") || !run_given("train-data");
+    auto_set("val-every", has_val ? (double)std::min<int64_t>(round_interval(steps, 10), 500) : 0.0,
+             has_val ? of_steps : "auto: there is no --val-data");
 }
 
 // The flags that settings_settle has settled. A run that begins again leaves them open again.
@@ -465,14 +500,14 @@ static inline std::string data_from_start(const std::string& text, const std::st
 
 // Dies if the run was started with a flag that this program lacks. Runs of release 0.1 go on: its
 // --on-bad-loss stop is what this program does, and -zs 1 has the bits of its -zs 2 with as many lanes.
-static inline void settings_known(Facts* facts, const std::string& prefix) {
+static inline void settings_known(Facts* facts, const std::string& prefix, const char* folder) {
     for (auto& fact : *facts) {
         if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
         const std::string name = fact.first.substr(prefix.size());
         if (name == "zero-stage" && fact.second == "2") { fact.second = "1"; }
         if (flags_find(kFlags, "--" + name) || (name == "on-bad-loss" && fact.second == "stop")) { continue; }
-        die("the run in -o %s began with --%s %s, which this program does not have\n"
-            "hint: go on with the program that began it", run.output_dir, name.c_str(), fact.second.c_str());
+        die("the run in %s began with --%s %s, which this program does not have\n"
+            "hint: go on with the program that began it", folder, name.c_str(), fact.second.c_str());
     }
 }
 
@@ -483,7 +518,7 @@ constexpr const char* kDropoutFact = "dropout of";
 // them: on another number of ranks it keeps its batch and its lanes.
 static inline void settings_resume(const Facts& from, const Config& c, const Build& build) {
     static Facts facts = from;                  // static: the flags keep pointing to these texts
-    settings_known(&facts, "flag.");
+    settings_known(&facts, "flag.", run.output_dir);
     for (auto& fact : facts) {
         for (const char* name : kDataFlags) {
             if (fact.first != std::string("flag.") + name) { continue; }
@@ -639,6 +674,7 @@ static inline int64_t run_max_steps() {
 static inline void settings_settle(Config* c, bool is_descriptor, const Build& build) {
     variant_check(c, is_descriptor);
     batch_check(*c);
+    auto_of_model(*c, is_descriptor);
     fp8_check(*c, build);
     for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-decay"}) {
         if (!run.muon && !run.resumed && run_given(name)) {
@@ -663,6 +699,7 @@ static inline void settings_settle(Config* c, bool is_descriptor, const Build& b
         die("--plan is for training that begins: leave %s out", run.resume ? "-y 1" : "-x 0");
     }
     if (run.price > 0 && run.plan[0] == '\0') { die("--price is for --plan, which is not given"); }
+    if (*run.like && !trains) { die("--like is for training, and -x 0 trains nothing\nhint: leave it out"); }
     if (!trains && run.output_dir[0] != '\0') {
         die("-x 0 trains nothing, so there is nothing to write to -o %s", run.output_dir);
     }

@@ -91,7 +91,7 @@ static inline void data_open_tokenizer(RunData* d, int V) {
     if ((run_writes_text() || run_validates()) && !lacks) { text_init(&d->tokenizer, V, own.file); }
 }
 
-static inline void data_open_training(RunData* d, int V) {
+static inline void data_open_training(RunData* d, const Config& config) {
     const bool has_data = run_given("train-data") || file_size(run.train_data) >= 0;
     if (!has_data && run_given("prompt") && !run_given("max-steps")) {
         die("--prompt: without -x 0 this trains, and there are no training data '%s'\n"
@@ -99,10 +99,11 @@ static inline void data_open_training(RunData* d, int V) {
     }
     DataShare share = {comm.rank, comm.world, rank_micro_steps()};
     if (run.overfit) { share = {}; }        // all ranks have the job's first batch
-    data_open_shards(&d->train, run.train_data, run.shuffle && !run.overfit, share, V);
+    data_open_shards(&d->train, run.train_data, run.shuffle && !run.overfit, share, config.V);
     d->sample = dataloader_sample(&d->train);
     const int64_t epoch = d->train.samples_per_epoch * run.T / run.total_batch;
     d->max_steps = run_max_steps() < 0 ? std::max((int64_t)1, epoch) : run_max_steps();
+    auto_of_data(config, d->max_steps);
 }
 
 static inline const std::vector<DataSource>& data_sources(const DataLoader& loader) {
@@ -143,7 +144,7 @@ static inline double data_bits(RunData* d, int source) {
 static inline void data_open(RunData* d, Config* config) {
     const int V = config->V;
     const bool trains = run_task() == Task::Train;
-    if (trains) { data_open_training(d, V); }
+    if (trains) { data_open_training(d, *config); }
     if (run_validates()) { data_open_shards(&d->val, run.val_data, false, {comm.rank, comm.world}, V); }
     const char* shared = trains && run_validates() ? dataloader_shared_file(&d->train, &d->val) : nullptr;
     if (shared) {
@@ -159,7 +160,7 @@ static inline void data_open(RunData* d, Config* config) {
     }
     if (d->train.chat != 0) {
         config->chat = d->train.chat;
-        documents_default();
+        auto_set("document-mask", 1, "conversations");      // which may be short
     }
     if (d->train.row_tokens != 0 && d->train.row_tokens != run.T) {
         warn("the conversations fill rows of %d tokens, and -t %d cuts them\n"
@@ -197,6 +198,7 @@ static inline void data_check_same(const RunData& d, const std::string& program)
 static inline void data_print(const RunData& d) {
     const int64_t rows = d.train.samples_per_epoch;
     const char* each = comm.world > 1 ? "on each rank " : "";
+    double most = 0.0;                      // epochs of a source
     const std::string counted = !d.train.masked ? "" :
         format(", of which %lld count", (long long)d.train.counted);
     say("data: %lld training tokens (%lld rows of %d)%s\n"
@@ -207,11 +209,17 @@ static inline void data_print(const RunData& d) {
         (double)d.max_steps * (double)run.total_batch / ((double)rows * run.T), run.lr,
         flags_split(kLrKinds, '|')[(size_t)run.schedule].c_str(), (long long)run.warmup);
     for (const DataSource& source : data_sources(d.train)) {
-        const double epoch = (double)source.samples_per_epoch * run.T;
+        const double epochs = source.share * (double)d.max_steps * (double)run.total_batch /
+                              ((double)source.samples_per_epoch * run.T);
+        most = std::max(most, epochs);
         if (source.share == 1.0) { continue; }
-        say("source: %.4g%% of the rows, %.3g epochs of %lld rows: %s\n", 100 * source.share,
-            source.share * (double)d.max_steps * (double)run.total_batch / epoch,
+        say("source: %.4g%% of the rows, %.3g epochs of %lld rows: %s\n", 100 * source.share, epochs,
             (long long)source.samples_per_epoch, shown(source.pattern).c_str());
+    }
+    if (most > 4.0 && !run.overfit && !flags_lettered(kFlags)) {
+        warn("%.3g epochs: after some four a text is learned by heart, and the validation loss rises\n"
+             "hint: fewer steps (--max-steps %.0f), or more text", most,
+             floor(4.0 * (double)d.max_steps / most));
     }
     fflush(stdout);                         // the first step may take long
 }

@@ -118,9 +118,11 @@ static inline void model_file_check(const std::string& path) {
            runs_beside(path)).c_str());
 }
 
-// Sets flags that are not given from run.json: those that -x 0 needs, or, for a run that begins again, all
-// but FLAG_NOW. Settings that the run left open are left open again. False: no run.json.
-static inline bool settings_take(const std::string& folder, bool begins_again) {
+// Sets flags that are not given from run.json: those that an evaluation needs, or, for a run that begins
+// again, or one like it, all but FLAG_NOW. Settings that the run left open are left open again. False: no
+// run.json.
+enum class Take { Evaluation, Again, Like };
+static inline bool settings_take(const std::string& folder, Take what) {
     static std::vector<std::string> texts(kFlags.size());   // static: the flags keep pointing to these texts
     const std::set<std::string> needed = {"train-data", "val-data", "sequence-length", "micro-batch",
                                           "val-batches", "document-mask"};
@@ -130,17 +132,18 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
     const std::string error = json_file_read(path, &values);
     if (!error.empty()) {
         die("'%s' %s\nhint: %s", path.c_str(), error.c_str(),
-            begins_again ? "remove it, and the run begins with the flags that are given"
-                         : "-e with one of this folder's model_*.bin does without it");
+            what == Take::Again ? "remove it, and the run begins with the flags that are given"
+                                : "-e with one of this folder's model_*.bin does without it");
     }
-    if (begins_again) { settings_known(&values, "settings."); }
+    const bool all = what != Take::Evaluation;
+    if (all) { settings_known(&values, "settings.", folder.c_str()); }
     const std::string *start = facts_find(values, "started in"), *open = facts_find(values, "left open");
     const std::vector<std::string> left_open = flags_split(open ? *open : "", ' ');
     for (size_t i = 0; i < kFlags.size(); i++) {
         const Flag& flag = kFlags[i];
         const std::string name = flag.name, *value = facts_find(values, "settings." + name);
         const bool was_open = std::count(left_open.begin(), left_open.end(), name) > 0;
-        const bool taken = begins_again ? flag.resume != FLAG_NOW && !was_open : needed.count(name) > 0;
+        const bool taken = all ? flag.resume != FLAG_NOW && !was_open : needed.count(name) > 0;
         if (int64_t n; name == "micro-batch" && value && parse_int(*value, &n) && n >= 1 && n <= flag.max) {
             settings.folder_B = (int)n;
         }
@@ -150,9 +153,18 @@ static inline bool settings_take(const std::string& folder, bool begins_again) {
         texts[i] = is_data ? data_from_start(*value, start) : is_file ? from_start(*value, start) : *value;
         if (flag.type == FLAG_BOOL) { texts[i] = *value == "true" ? "1" : "0"; }
         flags_set(&flag, texts[i].c_str());
-        if (begins_again && flags_text(&flag) != flag.def) { flag.given = "run.json"; }
+        const bool differs = flags_text(&flag) != flag.def;
+        if (what == Take::Again && differs) { flag.given = "run.json"; }
+        if (what == Take::Like && differs) { flag.from = "like " + shown(folder); }
     }
     return true;
+}
+
+// --like RUN
+static inline void like_take() {
+    if (!*run.like || settings_take(run.like, Take::Like)) { return; }
+    die("--like %s: there is no run.json in this folder\nhint: --like takes the folder of a run%s", run.like,
+        runs_beside(run.like).c_str());
 }
 
 static inline void folder_resolve() {
@@ -169,7 +181,7 @@ static inline void folder_resolve() {
     path = newest_model(folder);
     settings.model = path.c_str();
     const bool is_imported = file_size((folder + "/source.json").c_str()) >= 0;     // by dev/hf.py import
-    if (!is_imported && run_task() != Task::Train && !settings_take(folder, false)) {
+    if (!is_imported && run_task() != Task::Train && !settings_take(folder, Take::Evaluation)) {
         warn("%s/run.json is not there: -j, -t, -b and -m are not the run's, but as given or as --help says",
              shown(folder).c_str());
     }
@@ -217,14 +229,15 @@ static inline std::vector<int64_t> resumable_steps() {
 // -y 1: the last checkpoint of the run in -o, and the settings that it began with. Where there is none, the
 // run begins, again if it has a run.json; but not over checkpoints that only cannot be read.
 static inline Checkpoint find_resumed(std::set<int64_t>* bad, const Build& build) {
-    if (!run.resume || run.output_dir[0] == '\0') { settings_keep(); return Checkpoint(); }
-    Checkpoint c = checkpoint_find(run.output_dir, resumable_steps(), bad);
+    const bool resumes = run.resume && run.output_dir[0] != '\0';
+    Checkpoint c = resumes ? checkpoint_find(run.output_dir, resumable_steps(), bad) : Checkpoint();
     if (c.step < 0 && !bad->empty()) {
         die("-o %s: none of its checkpoints can be used\n"
             "hint: choose another folder; -e takes a model_*.bin of this one", run.output_dir);
     }
     if (c.step >= 0) { settings_resume(c.facts, facts_config(c.facts), build); return c; }
-    settings.again = settings_take(run.output_dir, true);
+    settings.again = resumes && settings_take(run.output_dir, Take::Again);
+    if (!run.again) { like_take(); }
     settings_keep();
     return c;
 }
@@ -257,7 +270,7 @@ static inline void run_folder_check(const std::string& folder) {
         }
         // what a new run would be; flags of this start alone do not say that
         const bool is_described = std::any_of(kFlags.begin(), kFlags.end(), [](const Flag& flag) {
-            return flag.given && flag.resume != FLAG_NOW;
+            return flag.given && (flag.resume != FLAG_NOW || flag.where == &settings.like);
         });
         if (run.again || holds_run(folder + "/main.log")) {
             warn("the run in -o %s has no checkpoint: it begins anew%s", folder.c_str(),

@@ -42,6 +42,13 @@ static inline double lr_at(const LrSchedule& s, int64_t step) {
     return last + left * (s.peak - last);
 }
 
+// The least of 1, 2, 5, 10, 20 ... that divides the steps into `parts` at most.
+static inline int64_t round_interval(int64_t steps, int parts) {
+    int64_t every = 1;
+    for (int i = 0; every * parts < steps; i++) { every = every * (i % 3 == 1 ? 5 : 4) / 2; }
+    return every;
+}
+
 // Rises over `warmup` steps from 0.85, or stays where it is lower: early gradients are soon out of date.
 static inline double momentum_at(double last, int64_t warmup, int64_t step) {
     const double first = std::min(last, 0.85);
