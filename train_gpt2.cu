@@ -7078,14 +7078,19 @@ static bool model_evaluate(std::vector<double>* sums, std::vector<double>* found
 }
 
 // Answers the questions, prints and logs the score. False: a loss is not finite.
-static bool evaluate(Model* model, const EvalSet* set, Logger* logger, int64_t step) {
-    std::vector<double> sums, found;
-    if (!model_evaluate(&sums, &found, model, set)) { return true; }
-    const EvalScore score = evalset_score(set, sums, found);
-    DiskWait disk;
-    report_eval(score);
-    logger_eval(logger, step, score);
-    return report_finite("losses of the evaluation are", score.measures[0].value);
+static bool evaluate(Model* model, const std::vector<EvalSet>& sets, Logger* logger, int64_t step) {
+    bool fine = true;
+    for (const EvalSet& set : sets) {
+        std::vector<double> sums, found;
+        if (!model_evaluate(&sums, &found, model, &set)) { return true; }
+        const EvalScore score = evalset_score(&set, sums, found);
+        DiskWait disk;
+        if (run.all_questions) { question_row(set.path, score); }
+        else { report_eval(score), logger_eval(logger, step, score); }
+        fine = report_finite("losses of the evaluation are", score.measures[0].value) && fine;
+    }
+    if (run.all_questions) { question_end(); }
+    return fine;
 }
 
 // Draws tokens for llmc/run/samples.h. A step's texts have random numbers of their own.
@@ -7181,7 +7186,7 @@ static void train(Training* t) {
         if (save_due) { save(t); }
         if (val_due || eval_due || sample_due) { report_line(&reports.report); }    // the steps up to here
         if (val_due) { validate(model, &t->data, &t->logger, step); }
-        if (eval_due) { evaluate(model, &t->data.questions, &t->logger, step); }
+        if (eval_due) { evaluate(model, t->data.questions, &t->logger, step); }
         if (sample_due) { generate(t); }
 
         reports_begin(&reports, step, model->stream);
@@ -7199,7 +7204,7 @@ static void train(Training* t) {
     save(t);                                    // first: the rest takes time
     if (t->saves) { saver_finish(&t->saver); }
     if (run.val_every > 0) { validate(model, &t->data, &t->logger, t->step); }
-    if (run.evaluate) { evaluate(model, &t->data.questions, &t->logger, t->step); }
+    if (run.evaluate) { evaluate(model, t->data.questions, &t->logger, t->step); }
     if (run.sample_every > 0) { generate(t); }
     if (run.verbose >= 0) { report_end(reports.report, t->logger.best_val, t->logger.best_step); }
     reports_free(&reports);
@@ -7271,7 +7276,7 @@ int main(int argc, char** argv) {
     say("device: %s, precision %s\n", t.device.name.c_str(), PRECISION_NAME);
     if (task == Task::Train && run.verbose >= 0) { flags_print(kFlags, run.verbose > 0); }
     load_model(&t, config, options, &resumed);
-    if (run.verbose >= 0) { evalset_print(&t.data.questions); }
+    for (const EvalSet& set : t.data.questions) { if (run.verbose >= 0) { evalset_print(&set); } }
     surprises_print(t.data.prompted(), t.data.max_steps);   // settings that hardly do what was meant
 
     bool fine = true;
@@ -7282,7 +7287,7 @@ int main(int argc, char** argv) {
         if (t.saves && t.step > 0) { print_folder(argv[0], t.step < t.data.max_steps, config.chat != 0); }
     } else {
         if (run_validates()) { fine = validate_alone(&t); }
-        if (run.evaluate) { fine = evaluate(&t.model, &t.data.questions, &t.logger, 0) && fine; }
+        if (run.evaluate) { fine = evaluate(&t.model, t.data.questions, &t.logger, 0) && fine; }
         if (task == Task::Write) { write_alone(&t); }
     }
 

@@ -3,6 +3,8 @@
 The judge is twins.py. Files of questions, their rows, batches and the score are test_evalloader.cpp's; here
 all of it meets a model.
 """
+import glob
+import json
 import math
 import os
 import random
@@ -11,8 +13,8 @@ import re
 import pytest
 
 from checks import ROOT, read, run_program, write
-from trainer import (B, LOG_LINE, T, assert_close, exact, log_lines, metrics, model_path, nan_model, on_cpu,
-                     run, run_ok, tolerance, write_questions, write_shard)
+from trainer import (ALONE, B, LOG_LINE, T, assert_close, exact, log_lines, metrics, model_path, nan_model,
+                     on_cpu, refused, run, run_ok, tolerance, write_questions, write_shard)
 from twins import doubles, logits, np, row_losses, token_losses, trained, uneven_rows, wide_model, windows
 
 pytestmark = pytest.mark.numeric
@@ -234,6 +236,34 @@ def test_one_completion():
         [got] = re.findall(said, run_ok(asked).out, re.M)
         wanted = [share, math.sqrt(share * (1 - share) / len(written))]
         assert_close([float(number) for number in got[2:]], wanted, 1e-6, "acc and its error")
+
+
+def test_all_questions():
+    """The sets that are there, with the scores that each has alone, in a table and as JSON."""
+    path, model = answering_model()
+    for name, count, choices in (("hellaswag/hellaswag_val", 12, 4), ("piqa/piqa_val", 8, 2),
+                                 ("lambada/lambada_test", 6, 1)):
+        questions = [(context, some[:choices]) for context, some in made_up_questions(model, count)]
+        os.makedirs(os.path.dirname(f"sets/{name}"), exist_ok=True)
+        write_questions(f"sets/{name}.bin", questions, [i % choices for i in range(count)])
+    flags = {**ALONE, "eval": path, "--micro-batch": 4, "--sequence-length": LONG}
+    asked = {**flags, "--all": None, "--eval-data": "sets"}
+    out = run_ok(asked, extra=["--all"]).out
+    told = json.loads(run_ok({**asked, "--verbose": -1}, extra=["--all"]).out)
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines()[-3:])
+    assert list(told) == list(rows) == ["hellaswag", "piqa", "lambada"]
+    for name, scores in told.items():
+        file, = glob.glob(f"sets/{name}/*.bin")
+        alone = run_ok({**flags, "--evaluate": 1, "--eval-data": file}).out
+        for measure, value, error in re.findall(r"(\w+) (\S+) \+- (\S+)", alone):
+            assert_close([scores[measure], scores[measure + "_error"]], [float(value), float(error)],
+                         1e-5 * max(1, float(value)), f"{name}, {measure}")
+        measure, gpt2 = scores["measure"], scores["gpt2"]
+        assert re.split("  +", rows[name]) == [
+            measure, f"{scores[measure]:.4f} +- {scores[measure + '_error']:.4f}", f"{scores['chance']:g}",
+            f"{gpt2:.4f}", scores["gpt2_by"]]
+    refused({**asked, "--eval-data": "nowhere", "-o": None}, "no questions in 'nowhere'", "get.py hellaswag",
+            extra=["--all"])
 
 
 def test_questions_in_training():

@@ -769,13 +769,15 @@ static void test_run() {
             {{"sample", "a"}, "-e a -x 0 --prompt="},
             {{"sample", "a", "--prompt", "b"}, "-e a -x 0 --prompt b"},
             {{"chat", "a", "-g", "9"}, "-e a -x 0 -g 9"}, {{"eval", "--help", "all"}, "--help all"},
-            {{"sample", "a", ""}, "-e a -x 0  --prompt="}, {{"serve", "a"}, "-e a -x 0"}};
+            {{"sample", "a", ""}, "-e a -x 0  --prompt="}, {{"serve", "a"}, "-e a -x 0"},
+            {{"eval", "a", "--all", "-b", "2"}, "-e a -x 0 --evaluate=1 -b 2"}};
         for (const auto& c : cases) {
             CHECK_TEXT(in_full(c.words), c.text);
             CHECK(run.chat == (c.words == cases[5].words), "%s: chat %d", c.text, run.chat);
             CHECK(run.serves == (c.words == cases[8].words), "%s: serves %d", c.text, run.serves);
         }
-        settings.chat = settings.serves = false;
+        CHECK(run.all_questions, "--all");
+        settings.chat = settings.serves = settings.all_questions = false;
         check_dies("no run", [&] { in_full({"eval"}); },
                    {"eval wants a run's folder or a model", "eval RUN"});
         check_dies("a flag", [&] { in_full({"chat", "-x", "0"}); }, {"chat wants", "of that name is ./-x"});
@@ -862,9 +864,9 @@ static void test_run() {
     TEST("run: what a command leaves open") {
         // flags, tokens a step, steps; learning rate, warm-up, decay, --val-every, embedding's rate, head's
         const struct { const char* flags; int64_t batch, steps; double wanted[6]; } cases[] = {
-            {"--model L4,NH4,C128,T128,V256", 2048, 400, {3e-3, 66, 0.1, 50, 1, 1}},
-            {"--model L8,NH8,C512,T512,V256", 32768, 600, {1e-3, 100, 0.1, 100, 1, 1}},
-            {"--model d12", 16384, 1000, {6e-4, 100, 0.1, 100, 1, 1}},
+            {"--model L4,NH4,C128,T128,V256", 2048, 400, {3e-3, 20, 0.1, 50, 1, 1}},
+            {"--model L8,NH8,C512,T512,V256", 32768, 600, {1e-3, 30, 0.1, 100, 1, 1}},
+            {"--model d12", 16384, 1000, {6e-4, 50, 0.1, 100, 1, 1}},
             {"--model d12", 65536, 600, {9e-4, 100, 0.1, 100, 1, 1}},
             {"--model d12", 65536, 3000, {1.2e-3, 150, 0.1, 500, 1, 1}},
             {"--model d12", 524288, 19073, {6e-4, 700, 0.1, 500, 1, 1}},
@@ -872,20 +874,20 @@ static void test_run() {
             {"--model d24", 524288, 60000, {3e-4, 700, 0.1, 500, 1, 1}},
             {"--model d48", 1048576, 5, {2e-4, 0, 0.1, 1, 1, 1}},
             {"--model gpt3:c4096", 2048, 0, {1.2e-4, 0, 0.1, 1, 1, 1}},
-            {"--model gpt2.bin", 16384, 1000, {6e-5, 100, 0.1, 100, 1, 1}},             // a tenth
-            {"--train-data x.bin", 16384, 1000, {6e-4, 100, 0.1, 0, 1, 1}},             // no validation data
-            {"--train-data x.bin --val-data y.bin", 16384, 1000, {6e-4, 100, 0.1, 100, 1, 1}},
+            {"--model gpt2.bin", 16384, 1000, {6e-5, 50, 0.1, 100, 1, 1}},             // a tenth
+            {"--train-data x.bin", 16384, 1000, {6e-4, 50, 0.1, 0, 1, 1}},             // no validation data
+            {"--train-data x.bin --val-data y.bin", 16384, 1000, {6e-4, 50, 0.1, 100, 1, 1}},
             {"--lr 1 --warmup-steps 2 --weight-decay 3 --val-every 4", 1024, 50, {1, 2, 3, 4, 1, 1}},
-            {"--model d12 --optimizer muon", 65536, 600, {3.6e-3, 100, 0.1, 100, 1, 1}},
-            {"--model L4,NH4,C64,T64,V256 --optimizer muon", 1024, 300, {9e-3, 50, 0.1, 50, 1, 1}},
-            {"--model m2 --optimizer muon", 65536, 600, {3.6e-3, 100, 0.1, 100, 27.78, 1.111}},
+            {"--model d12 --optimizer muon", 65536, 600, {3.6e-3, 30, 0.1, 100, 1, 1}},
+            {"--model L4,NH4,C64,T64,V256 --optimizer muon", 1024, 300, {9e-3, 20, 0.1, 50, 1, 1}},
+            {"--model m2 --optimizer muon", 65536, 600, {3.6e-3, 30, 0.1, 100, 27.78, 1.111}},
             {"--model llama:L1,NH2,NKV1,HS64,C64,F128,T64,V256 --optimizer muon", 64, 600,
-             {3.6e-3, 100, 0.1, 100, 27.78, 1.111}},
+             {3.6e-3, 30, 0.1, 100, 27.78, 1.111}},
             {"--model llama:L1,NH2,NKV1,HS64,C64,F128,T64,V256,tied --optimizer muon", 64, 600,
-             {9e-3, 100, 0.1, 100, 1, 1}},                                              // wte is the head
-            {"--model m12.bin --optimizer muon", 65536, 600, {3.6e-3, 100, 0.1, 100, 1, 1}},
+             {9e-3, 30, 0.1, 100, 1, 1}},                                              // wte is the head
+            {"--model m12.bin --optimizer muon", 65536, 600, {3.6e-3, 30, 0.1, 100, 1, 1}},
             {"--model m12 --optimizer muon --embedding-rate 2 --head-rate 3", 65536, 600,
-             {3.6e-3, 100, 0.1, 100, 2, 3}},
+             {3.6e-3, 30, 0.1, 100, 2, 3}},
             // beside a letter llm.c's, and Muon's
             {"-b 4", 2048, 400, {3e-4, 0, 0, 20, 1, 1}}, {"-e d12", 65536, 600, {3e-4, 0, 0, 20, 1, 1}},
             {"--model d12 -zs 1", 65536, 600, {3e-4, 0, 0, 20, 1, 1}},

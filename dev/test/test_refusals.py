@@ -40,6 +40,7 @@ def test_value(row):
 # FLAGS => words of the sentence; FLAG NONE: without it
 REFUSED = f"""
 --foo 1                     => --foo' | hint: --help all
+--all 1                     => '--all' | hint: `eval RUN --all`
 --n 5                       => did you mean -n (--checkpoint-every)?
 --run runs/mine             => hint: -o RUN | `eval RUN` | --like RUN
 --wandb 1                   => docs/monitoring.md | Weights & Biases

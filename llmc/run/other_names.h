@@ -72,6 +72,7 @@ static const std::vector<FlagAnswer> kOtherNames = {
     {"save-every save-steps save-interval", EVERY_CHECKPOINT},
     {"always-save-checkpoint", EVERY_CHECKPOINT "; -nk (--keep): how many stay"},
     {"save-total-limit", "-nk (--keep): how many checkpoints stay"},
+    {"all", "`eval RUN --all` answers all questions that are in dev/data"},
     {"eval-only", "`eval RUN` instead: the validation loss of a run or a model"},
     {"start", "--prompt: the text that samples go on from"},
     {"max-new-tokens max-tokens", "-g (--sample-tokens): tokens per sample"},

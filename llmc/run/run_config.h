@@ -81,6 +81,7 @@ struct Settings : ModelSettings {
     // not flags
     bool chat;                      // chat RUN
     bool serves;                    // serve RUN
+    bool all_questions;             // eval RUN --all
     bool resumed;                   // continues from a checkpoint
     bool again;                     // -y 1 without a checkpoint: begins again with the settings of run.json
     bool own_launch;                // -y 1: --gpus was taken from run.json
@@ -277,6 +278,7 @@ static inline bool run_given(const char* name) { return flags_given(kFlags, name
 static const std::vector<FlagGroup> kFlagGroups = {
     {"RUN is a run's folder or a model. Flags may follow:\n"
      "  eval RUN                    the validation loss, as -e RUN -x 0\n"
+     "  eval RUN --all              answers all questions that are in dev/data\n"
      "  sample RUN                  writes, as -e RUN -x 0 --prompt ''\n"
      "  chat RUN                    reads lines and goes on from each, to the end of\n"
      "                              a sentence (with -g by so many tokens); Ctrl-C\n"
@@ -316,6 +318,7 @@ static inline std::vector<const char*> words_in_full(int argc, char** argv) {
     bool prompts = false;
     for (int i = 3; i < argc; i++) {
         const std::string word = argv[i];
+        if (form == "eval" && word == "--all") { settings.all_questions = true, words[i] = "--evaluate=1"; }
         const Flag* flag = flags_find(kFlags, word.substr(0, word.find('=')));
         const std::string name = flag ? flag->name : "";
         prompts = prompts || name == "prompt";
@@ -418,14 +421,15 @@ static inline void auto_set(const char* name, double value, const std::string& f
     run_texts[(size_t)(flag - kFlags.data())] = flags_text(flag);
 }
 
-// AdamW's peak learning rates, by ladders and recipes. docs/train.md has this table, with where each row is
-// from. The first row counts that has no fewer channels than the model, no more tokens a step than the run,
-// and no more steps.
-struct AutoRate { int channels, batch, steps; double rate; };
+// AdamW's peak learning rates and shortest warm-ups, by ladders and recipes. docs/train.md has this table and
+// says where each row is from. The first row counts that has no fewer channels than the model, no more tokens
+// a step than the run, and no more steps.
+struct AutoRate { int channels, batch, steps; double rate; int warmup; };
 constexpr AutoRate kAutoRates[] = {
-    {128, 0, 0, 3e-3},      {512, 0, 0, 1e-3},      {768, 524288, 0, 6e-4}, {768, 32768, 2000, 1.2e-3},
-    {768, 32768, 0, 9e-4},  {768, 0, 0, 6e-4},      {1024, 0, 0, 3e-4},     {1536, 0, 0, 2.5e-4},
-    {2048, 0, 0, 2e-4},     {2560, 0, 0, 1.6e-4},   {kMaxC, 0, 0, 1.2e-4}};
+    {128, 0, 0, 3e-3, 20},      {512, 0, 0, 1e-3, 20},      {768, 524288, 0, 6e-4, 20},
+    {768, 32768, 2000, 1.2e-3, 100},                        {768, 32768, 0, 9e-4, 100},
+    {768, 0, 0, 6e-4, 20},      {1024, 0, 0, 3e-4, 20},     {1536, 0, 0, 2.5e-4, 20},
+    {2048, 0, 0, 2e-4, 20},     {2560, 0, 0, 1.6e-4, 20},   {kMaxC, 0, 0, 1.2e-4, 20}};
 
 // What does not depend on the data. The tensors left to AdamW beside Muon want a higher rate
 // (dev/bench/NOTES.md). An embedding of Llama's family that is not the head wants 0.1, and the head 0.004.
@@ -452,8 +456,8 @@ static inline void auto_of_data(const Config& c, int64_t steps) {
                         (long long)run.total_batch));
     }
     const std::string of_steps = format("auto: of %lld steps", (long long)steps);
-    const int64_t sixth = std::min<int64_t>(steps / 6, 100), twentieth = std::min<int64_t>(steps / 20, 700);
-    auto_set("warmup", (double)std::max(sixth, twentieth), of_steps);
+    const int64_t shortest = std::min<int64_t>(steps / 6, run.muon ? 20 : row->warmup);
+    auto_set("warmup", (double)std::max(shortest, std::min<int64_t>(steps / 20, 700)), of_steps);
     const bool has_val = run_given("val-data") || !run_given("train-data");
     auto_set("val-every", has_val ? (double)std::min<int64_t>(round_interval(steps, 10), 500) : 0.0,
              has_val ? of_steps : "auto: there is no --val-data");

@@ -17,13 +17,14 @@ What a run reads beside its model: token shards, questions, a tokenizer and a pr
 #include "../data/evalloader.h"     // gives: EvalSet
 #include "../data/tokenizer.h"      // gives: Tokenizer, TokenizerFile, tokenizer_find
 #include "flags.h"                  // gives: flags_split
+#include "question_sets.h"          // gives: question_files
 #include "run_config.h"             // gives: run, run_task, run_validates, rank_micro_steps
 #include "schedulers.h"             // gives: LrSchedule, kLrKinds
 #include "samples.h"                // gives: TextTask, text_init, text_check_encodes, prompt_tokens
 
 struct RunData {
     DataLoader train = {}, val = {};    // empty where the task does not need them
-    EvalSet questions = {};
+    std::vector<EvalSet> questions;
     Tokenizer tokenizer = {};           // without tokens: texts are printed as token ids
     std::vector<std::string> tokenizer_files;   // of the run's own: tokenizer.bin and its like
     std::vector<int> prompt;            // behind the token that begins a text; empty: no text is written
@@ -62,10 +63,10 @@ static inline int data_document_end(const TokenizerFile& own, int V) {
 static inline void data_open_tokenizer(RunData* d, int V) {
     const std::string model = run.resumed ? std::string(run.output_dir) + "/"
                             : file_size(run.model) >= 0 ? run.model : "";
-    const TokenizerFile own = tokenizer_find(model, V, {
-        {run.train_data, dataloader_path(d->train), d->train.tokenizer},
-        {run.val_data, dataloader_path(d->val), d->val.tokenizer},
-        {run.eval_data, run.eval_data, d->questions.tokenizer}});
+    std::vector<TokensOf> reads = {{run.train_data, dataloader_path(d->train), d->train.tokenizer},
+                                   {run.val_data, dataloader_path(d->val), d->val.tokenizer}};
+    for (const EvalSet& set : d->questions) { reads.push_back({set.path, set.path, set.tokenizer}); }
+    const TokenizerFile own = tokenizer_find(model, V, reads);
     const int tokens = (int)own.head.V;
     if (tokens > 0) {
         const std::string folder = own.file.substr(0, own.file.rfind('/') + 1);
@@ -169,7 +170,10 @@ static inline void data_open(RunData* d, Config* config) {
     const std::string error = config_error(*config);
     if (!error.empty()) { die("'%s': %s", run.train_data, error.c_str()); }
     if (run.evaluate) {
-        evalset_init(&d->questions, run.eval_data, V, run.B, run.T);
+        for (const std::string& path : question_files()) {
+            d->questions.emplace_back();
+            evalset_init(&d->questions.back(), path.c_str(), V, run.B, run.T);
+        }
     }
     if (run.serves) { return; }             // requests have token ids
     data_open_tokenizer(d, V);
@@ -189,8 +193,8 @@ static inline void data_check_same(const RunData& d, const std::string& program)
     Facts facts = {{"the program", program}, {"training data", dataloader_facts(&d.train)},
                    {"a sample of the training data", d.sample},
                    {"validation data", dataloader_facts(&d.val)},
-                   {"a sample of the validation data", dataloader_sample(&d.val)},
-                   {"evaluation data", evalset_facts(&d.questions)}};
+                   {"a sample of the validation data", dataloader_sample(&d.val)}};
+    for (const EvalSet& set : d.questions) { facts.push_back({"evaluation data", evalset_facts(&set)}); }
     for (const auto& fact : flag_facts()) { facts.push_back(fact); }
     comm_check_same(facts);
 }
