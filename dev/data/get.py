@@ -5,7 +5,7 @@
     python3 dev/data/get.py fineweb10B --shards 10          # ten shards or a few more, and one to validate on
     python3 dev/data/get.py files --from my/texts --out data/mine       # .txt .md .jsonl .parquet
     python3 dev/data/get.py english                         # everyday English, of known sha256
-    python3 dev/data/get.py answers --from my/chats.jsonl --out data/qa # rows of messages, for fine-tuning
+    python3 dev/data/get.py answers --from my/chats.jsonl --out data/qa --model RUN     # to fine-tune RUN
     python3 dev/data/get.py hub --repo OWNER/NAME --pattern 'data/*.parquet' --out data/theirs
 
     python3 dev/data/get.py tokenizer --from my/texts --vocab 32768 --out my-tok    # then --tokenizer my-tok
@@ -28,10 +28,12 @@ import fcntl
 import fnmatch
 import glob
 import itertools
+import json
 import os
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -45,18 +47,19 @@ import fetch                                        # noqa: E402
 import answers                                      # noqa: E402
 from chat_templates import ChatTemplate, template_text      # noqa: E402
 from doubles import Known                           # noqa: E402
-from any_tokenizer import NAMES, any_tokenizer, train      # noqa: E402
+from any_tokenizer import NAMES, any_tokenizer, read, train        # noqa: E402
 from documents import (Reader, exists, first_line, kind_of, looks_like_texts, need_pyarrow,   # noqa: E402
                        size_of)
 from fetch import File, Problem, is_url, of_each    # noqa: E402
 from outputs import guard_terminals                 # noqa: E402
 from token_files import write_token_shard           # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
-from tokenizer_files import END_OF_TEXT, tokenizer_bin, tokenizer_config            # noqa: E402
+from tokenizer_files import (END_OF_TEXT, GPT2_ID, id_of, read_head, token_ids, tokenizer_bin,  # noqa: E402
+                             tokenizer_config)
 
 TOOL = os.path.join(ROOT, "build", "tokenize")
 NVCC_PATH = os.environ.get("PATH", "") + ":/usr/local/cuda/bin"         # as the Makefile looks for it
-SHARD_TOKENS = 100_000_000
+SHARD_TOKENS, MODEL_MAGIC = 100_000_000, 20240326
 
 
 @dataclass
@@ -617,6 +620,8 @@ def arguments():
     option("--bytes", action="store_true", help="tokens are bytes (V=256), not GPT-2's")
     option("--tokenizer", metavar="FOLDER",
            help="tokens by this folder that `get.py tokenizer` made, or by any tokenizer.json")
+    option("--model", metavar="RUN",
+           help="tokens by the tokenizer of this run's folder or model; answers: rows of its length, too")
     option("--vocab", type=int, metavar="V", help="tokenizer: how many tokens it has (default: 32768)")
     option("--document-token", metavar="TEXT",
            help="--tokenizer: what goes in front of each document (default: as the folder of an imported "
@@ -638,8 +643,42 @@ UNUSED = {"debian": OF_ROWS, "english": OF_ROWS, "choices": OF_SETS,        # an
           "tokens": {**OF_SETS, **OF_TOKENIZERS}, "plays": {**OF_SETS, **OF_TOKENIZERS}}
 
 
+def take_model(dataset, args):
+    """--model RUN: the tokenizer that its shards had, and for answers a row's length."""
+    if args.tokenizer or args.bytes:
+        raise Problem("--model and " + ("--bytes" if args.bytes else "--tokenizer") + " name two tokenizers",
+                      "leave one out")
+    folder = args.model if os.path.isdir(args.model) else os.path.dirname(args.model) or "."
+    models = sorted(fnmatch.filter(listed(folder), "model_*.bin")) if folder == args.model else []
+    path = os.path.join(folder, models[-1]) if models else args.model
+    try:
+        with open(path, "rb") as f:
+            magic, _, T, V = struct.unpack("<4i", f.read(16))
+    except (OSError, struct.error):
+        magic = 0
+    if magic != MODEL_MAGIC:
+        raise Problem(f"--model {args.model}: there is no model", "it takes a run's folder or a model_*.bin")
+    own, flat = (os.path.join(folder, name) for name in NAMES)
+    text = read(own) if exists(own) else None
+    head = read_head(flat)
+    if text and id_of(own, text, head) != GPT2_ID:
+        args.tokenizer = folder
+        named = {number: token for token, number in token_ids(json.loads(text)).items()}
+        if head and args.document_token == END_OF_TEXT:
+            args.document_token = named.get(head.eot, END_OF_TEXT)
+    elif V == 256:
+        args.bytes = True
+    elif V not in (50257, 50304):               # GPT-2's
+        raise Problem(f"'{folder}' has no tokenizer.json, and its model {V} tokens of no known tokenizer",
+                      "--tokenizer FOLDER names one")
+    if dataset.name == "answers" and args.row_tokens is None:
+        args.row_tokens = min(T, 1024)
+
+
 def check_arguments(dataset, args):
     """What fits the data set; fills in what was not given."""
+    if args.model:
+        take_model(dataset, args)
     for name, (least, most) in NUMBERS.items():
         if getattr(args, name) is not None and not least <= getattr(args, name) <= most:
             raise Problem(f"--{name.replace('_', '-')} {getattr(args, name)}: it is {least} to {most}")
@@ -666,6 +705,7 @@ def check_arguments(dataset, args):
         raise Problem(f"--vocab {args.vocab}: 258 (the bytes, the end of text and a merge) to 65536")
     if dataset.kind in ("files", "tokens", "tokenizer") and (not args.origin or is_url(args.origin)):
         raise Problem(f"{dataset.name} are yours: --from says where they are",
+                      "get.py answers --from my/chats.jsonl --out data/qa" if dataset.name == "answers" else
                       f"get.py {dataset.name} --from my/texts --out data/mine")
     if dataset.kind == "tokenizer" and not args.out:
         raise Problem("tokenizer needs a place: --out FOLDER")
@@ -768,7 +808,8 @@ def run(args):
     val = f"--val-data {shell_quoted(stem + '_val_*.bin')}" if has_val else "--val-every 0"
     has_cuda = os.path.exists(os.path.join(ROOT, "train_gpt2cu")) or shutil.which("nvcc", path=NVCC_PATH)
     V = args.tokenizer.V if args.tokenizer and by_tool(args) else 256 if args.bytes else 0
-    model = "--model RUN " if dataset.name == "answers" else f"--model d12,V{V} " if V else ""
+    run_of = shell_quoted(args.model) if args.model else "RUN" if dataset.name == "answers" else ""
+    model = f"--model {run_of} " if run_of else f"--model d12,V{V} " if V else ""
     model += f"--sequence-length {args.row_tokens} " if args.row_tokens else ""
     train_files = shell_quoted(stem + "_train_*.bin")
     print(f"./train_gpt2{'cu' if has_cuda else 'cpu'} {model}--train-data {train_files} {val} ...")

@@ -259,6 +259,40 @@ def shards_of(name, number):
     return write(name, data[:12] + array("I", [number]).tobytes() + data[16:])
 
 
+def test_by_a_model():
+    """get.py answers --model RUN has the tokenizer that RUN's shards have, and rows of its length."""
+    own()
+    write("chats.jsonl", json.dumps({"prompt": "a b", "completion": "c"}) + "\n")
+    ended = json.loads(read(FIXTURE + ".json"))
+    ended["added_tokens"].append({**ended["added_tokens"][0], "id": V, "content": "</s>"})
+    ended = json.dumps(ended).encode()
+    write("ended/tokenizer.json", ended)
+    write("ended/tokenizer.bin", tokenizer_files.tokenizer_bin(ended, "</s>"))
+    cases = [("own_run", V, "own-tok", ["--tokenizer", "own-tok"]), ("bytes_run", 256, "", ["--bytes"]),
+             ("padded_run", 50304, "", [])]
+    if has_module("tokenizers"):            # what begins a document is the model's, too
+        cases.append(("ended_run", V + 1, "ended", ["--tokenizer", "ended", "--document-token", "</s>"]))
+    for run_of, vocabulary, beside, same in cases:
+        os.makedirs(run_of)
+        if beside:
+            shutil.copytree(beside, run_of, dirs_exist_ok=True)
+        path = constant_model(f"{run_of}/model_00000007.bin", {}, V=vocabulary, length=48)
+        made = []
+        named = path if vocabulary == 256 else run_of
+        for named, words in ((named, ["--model", named]), ("RUN", ["--row-tokens", 48, *same])):
+            shutil.rmtree("by_model", ignore_errors=True)
+            out = get("answers", "--from", "chats.jsonl", "--out", "by_model", *words)
+            assert f" --model {named} --sequence-length 48 " in out
+            made.append(read("by_model/by_model_train_000001.bin"))
+        assert made[0] == made[1], run_of
+    os.makedirs("nameless")
+    constant_model("nameless/model_00000001.bin", {}, V=999)
+    for words, said in ((["own-tok"], "there is no model"), (["nameless"], "999 tokens of no known"),
+                        (["own_run", "--bytes"], "--model and --bytes"), (["none"], "there is no model"),
+                        (["own_run", "--tokenizer", "own-tok"], "--model and --tokenizer")):
+        get_refused("answers", "--from", "chats.jsonl", "--out", "no", "--model", *words, said=said)
+
+
 def test_mismatches():
     own()
     if not os.path.exists("run"):

@@ -255,11 +255,11 @@ static inline std::string data_read_row(DataPrefetch* p, int64_t sample, int* in
     for (int t = 0; t <= T; t++) {
         const uint32_t token = data_token(shard, p->window.data(), t);
         if (token >= (uint32_t)p->vocab) {
-            const char* hint = "hint: get.py files --tokenizer makes shards with the model's own tokenizer; "
-                               "or choose a model with a larger V (-e)";
             return format("token id %u in '%s' at byte %lld (token number %lld), but the model's ids are "
-                          "0..%d\n%s", token, path, (long long)(offset + shard.token_bytes * t),
-                          (long long)(w * T + t), p->vocab - 1, hint);
+                          "0..%d\nhint: get.py %s --model RUN makes shards with the model's own tokenizer; "
+                          "or choose a model with a larger V (-e)", token, path,
+                          (long long)(offset + shard.token_bytes * t), (long long)(w * T + t), p->vocab - 1,
+                          shard.mask.fd < 0 ? "files" : "answers");
         }
         if (t < T) { inputs[t] = (int)token; }
         if (t > 0) { targets[t - 1] = (int)token; }

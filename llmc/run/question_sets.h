@@ -17,7 +17,7 @@ struct QuestionSet { const char *name, *file, *measure; double chance, gpt2; con
 static const QuestionSet kQuestionSets[] = {
     {"hellaswag", "/hellaswag_val.bin", "acc_norm", 0.25, 0.2955, "llm.c, dev/data/hellaswag.py"},
     {"mmlu", "/mmlu_test.bin", "acc_norm", 0.25, 0.2721, "llm.c, dev/data/mmlu.py"},
-    {"arc-easy", "/arc_easy_test.bin", "acc", 0.25, NAN, ""},
+    {"arc-easy", "/arc_easy_test.bin", "acc", 0.25, NAN, "none was found"},
     {"piqa", "/piqa_val.bin", "acc", 0.5, 0.6289, "lm-eval, huggingface.co/crumb/gpt2023"},
     {"winogrande", "/winogrande_val.bin", "acc", 0.5, 0.5161, "lm-eval, huggingface.co/crumb/gpt2023"},
     {"lambada", "/lambada_test.bin", "acc", 0.0, 0.3256, "lm-eval, its issue 2159"}};
