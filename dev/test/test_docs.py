@@ -264,6 +264,17 @@ def test_other_trainers():
             assert "unknown flag" not in run_program([ROOT + "/train_gpt2cpu", name, "x"])[2], name
 
 
+def test_table_of_rates():
+    """docs/train.md's is the program's."""
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d.e-]+) \| (\d+) \|",
+                      read(f"{ROOT}/docs/train.md").decode(), re.M)
+    source = read(f"{ROOT}/llmc/run/run_config.h").decode()
+    table = re.search(r"kAutoRates\[\] = \{(.*?)\};", source, re.S)[1]
+    most = re.search(r"kMaxC = (\d+)", read(f"{ROOT}/llmc/ops/op_types.h").decode())[1]
+    wanted = [tuple(row.replace("kMaxC", most).split(", ")) for row in re.findall("{(.*?)}", table)]
+    assert rows == wanted and len(rows) > 9
+
+
 # a line, and what is wrong with it
 @pytest.mark.parametrize("text, wanted", [
     ("    make nothing", "no target nothing"), ("    make plot RUM=x", "no setting RUM"),
