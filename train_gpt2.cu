@@ -7089,7 +7089,7 @@ static bool evaluate(Model* model, const std::vector<EvalSet>& sets, Logger* log
         else { report_eval(score), logger_eval(logger, step, score); }
         fine = report_finite("losses of the evaluation are", score.measures[0].value) && fine;
     }
-    if (run.all_questions) { question_end(); }
+    if (run.all_questions && run.verbose < 0) { printf("%s}\n", question_json.c_str()); }
     return fine;
 }
 

@@ -85,8 +85,8 @@ SAID = [({"b": 4, "gpu": "48GiB"}, r"on 1 x 48 GiB, BF16\n(.*\n)*a step: 4096 to
         ({"b": 4, "gpu": "24 gb"}, r"on 1 x 24 GiB"),
         ({"gpus": 8, "zs": 1}, r"memory: .* GiB on each rank\n"),
         ({}, r"memory: .* GiB in all\n"),
-        ({"x": 2, "price": 4}, r"time: about 0\.\d+ seconds for 8.19K tokens, \$0.000\d at \$4 "),
-        ({"x": 3000, "b": 64}, r"time: about 4\.\d+ minutes for 197M tokens\n"),
+        ({"x": 2, "price": 4}, r"time: about 0\.\d+ seconds for 0.00819M tokens, \$0.000\d at \$4 "),
+        ({"x": 3000, "b": 64}, r"time: about 4\.\d+ minutes for 0.197B tokens\n"),
         ({"x": 300000, "b": 64}, r"time: about \d\.\d+ hours for 19.7B tokens\n")]
 
 

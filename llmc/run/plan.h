@@ -175,13 +175,6 @@ static inline void plan_print_batch(int largest, const std::string& advice, int 
            rank_micro_steps(), lanes);
 }
 
-// In the largest unit of which there is a whole one: "4.15 hours", "512".
-static inline std::string plan_amount(double x, std::vector<std::pair<double, const char*>> units) {
-    while (units.size() > 1 && x < units.back().first) { units.pop_back(); }
-    const double amount = x / units.back().first;
-    return format(amount < 100 ? "%.3g%s" : "%.0f%s", amount, units.back().second);
-}
-
 // Prints what a step and a run of `steps` take, or a billion tokens if steps is not known, -1. price: dollars
 // for an hour of a GPU; 0: not known.
 static inline void plan_print_time(const GpuKind& gpu, const Config& c, double params, const PlanBatch& batch,
@@ -194,9 +187,10 @@ static inline void plan_print_time(const GpuKind& gpu, const Config& c, double p
     const double dollars = hours * batch.world * price;
     printf("speed: about %.*f ms a step, %.0f tok/s, MFU %.0f%%\n", seconds < 0.001 ? 3 : 1, seconds * 1e3,
            speed, 100.0 * step_flops(c, params, batch.T) * speed / peak);
-    printf("time: about %s for %s tokens",
-           plan_amount(hours * 3600, {{1, " seconds"}, {60, " minutes"}, {3600, " hours"}}).c_str(),
-           plan_amount(tokens, {{1, ""}, {1e3, "K"}, {1e6, "M"}, {1e9, "B"}}).c_str());
+    const double time_of = hours < 1.0 / 30 ? 1.0 / 3600 : hours < 2 ? 1.0 / 60 : 1;      // a unit, in hours
+    printf("time: about %.3g %s for %.3g%s tokens", hours / time_of,
+           time_of == 1 ? "hours" : time_of > 0.01 ? "minutes" : "seconds",
+           tokens * (tokens < 1e8 ? 1e-6 : 1e-9), tokens < 1e8 ? "M" : "B");
     if (price > 0) { printf(", $%.*f at $%g for an hour of a GPU", dollars < 0.1 ? 4 : 2, dollars, price); }
     printf("\n");
 }

@@ -3,7 +3,7 @@ eval RUN --all: every set of questions that is there, beside chance and what GPT
 
     for (const std::string& path : question_files()) { ... }    // or the one set of --eval-data
     question_row("dev/data/piqa/piqa_val.bin", score);          // a line of the table; keeps its JSON
-    question_end();                                             // with --verbose -1 the JSON alone
+    printf("%s}\n", question_json.c_str());                      // with --verbose -1, which has no table
 */
 #pragma once
 
@@ -57,8 +57,4 @@ static inline void question_row(const std::string& path, const EvalScore& score)
                             set->measure, set->chance, json_number(set->gpt2).c_str(),
                             json_quote(set->source).c_str());
     fflush(stdout);
-}
-
-static inline void question_end() {
-    if (run.verbose < 0) { printf("%s}\n", question_json.c_str()); }
 }
