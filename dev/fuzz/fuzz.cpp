@@ -444,6 +444,7 @@ static void fuzz_flags(Bytes input) {
     flags_print(kFlags, true);
 
     parse(&words);                                      // some flags belong together
+    settings_keep();
     const Config c = settle();
     const int64_t all = (int64_t)run.B * run.T * comm.world;
     PROPERTY(config_error(c).empty() && run.T >= 1 && run.T <= c.maxT, "-t %d", run.T);

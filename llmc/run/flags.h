@@ -178,8 +178,9 @@ static inline std::string flags_answer(const FlagAnswers& answers, const std::st
 }
 
 static inline std::string flags_about(const Flag* f) {
-    return std::string(f->help) + " (default " + (f->is_auto ? "auto; beside a letter such as -b " : "") +
-           (f->def[0] ? f->def : "none") + ")";
+    const std::string def = f->def[0] ? f->def : "none";
+    const char* beside = f->is_auto ? "auto; beside letters, as -b, " : "";
+    return f->help + format(" (default %s%s)", beside, def.c_str());
 }
 
 // Stores the value in *f->where, or dies and names the allowed values.
