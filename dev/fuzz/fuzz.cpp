@@ -459,9 +459,12 @@ static void fuzz_flags(Bytes input) {
 static void fuzz_descriptor(Bytes input) {
     const Config c = descriptor_config(input.c_str());
     PROPERTY(config_error(c).empty(), "%s", config_error(c).c_str());
-    const std::string text = format("V%d,T%d,C%d,NH%d,L%d", c.V, c.maxT, c.C, c.NH, c.L);
-    const Config again = descriptor_config(text.c_str());
-    PROPERTY(memcmp(&c, &again, sizeof(c)) == 0, "%s is another model", text.c_str());
+    auto text_of = [](const Config& of) {
+        return of.is_llama() ? llama_text(of)
+             : format("V%d,T%d,C%d,NH%d,L%d", of.V, of.maxT, of.C, of.NH, of.L) + window_text(of);
+    };
+    const std::string text = text_of(c);
+    PROPERTY(text_of(descriptor_config(text.c_str())) == text, "%s is another model", text.c_str());
     double elements = 0.0;                              // sizes must not wrap: as numbers that cannot
     const std::vector<ParamSpec> specs = param_table(c);
     const Layout layout = param_layout(specs, c.L, Split(), false, false);

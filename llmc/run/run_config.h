@@ -146,7 +146,7 @@ static const FlagTable kFlags = {
         "AdamW", FLAG_FIXED},
     {"",    "beta2",           FLAG_FLOAT,  &settings.beta2,          "0.95",    0, 0.9999999, nullptr,
         "AdamW", FLAG_FIXED},
-    {"",    "eps",             FLAG_FLOAT,  &settings.eps,            "1e-8",    1e-30, 1, nullptr,
+    {"",    "eps",             FLAG_FLOAT,  &settings.eps,            "1e-08",   1e-30, 1, nullptr,
         "AdamW", FLAG_FIXED},
     {"",    "embedding-rate",  FLAG_FLOAT,  &settings.embedding_rate, "1",       0, 1e4, nullptr,
         "the learning rate of wte and wpe, as a multiple of the others'; with Muon by default 27.78 of m12 "
