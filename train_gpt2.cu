@@ -3944,7 +3944,7 @@ template <int kHS> struct MmaShapes {
 
 // The shapes of the sm90 kernels, which copy whole tiles of 64 or 128 columns. NOTES.md has others, too.
 // NearForward: walks of a few tiles, that is of a window up to kNear.
-constexpr int kNear = 512;
+[[maybe_unused]] constexpr int kNear = 512;
 template <int kHS> struct Sm90Shapes {
     typedef Sm90Shape<64, 1, 64, 2, 4> Forward, NearForward, Dq;
     typedef Sm90Shape<64, 1, 64, 2, 3> Dkv;
