@@ -260,7 +260,8 @@ has_fuzzer = $(shell printf 'extern "C" $(FUZZER)\n' | \
 built-cpu: build/asan/test_gpt2cpu build/plain/train_gpt2cpu $(if $(has_fuzzer),build/fuzz) \
            build/train_gpt2lazy train_gpt2cpu \
            $(ASAN_TESTS) build/tsan/test_comm build/tsan/test_dataloader $(TOOLS)
-built-gpu: $(foreach kind,BF16 FP16 FP32,build/check/test_gpt2.$(kind) build/check/train_gpt2.$(kind))
+built-gpu: $(foreach kind,BF16 FP16 FP32,build/check/test_gpt2.$(kind) build/check/train_gpt2.$(kind)) \
+           $(TOOLS)
 built-test: $(if $(GPU_CAPS),built-gpu) $(if $(NVCC),look) built-cpu
 built-all: built-test $(if $(NVCC),look-all) build/asan/train_gpt2cpu test_gpt2cpu \
            build/tsan/test_host build/tsan/test_checkpoints $(TESTS)

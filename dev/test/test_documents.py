@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from checks import read, write
-from jobs import ranks
+from jobs import need, ranks
 from trainer import (assert_close, model_path, on_cpu, refused, run_ok, sentences, settings_of,
                      write_questions, write_shard)
 from twins import doubles, np, row_losses, token_losses, wide_model, windows
@@ -46,11 +46,10 @@ def trained(folder, **more):
 
 @pytest.mark.parametrize("model", [GPT2 + ",window=5,pattern=SL", LLAMA])
 def test_same_bits(model):
-    """Recomputing, ranks, and a stop behind the 10th step change none. Without the mask they are others."""
+    """Recomputing, a stop behind the 10th step, and ranks change none. Without the mask they are others."""
     kind = model[:5]
     one = trained(kind, **{"-e": model})
-    for name, more in (("recomputes", {"-r": 3}), ("ranks", ranks(2, 1))):
-        assert trained(f"{kind} {name}", **{"-e": model, **more}) == one, name
+    assert trained(kind + " recomputes", **{"-e": model, "-r": 3}) == one
     again = kind + " again"
     shutil.copytree(kind, again)
     for name in os.listdir(again):
@@ -59,6 +58,8 @@ def test_same_bits(model):
     run_ok({**USUAL, "-e": model, "-x": 12, "-n": 10, "-y": 1, "-o": again})
     assert read(again + "/model_00000012.bin")[1024:] == one
     assert trained(kind + " none", **{"-e": model, "--document-mask": None}) != one
+    need(2)
+    assert trained(kind + " ranks", **{"-e": model, **ranks(2, 1)}) == one
 
 
 def test_losses():
@@ -73,7 +74,7 @@ def test_losses():
     rows = windows(documents(2, 600), T)
     want, without = (np.mean(row_losses(dims, params, rows, begins))
                      for begins in (rows[:, :-1] == 0, None))
-    near = 2e-5 if on_cpu() else 3e-2
+    near = 2e-5 if on_cpu() else 7e-3
     assert abs(want - without) > 3 * near
     alone = {"-i": None, "-j": None, "-b": None, "-z": None, "-l": None, "-m": None, "-x": 0}
     after = run_ok({**USUAL, **alone, "-e": "run"}).val_losses()
@@ -131,7 +132,7 @@ def test_conversations():
     starts = doubles("wide.bin")
     ends = [tokens[:, :-1] == 0 for tokens in (rows, trains_on)]
     begins, trains_begins = (end & np.roll(end, 1, axis=1) for end in ends)
-    near = 2e-5 if on_cpu() else 3e-2
+    near = 2e-5 if on_cpu() else 1.5e-2
     loss = run_ok({**USUAL, "-e": "wide.bin", "-t": T, "-i": "talk.bin", "--shuffle": 0, "-x": 1}).losses()
     assert_close(loss, [np.mean(row_losses(*starts, trains_on[:8], trains_begins[:8]))], near, "training")
     mixture = {"-i": "talk.bin:0.5,train.bin:0.5", "-j": "talk_val.bin:0.5,val.bin:0.5"}
