@@ -36,6 +36,7 @@ SMALLER = [
     (r"--nnodes 2 --nproc-per-node 8 \.\.\.", "--nproc-per-node 2", "--nproc-per-node {gpus}"),
     (r"-x \d+ \.\.\.", "-x 8 -v 0 -s 0", "-x 8 -v 0 -s 0"),
     (r"(--max-steps|-x) (600000|19073|1000|500|400|100|50)\b", r"\1 6", r"\1 6"),
+    (r"--max-steps 30000", "--max-steps 8", "--max-steps 8"),
     (r"model_00019073", "model_00000008", "model_00000008"),
     (r"(-u|--warmup) \d+", r"\1 2", r"\1 2"),
     (r" \.\.\.", " -x 8 -v 0 -s 0", " -x 8 -v 0 -s 0"),
