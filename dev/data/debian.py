@@ -86,8 +86,8 @@ def download_packages(patterns, folder):
         with open(os.path.join(folder, package + ".done"), "w", encoding="ascii"):
             pass                                # apt verifies what it downloads before it ends
     if others or len(packages) < len(pinned):
-        print(f"note: {others} of {len(packages)} packages, of {len(pinned)}, are not of the versions of "
-              "debian-docs.versions: so their tokens are others")
+        print(f"note: of {len(pinned)} packages apt has {len(packages)}, {others} of them in versions that "
+              "debian-docs.versions does not name: so the tokens are others")
     return deb_files(folder)
 
 
