@@ -297,7 +297,7 @@ static bool case_runs(Case* c) {
     if (c->continued && running == 1 && c->sent && c->ended[c->to] < 0) { kill(c->pids[c->to], SIGCONT); }
     for (int r = 0; r < c->world && c->signal_number && !c->sent; r++) { ready += rank_pid(*c, r) > 0; }
     if (ready == c->world) {
-        c->sent = comm_now() + (c->frozen ? kSilence + 3 : c->nohup ? 1 : 0);
+        c->sent = comm_now() + (c->frozen ? kSilence + 3 : 1);      // two heartbeats tell of a step
         if (c->frozen) { kill_ranks(*c, SIGSTOP); }
         if (c->nohup) { kill(c->pids[0], SIGHUP); }
     }
