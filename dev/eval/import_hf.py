@@ -77,7 +77,7 @@ Tensor = namedtuple("Tensor", "path dtype shape begin")
 # ---- config.json ----
 
 def json_object(text):
-    """ValueError also if a key comes twice, and of NaN."""
+    """ValueError also if a key comes twice, of NaN, and of a whole number that is too large for a float."""
     def object_of(pairs):
         if len(dict(pairs)) < len(pairs):
             raise ValueError("a key comes twice")
@@ -87,7 +87,8 @@ def json_object(text):
         raise ValueError(word)
 
     try:
-        value = json.loads(text, object_pairs_hook=object_of, parse_constant=no_number)
+        value = json.loads(text, object_pairs_hook=object_of, parse_constant=no_number,
+                           parse_int=lambda digits: int(digits) if len(digits) < 300 else no_number(digits))
     except RecursionError as error:
         raise ValueError("too deep") from error
     if not isinstance(value, dict):
@@ -165,7 +166,8 @@ def read_config(path):
             left["layer_types"] = types                     # it is refused below
         if "S" not in pattern:
             return {}
-        period = next(n for n in range(1, 1 + len(pattern)) if (pattern[:n] * L)[:len(pattern)] == pattern)
+        length = len(pattern)
+        period = next(n for n in range(1, 1 + length) if (pattern[:n] * length)[:length] == pattern)
         return {"window": window, "pattern": pattern[:period]}
 
     nanochat, qwen3, qwen = kind == "nanochat", kind == "qwen3", kind in ("qwen2", "qwen3")

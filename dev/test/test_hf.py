@@ -987,6 +987,8 @@ LLAMA_OTHERS = [
     ("Llama", {"intermediate_size": 12}, "F=12: NH must"), ("Llama", {"rms_norm_eps": 0}, "eps above 0"),
     ("Llama", {"rope_theta": -1.0, "rope_parameters": None}, "theta and eps above 0"),
     ("Llama", {"num_attention_heads": 0}, "NH=0"),
+    ("Llama", {"rope_theta": 10**400, "rope_parameters": None}, "is not a JSON object"),
+    ("Qwen3 windows", {"num_hidden_layers": 0}, "layer_types is [sliding_attention, full_"),
     ("Llama", {"rms_norm_eps": "x"}, "lacks a number for rms_norm_eps"),
     ("Llama", {"hidden_size": None}, "lacks a whole number for hidden_size"),
     ("Llama", {"quantization_config": {"bits": 4}}, "the model is quantised"),
