@@ -12,6 +12,7 @@ a package would leave limits, deadlines, who may ask and OpenAI's form of errors
 import codecs
 import contextlib
 import http.server
+import io
 import itertools
 import json
 import os
@@ -41,7 +42,8 @@ from tokenizer_files import decoded, for_chats, tokenizer_json      # noqa: E402
 
 MOST_BYTES = 4 << 20        # of a request
 MOST_WAITING = 256          # requests
-SILENCE_S, BODY_S = 20, 60  # a client's, that neither sends nor takes; until all of a request has come
+MOST_CLIENTS = 512          # at once: each has a thread and an open file, of which 1024 are usual
+SILENCE_S, REQUEST_S = 20, 60       # that a client neither sends nor takes; until all of a request has come
 LOCAL = "127.0.0.1", "localhost"
 SETTINGS = {                # type, least, most, default, help
     "temperature": (float, 0, 100, 1.0, "0: always the likeliest token"),
@@ -170,7 +172,9 @@ class Model:
             raise Problem(f"--template {template}: there is no chat template", "it is a folder with "
                           "chat_template.jinja, or with one in tokenizer_config.json")
         listed = kept_ids(words).get("eos_token_id", [])    # an imported model's
-        self.ends = {self.end, *(listed if isinstance(listed, list) else [listed])}
+        listed = listed if isinstance(listed, list) else [listed]
+        self.ends = {self.end, *(i for i in listed if type(i) is int and 0 <= i < program.V)}
+        self.longest = max(map(len, words.vocab))           # characters that a token may have
         self.chats, tokens = False, {"eos_token": end}
         self.template = ChatTemplate("", folder, marks, tokens)
         try:
@@ -193,10 +197,18 @@ class Model:
     def encode(self, text):
         """Behind the token that begins a document. No document has a byte 0."""
         text = text.replace("\0", "").encode("utf-8", "replace").decode()
+        if len(text) > self.longest * self.program.T:       # millions of tokens would take a gigabyte
+            raise self.too_long(f"{len(text)} characters")
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids if ids[:1] == [self.end] else [self.end, *ids]
 
+    def too_long(self, size):
+        return Refused(f"the prompt has {size}, and the model takes {self.program.T} tokens at most: begin a "
+                       "new conversation, or shorten the text")
+
     def prompt(self, text):
+        if isinstance(text, list) and len(text) == 1 and isinstance(text[0], (str, list)):
+            text = text[0]                      # a list of prompts, as some tools send one
         if isinstance(text, str):
             return self.encode(self.template.plain(text))
         ids, V = text if isinstance(text, list) else [], self.program.V
@@ -230,8 +242,7 @@ class Model:
             raise Refused("stop must be a text or a list of texts, 16 at most")
         prompt = self.prompt_of(asked.get("messages")) if chats else self.prompt(asked.get("prompt"))
         if (room := self.program.T + 1 - len(prompt)) < 1:
-            raise Refused(f"the prompt has {len(prompt)} tokens, and the model takes {self.program.T} at "
-                          "most: begin a new conversation, or shorten the text")
+            raise self.too_long(f"{len(prompt)} tokens")
         numbers["sample_tokens"] = min(numbers.pop("max_tokens"), room)
         numbers = {name.replace("_", "-"): value for name, value in numbers.items()}
         return Request(prompt, chats, numbers, self.ends, stops)
@@ -259,10 +270,27 @@ class Model:
 
 # ---- the server ----
 
+class Incoming(socket.SocketIO):
+    """What a client sends, until REQUEST_S are over: it may send a byte now and then for ever."""
+
+    def __init__(self, connection):
+        super().__init__(connection, "r")
+        self.until = time.monotonic() + REQUEST_S
+
+    def readinto(self, buffer):
+        if time.monotonic() > self.until:
+            raise TimeoutError
+        return super().readinto(buffer)
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """A connection has one request."""
     protocol_version, server_version, sys_version, timeout = "HTTP/1.1", "samebits", "", SILENCE_S
     unread = False
+
+    def setup(self):
+        super().setup()
+        self.rfile = io.BufferedReader(Incoming(self.connection))
 
     def log_message(self, *_):
         pass
@@ -332,10 +360,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused("a request needs a Content-Length", 411)
         if len(length) > 9 or int(length) > MOST_BYTES:
             raise Refused(f"the body has {length[:20]} bytes; allowed are {MOST_BYTES}", 413)
-        data, until = b"", time.monotonic() + BODY_S
+        data = b""
         while len(data) < int(length):
             part = self.rfile.read1(int(length) - len(data))
-            if not part or time.monotonic() > until:
+            if not part:
                 raise Refused(f"of {length} bytes of the body {len(data)} have come", 408)
             data += part
         try:
@@ -381,7 +409,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             for number, (piece, reason) in enumerate(pieces):
                 send(choices(piece, reason, number == 0))
-            if asked.get("stream_options") == {"include_usage": True}:
+            options = asked.get("stream_options")
+            if isinstance(options, dict) and options.get("include_usage"):
                 send({**base, "choices": [], "usage": usage()})
         except Refused as refused:
             send(refused.body)
@@ -408,6 +437,12 @@ class Server(http.server.ThreadingHTTPServer):
         self.about = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "user",
                       "chats": model.chats, "max_model_len": model.program.T, "defaults": defaults}
         super().__init__((host, port), Handler)
+
+    def process_request(self, request, client_address):
+        if threading.active_count() < MOST_CLIENTS:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exc_info()[1], OSError):      # the client has gone
@@ -478,6 +513,8 @@ def arguments():
 def run(args):
     given = {name: getattr(args, name) for name in SETTINGS}
     defaults = {name: number(name, value) for name, value in given.items() if value is not None}
+    if not re.fullmatch(r"[\w.~-]*", args.key or "", re.ASCII):
+        raise Problem("--key: letters, digits and . _ ~ - are allowed", "the page's address ends with it")
     programs = [os.path.join(ROOT, name) for name in ("train_gpt2cu", "train_gpt2cpu")]
     path = args.program or next(filter(os.path.exists, programs), None)
     if not path:
@@ -486,7 +523,11 @@ def run(args):
     if args.terminal:
         return talk(model, defaults)
     key = args.key or ("" if args.host in LOCAL else secrets.token_urlsafe(16))
-    server = Server(args.host, args.port, model, defaults, key)
+    try:
+        server = Server(args.host, args.port, model, defaults, key)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise Problem(f"--host {args.host} --port {args.port}: {why}") from error
     address = f"http://{args.host}:{server.server_port}/"
     print(f"{model.name} {'answers' if model.chats else 'goes on with texts'}: {address}{key and '#' + key}\n"
           f"for tools: {address}v1{key and ', the key is ' + key}", flush=True)
@@ -508,8 +549,10 @@ def main():
         die(str(refused))
     except Problem as problem:
         die("\nhint: ".join(filter(None, (problem.what, problem.hint))))
-    except (OSError, OverflowError) as error:
-        die(f"--host {args.host} --port {args.port}: {getattr(error, 'strerror', None) or error}")
+    except OSError as error:
+        die(f"'{error.filename or 'standard output'}': {error.strerror}")
+    except KeyboardInterrupt:               # on the terminal, while the model is read
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -149,10 +149,10 @@ class Client:
     """dev/serve.py on a port of its own, until the `with` ends. err: how what it has to say begins."""
     err = ""
 
-    def __init__(self, *words):
+    def __init__(self, *words, serve=SERVE):        # pylint: disable=W0102
         pytest.importorskip("jinja2")
         pytest.importorskip("tokenizers")
-        self.p = subprocess.Popen([*LEASH, *SERVE, "--port", "0", *words], stdout=subprocess.PIPE, text=True,
+        self.p = subprocess.Popen([*LEASH, *serve, "--port", "0", *words], stdout=subprocess.PIPE, text=True,
                                   stderr=subprocess.PIPE, env=Program.environment(1))
         self.said = self.p.stdout.readline()
         assert self.said, self.p.stderr.read()
@@ -197,6 +197,9 @@ def test_refused():
             (b'{"prompt": "a', "no JSON"), (b"[" * 10**5, "no JSON"), (b'{"prompt": "\xff"}', "no JSON"),
             ([], "no object"), ({}, "prompt must be"), ({"prompt": [256]}, "from 0 to 255"),
             ({"prompt": "a" * T}, f"has {T + 1} tokens, and the model takes {T} "),
+            ({"prompt": ["a" * T]}, f"has {T + 1} tokens"), ({"prompt": [[256]]}, "from 0 to 255"),
+            ({"prompt": "a" * 1000}, "has 1000 characters, and the model takes"),
+            ({"prompt": ["a", "a"]}, "prompt must be"),
             *(({"prompt": "a", key: value}, f"{key} ") for key, value in (
                 ("temperature", -1), ("temperature", float("nan")), ("top_p", "1"), ("top_k", 1.5),
                 ("top_k", True), ("seed", -1), ("seed", 10**99), ("max_tokens", 0), ("n", 2), ("echo", True),
@@ -295,7 +298,8 @@ def test_chat():
     asked = {"messages": [{"role": role, "content": [{"type": "text", "text": content}]}
                           for role, content in said]}
     folder = own_template("{{ bos_token }}" + CHATML, "with-template")
-    write(f"{folder}/generation_config.json", '{"eos_token_id": [7]}')      # more ends
+    write(f"{folder}/generation_config.json",           # more ends, and what is no token
+          '{"eos_token_id": [7, 261, -1, true, "x", null, {}]}')
     ids = {byte: i for i, byte in enumerate(tokenizer_files.byte_characters())}
     end, bos, eos, start, stop = range(256, 261)            # END, and SPECIAL of test_conversations.py
     chatml = [end, bos]
@@ -312,6 +316,10 @@ def test_chat():
                                                                                 "content": "OK "})
             streamed = client.ask("/v1/chat/completions", {**asked, "stream": True})[1]
             deltas = [json.loads(event[6:])["choices"][0]["delta"] for event in streamed.split("\n\n")[:-2]]
+            counted = {"include_usage": True, "include_obfuscation": False}
+            fields = {**asked, "stream": True, "stream_options": counted}
+            streamed = client.ask("/v1/chat/completions", fields)[1]
+            assert '"usage": {"prompt_tokens": %d' % len(prompt) in streamed
             assert "".join(delta["content"] for delta in deltas) == "OK " and deltas[0]["role"] == "assistant"
             words = dict(word.split("=") for word in read("asked.txt").decode().splitlines()[0].split())
             assert list(map(int, words["tokens"].split(","))) == prompt
@@ -341,6 +349,9 @@ def test_templates():
             client.err = err
     code, _, err = run_program([*SERVE, *faked([], folder=good, V=261), "--template", bad])
     assert code == 1 and err.startswith("error: 'bad' has no tokenizer_config.json, which says")
+    os.remove("bad/tokenizer.json")
+    code, _, err = run_program([*SERVE, *faked([], folder="bad", V=261)])
+    assert code == 1 and err == "error: 'bad/tokenizer.json': No such file or directory\n"
 
 
 @pytest.mark.cpu_only
@@ -359,6 +370,35 @@ def test_who_leaves_frees_the_place():
         status, got = client.ask("/v1/completions", {"prompt": "a", "stream": streams})
         assert status == (200 if streams else 503) and "the program that draws the tokens has ended" in got
     assert client.p.wait(60) == 1 and client.p.stderr.read().startswith("error: the program that draws")
+
+
+@pytest.mark.cpu_only
+def test_bounds():
+    """A client that sends a byte now and then is dropped, and so is one too many; neither leaves a trace."""
+    serve = [sys.executable, "-c", f"import sys; sys.path.insert(0, {os.path.join(ROOT, 'dev')!r})\n"
+             "import serve; serve.REQUEST_S, serve.MOST_CLIENTS = 1, 8; serve.main()"]
+    length = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n"
+    with Client(*faked(b"xy"), serve=serve) as client:
+        def connected():
+            return socket.create_connection(("127.0.0.1", client.port), timeout=0.1)
+
+        for sent in (b"G", length):
+            with connected() as s:
+                end, came = time.monotonic() + 10, None
+                while came is None and time.monotonic() < end:
+                    with contextlib.suppress(TimeoutError):
+                        s.sendall(sent)
+                        sent, came = b"a", s.recv(9)
+            assert came == b""
+        with contextlib.ExitStack() as many:
+            clients = [many.enter_context(connected()) for _ in range(12)]
+            clients[-1].settimeout(10)
+            assert clients[-1].recv(9) == b""
+        end, text = time.monotonic() + 10, ""
+        while not text and time.monotonic() < end:      # until the others' end has been seen
+            with contextlib.suppress(ConnectionError, http.client.HTTPException):
+                text = client.complete()
+        assert text == "xy"
 
 
 @pytest.mark.cpu_only
@@ -388,6 +428,21 @@ def test_on_the_terminal():
             assert set(p.stdout.readline()) <= {*b"x\n"}
         p.stdin.close()
         assert p.stdout.read() == b"" and p.wait(60) == 0
+    write("reads.py", f"#!{sys.executable}\nimport sys\n"
+          "open('asked.txt', 'w').write('reads')\nsys.stdin.read()")
+    os.chmod("reads.py", 0o755)
+    for words, lines, number, said in (
+            (["fake.json", "--program", "./reads.py"], b"", signal.SIGINT, (b"", 130)),
+            (faked(b"xy"), b"a\n" * 9, 0, (b"error: 'standard output': Broken pipe\n", 1))):
+        with subprocess.Popen([*LEASH, *SERVE, *words, "--terminal"], stdin=subprocess.PIPE, bufsize=0,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as p:
+            if number:                          # while the model is read
+                asked_for("reads")
+                os.killpg(p.pid, number)
+            p.stdout.close()
+            p.stdin.write(lines)
+            p.stdin.close()
+            assert (p.stderr.read(), p.wait(60)) == said
 
 
 @pytest.mark.cpu_only
@@ -395,6 +450,7 @@ def test_on_the_terminal():
     ("none --program ./train", "error: --program ./train: No such file"),
     ("./none", "error: cannot open './none'"), ("./none --temperature -1", "temperature is -1.0; allowed"),
     ("fake.json --program ./fake.py --template .", "error: --template .: there is no chat template"),
+    ("fake.json --program ./fake.py --key a/b", "error: --key: letters, digits"),
     ("fake.json --program ./fake.py --port 99999", "error: --host 127.0.0.1 --port 99999")])
 def test_wrong_words(words, said):
     faked(b"")
