@@ -34,6 +34,7 @@ ROOT = os.path.dirname(HERE)
 sys.path[1:1] = [HERE, *(os.path.join(HERE, name) for name in ("data", "eval", "reference"))]
 from answers import checked                         # noqa: E402
 from chat_templates import ChatTemplate, template_text      # noqa: E402
+from documents import reading                       # noqa: E402
 from export_hf import CHAT_TEMPLATES, kept_ids, words_of    # noqa: E402
 from fetch import Problem, need                     # noqa: E402
 from hf import Parser, die                          # noqa: E402
@@ -159,18 +160,14 @@ class Model:
             raise Problem(f"'{folder}' has no tokenizer.bin, and for V={program.V} none is known (256: "
                           "bytes; 50257, 50304: GPT-2)", "copy it and tokenizer.json from beside the shards")
         fast = words.fast or json.loads(tokenizer_json(words.vocab, words.merges))
-        special = {token["id"] for token in fast["added_tokens"] if token["special"]}
-        to_bytes = decoded(fast)
-        self.bytes = {i: b"" if i in special else to_bytes(token) for token, i in words.vocab.items()}
         self.end, end = words.end, words.end_text()
-        marks = for_chats(fast, end)
         package = need("tokenizers", "no text becomes tokens", "tokenizers")
-        self.tokenizer = package.Tokenizer.from_str(json.dumps(fast))
-        own = template or not program.chat
-        text = template_text(template or folder) if own else CHAT_TEMPLATES[program.chat]
-        if template and not text:
-            raise Problem(f"--template {template}: there is no chat template", "it is a folder with "
-                          "chat_template.jinja, or with one in tokenizer_config.json")
+        with reading(os.path.join(folder, "tokenizer.json")):
+            special = {token["id"] for token in fast["added_tokens"] if token["special"]}
+            to_bytes = decoded(fast)
+            self.bytes = {i: b"" if i in special else to_bytes(token) for token, i in words.vocab.items()}
+            marks = for_chats(fast, end)
+            self.tokenizer = package.Tokenizer.from_str(json.dumps(fast))
         listed = kept_ids(words).get("eos_token_id", [])    # an imported model's
         listed = listed if isinstance(listed, list) else [listed]
         self.ends = {self.end, *(i for i in listed if type(i) is int and 0 <= i < program.V)}
@@ -178,6 +175,11 @@ class Model:
         self.chats, tokens = False, {"eos_token": end}
         self.template = ChatTemplate("", folder, marks, tokens)
         try:
+            own = template or not program.chat
+            text = template_text(template or folder) if own else CHAT_TEMPLATES[program.chat]
+            if template and not text:
+                raise Problem(f"--template {template}: there is no chat template", "it is a folder with "
+                              "chat_template.jinja, or with one in tokenizer_config.json")
             if text:
                 own = ChatTemplate(text, template or folder, marks, None if own else tokens)
                 self.learn(own, words.vocab)

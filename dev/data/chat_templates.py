@@ -33,13 +33,19 @@ def beside(path, name):
 
 def settings_of(path):
     with reading(name := "tokenizer_config.json"):
-        return json.loads(beside(path, name) or "{}")
+        settings = json.loads(beside(path, name) or "{}")
+        if not isinstance(settings, dict):
+            raise Problem(f"'{path}': tokenizer_config.json is not a JSON object", CURE)
+        return settings
 
 
 def template_text(path):
     text = beside(path, "chat_template.jinja") or settings_of(path).get("chat_template")
     if isinstance(text, list):                  # several, by names
-        text = {named["name"]: named["template"] for named in text}.get("default")
+        named = [one for one in text if isinstance(one, dict)]
+        text = next((one.get("template") for one in named if one.get("name") == "default"), None)
+    if text and not isinstance(text, str):
+        raise Problem(f"'{path}': the chat template in tokenizer_config.json is no text", CURE)
     return None if not text or text.startswith(TEMPLATE_1) else text
 
 

@@ -397,20 +397,21 @@ def tokenizer_of(folder, d):
     settings = read_json(path.replace(".json", "_config.json")) if "tokenizer_config.json" in files else {}
     first = first_token(ids, settings, read_json(os.path.join(folder, "config.json")))
     number = BYTES_ID if ids == byte_vocabulary() else number
+    template = files.get("chat_template.jinja", b"").decode(errors="replace") or settings.get("chat_template")
+    is_text = isinstance(template, str)
     try:
         flat = files["tokenizer.bin"] if head else tokenizer_bin(text, first, number) if first else None
+        ours = [number for number, known in CHAT_TEMPLATES.items()
+                if known and first and is_text and template in (
+                    marked_template(one, fast, first) for one in (known, known.replace(ROLES, ROLES_0_1)))]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise Problem(f"'{path}' is no tokenizer.json to be used: {type(error).__name__}: {error}") from error
     no_text = "" if flat else "; texts are token ids: how tokenizer.json decodes or ends them is not known"
     kept = {"tokenizer.json": text, **({"tokenizer.bin": flat} if flat else {}),
             **{name: files[name] for name in KEPT_NAMES[:1] if name in files}, **generation_of(folder, files)}
-    template = files.get("chat_template.jinja", b"").decode(errors="replace") or settings.get("chat_template")
-    if not isinstance(template, str):
+    if not is_text:
         return kept, 0, no_text
-    ours = [number for number, known in CHAT_TEMPLATES.items()
-            if known and first and template in (marked_template(known, fast, first), marked_template(
-                known.replace(ROLES, ROLES_0_1), fast, first))]
-    return {**kept, "chat_template.jinja": template.encode()}, ours[0] if ours else 0, no_text
+    return {**kept, "chat_template.jinja": template.encode(errors="replace")}, ours[0] if ours else 0, no_text
 
 
 # ---- the folder ----

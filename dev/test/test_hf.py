@@ -644,7 +644,12 @@ def test_imported_tokenizers():
         shutil.rmtree("taken")
         assert said in tool_ok("hf700", "--out", "taken", command="import").out
         assert not os.path.exists("taken/tokenizer.bin")
-    for text in ("[]", "{", '{"model": {}}'):
+    write_json("hf700/tokenizer.json", fast)
+    write_json("hf700/tokenizer_config.json", {"chat_template": "\ud800"})
+    tool_ok("hf700", "--out", "odd", command="import")
+    assert read("odd/chat_template.jinja") == b"?"
+    write("hf700/chat_template.jinja", "{{ messages }}")
+    for text in ("[]", "{", '{"model": {}}', json.dumps({**fast, "normalizer": 1.5})):
         write("hf700/tokenizer.json", text)
         shutil.rmtree("taken", ignore_errors=True)
         not_imported("hf700", "'hf700/tokenizer.json' is no tokenizer.json to be used")

@@ -339,8 +339,10 @@ def test_chat():
 @pytest.mark.cpu_only
 def test_templates():
     """One that cannot be used is named, and the model goes on with texts; --template must be usable."""
+    odd = own_template([5, {"name": "default", "template": 5}], "odd")
     good, bad = own_template(CHATML, "good"), own_template("{{ bos_token }}" + CHATML, "bad", settings=False)
     for words, model, err, status in (([], bad, "note: it goes on with texts alone: 'bad' has no tok", 400),
+                                      ([], odd, "note: it goes on with texts alone: 'odd': the chat", 400),
                                       (["--template", good], bad, "", 200)):
         with Client(*faked([], folder=model, V=261, T=400), *words) as client:
             fields = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -349,6 +351,14 @@ def test_templates():
             client.err = err
     code, _, err = run_program([*SERVE, *faked([], folder=good, V=261), "--template", bad])
     assert code == 1 and err.startswith("error: 'bad' has no tokenizer_config.json, which says")
+    write("good/tokenizer_config.json", "[]")
+    code, _, err = run_program([*SERVE, *faked([], V=261, folder="odd"), "--template", "good"])
+    assert code == 1 and err.startswith("error: 'good': tokenizer_config.json is not a JSON object")
+    text = read("odd/tokenizer.json").decode().replace('"lstrip": false', '"lstrip": 5')
+    write("odd/tokenizer.json", text)
+    write("odd/tokenizer.bin", tokenizer_files.tokenizer_bin(text.encode(), "<|endoftext|>"))
+    code, _, err = run_program([*SERVE, *faked([], V=261, folder="odd")])
+    assert code == 1 and err.startswith("error: cannot read 'odd/tokenizer.json': ") and "hint" in err
     os.remove("bad/tokenizer.json")
     code, _, err = run_program([*SERVE, *faked([], folder="bad", V=261)])
     assert code == 1 and err == "error: 'bad/tokenizer.json': No such file or directory\n"
