@@ -233,7 +233,7 @@ class Model:
         """asked: fields of OpenAI's."""
         for name, harmless in UNSUPPORTED.items():
             if asked.get(name) not in (None, harmless):
-                raise Refused(f"{name} is not supported")
+                raise Refused(f"{name} other than {json.dumps(harmless)} is not supported")
         given = {name.replace("completion_", ""): value for name, value in asked.items() if value is not None}
         numbers = {name: number(name, given.get(name, default))
                    for name, default in {"seed": random.randrange(1 << 31), **defaults}.items()}

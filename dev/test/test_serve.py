@@ -200,6 +200,7 @@ def test_refused():
             ({"prompt": ["a" * T]}, f"has {T + 1} tokens"), ({"prompt": [[256]]}, "from 0 to 255"),
             ({"prompt": "a" * 1000}, "has 1000 characters, and the model takes"),
             ({"prompt": ["a", "a"]}, "prompt must be"),
+            ({"prompt": "a", "tools": [1]}, "tools other than [] is not supported"),
             *(({"prompt": "a", key: value}, f"{key} ") for key, value in (
                 ("temperature", -1), ("temperature", float("nan")), ("top_p", "1"), ("top_k", 1.5),
                 ("top_k", True), ("seed", -1), ("seed", 10**99), ("max_tokens", 0), ("n", 2), ("echo", True),
