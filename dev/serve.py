@@ -170,7 +170,7 @@ class Model:
             self.tokenizer = package.Tokenizer.from_str(json.dumps(fast))
         listed = kept_ids(words).get("eos_token_id", [])    # an imported model's
         listed = listed if isinstance(listed, list) else [listed]
-        self.ends = {self.end, *(i for i in listed if type(i) is int and 0 <= i < program.V)}
+        self.ends = {self.end, *(i for i in listed if i < program.V)}
         self.longest = max(map(len, words.vocab))           # characters that a token may have
         self.chats, tokens = False, {"eos_token": end}
         self.template = ChatTemplate("", folder, marks, tokens)

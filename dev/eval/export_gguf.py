@@ -178,7 +178,8 @@ def end_of_text(words):
     token = json.loads(words.kept.get("tokenizer_config.json", "{}")).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     ends = kept_ids(words).get("eos_token_id", words.end)
-    return words.vocab.get(token, ends[0] if isinstance(ends, list) else ends)
+    ends = ends[0] if isinstance(ends, list) else ends
+    return words.vocab.get(token, ends) if isinstance(token, str) else ends
 
 
 def add_tokenizer(out, V, words, chat_template=None):

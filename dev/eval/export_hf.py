@@ -344,9 +344,14 @@ def json_of(path, text):
 
 
 def kept_ids(words):
-    """{name in config.json: id, or a list of ids}"""
-    known = json.loads(words.kept.get("generation_config.json", "{}"))
-    return {name: known[name] for name in TOKEN_IDS if known.get(name) is not None}
+    """{name in config.json: id, or a list of ids}. What is none is left out."""
+    known, found = json.loads(words.kept.get("generation_config.json", "{}")), {}
+    for name in TOKEN_IDS:
+        value = known.get(name)
+        ids = [i for i in (value if isinstance(value, list) else [value]) if type(i) is int and i >= 0]
+        if ids:
+            found[name] = ids if isinstance(value, list) else ids[0]
+    return found
 
 
 def marked_template(template, fast, end):

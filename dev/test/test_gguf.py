@@ -162,12 +162,18 @@ def test_tokenizer_of_an_import():
     want = export("Llama", "f32", V=256)[3]
     for name in ("ours-hf", "models"):
         shutil.rmtree(name, ignore_errors=True)
-    for words in (["export", "model.bin", "ours-hf"], ["import", "ours-hf"],
-                  ["gguf", "models/ours-hf", "out.gguf", "--type", "f32"]):
+    to_gguf = ["gguf", "models/ours-hf", "out.gguf", "--type", "f32"]
+    for words in (["export", "model.bin", "ours-hf"], ["import", "ours-hf"], to_gguf):
         assert Forked(hf.main, ["hf.py", *words]).end()[0] == 0
-    got = {name: field.contents() for name, field in gguf.GGUFReader("out.gguf").fields.items()}
-    assert {key: value for key, value in want.items() if key.startswith("tokenizer.")} == \
-        {key: value for key, value in got.items() if key.startswith("tokenizer.")}
+    whole = {key: value for key, value in want.items() if key.startswith("tokenizer.")}
+    for ends in (None, [], ["x", -1], {}, True):            # the last ones are no tokens
+        if ends is not None:
+            write("models/ours-hf/generation_config.json", json.dumps({"eos_token_id": ends}))
+            write("models/ours-hf/tokenizer_config.json", json.dumps({"eos_token": [ends]}))
+            assert Forked(hf.main, ["hf.py", *to_gguf]).end()[0] == 0
+        got = {name: field.contents() for name, field in gguf.GGUFReader("out.gguf").fields.items()}
+        got = {key: value for key, value in got.items() if key.startswith("tokenizer.")}
+        assert got == whole or ends is not None and got["tokenizer.ggml.eos_token_id"] == 0
 
 
 def test_kinds_of_tokens():
