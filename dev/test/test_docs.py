@@ -45,7 +45,9 @@ SMALLER = [
     (r"(-t|--sequence-length) \d+", r"\1 32", None),
     (r"(-z|--total-batch) \d+", r"\1 512", None),
     (r"(-e|--model) d(12|48)(?= )", r"\1 " + TINY, None),
-    (r"-e d12,V32768", "-e " + TINY.replace("50257", "32768"), None),
+    (r"(-e|--model) d12,V32768", r"\1 " + TINY.replace("50257", "32768"), None),
+    (r"-e d12,window=256,pattern=SSSL", f"-e {TINY},window=9,pattern=SL", None),
+    (r"-e (m12|llama:L12\S+)", "-e llama:L2,NH2,NKV2,HS16,C32,F64,T32,V50257,qk_norm", None),
     (r"--gpus 8", "--gpus 2", "--gpus {gpus}"),
     # mpirun wants an ssh to be there (else exit code 243), if only on other machines it would need one
     (r"mpirun -np 16", "mpirun --allow-run-as-root --mca plm_rsh_agent sh --oversubscribe -np 2",
