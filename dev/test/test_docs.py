@@ -34,7 +34,7 @@ TRAINER = r"(^|&& |-np \d+ |-node \d+ )\./train_gpt2c[up]u?\b"
 # pattern, what stands there on a CPU, and on a GPU (None: what it is)
 SMALLER = [
     (r"--nnodes 2 --nproc-per-node 8 \.\.\.", "--nproc-per-node 2", "--nproc-per-node {gpus}"),
-    (r"-x \d+ \.\.\.", "-x 8 -v 0 -s 0", "-x 8 -v 0 -s 0"),
+    (r"(-x|--max-steps) \d+ \.\.\.", "-x 8 -v 0 -s 0", "-x 8 -v 0 -s 0"),
     (r"(--max-steps|-x) (600000|19073|1000|500|400|100|50)\b", r"\1 6", r"\1 6"),
     (r"--max-steps 30000", "--max-steps 8", "--max-steps 8"),
     (r"model_00019073", "model_00000008", "model_00000008"),
@@ -52,7 +52,7 @@ SMALLER = [
     # mpirun wants an ssh to be there (else exit code 243), if only on other machines it would need one
     (r"mpirun -np 16", "mpirun --allow-run-as-root --mca plm_rsh_agent sh --oversubscribe -np 2",
      "mpirun --allow-run-as-root --mca plm_rsh_agent sh -np {gpus}"),
-    (r"make train_gpt2cu\b", "make train_gpt2cpu && ln -sf train_gpt2cpu train_gpt2cu #", None),
+    (r"make train_gpt2cu\b[^&]*", "make train_gpt2cpu && ln -sf train_gpt2cpu train_gpt2cu ", None),
     (r"dev/data/(get.py hellaswag\b)", r"made/\1 --from made/hellaswag", r"made/\1 --from made/hellaswag"),
     (r"(get.py (tinystories|fineweb10B-shards)\b)", r"\1 --from made/\2", r"\1 --from made/\2"),
     (r"scripts/run_gpt2_124M.sh", f"gpus=1 scripts/run_gpt2_124M.sh --max-steps 4 --warmup 2 --model {TINY} "
