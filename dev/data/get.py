@@ -28,7 +28,6 @@ import fcntl
 import fnmatch
 import glob
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -54,7 +53,7 @@ from fetch import File, Problem, is_url, of_each    # noqa: E402
 from outputs import guard_terminals                 # noqa: E402
 from token_files import write_token_shard           # noqa: E402
 from shards import read_facts, replace_file, run_tool, shard_tokens, write_facts        # noqa: E402
-from tokenizer_files import (END_OF_TEXT, GPT2_ID, id_of, read_head, token_ids, tokenizer_bin,  # noqa: E402
+from tokenizer_files import (END_OF_TEXT, GPT2_ID, id_of, read_head, tokenizer_bin,      # noqa: E402
                              tokenizer_config)
 
 TOOL = os.path.join(ROOT, "build", "tokenize")
@@ -663,9 +662,6 @@ def take_model(dataset, args):
     head = read_head(flat)
     if text and id_of(own, text, head) != GPT2_ID:
         args.tokenizer = folder
-        named = {number: token for token, number in token_ids(json.loads(text)).items()}
-        if head and args.document_token == END_OF_TEXT:
-            args.document_token = named.get(head.eot, END_OF_TEXT)
     elif V == 256:
         args.bytes = True
     elif V not in (50257, 50304):               # GPT-2's

@@ -324,15 +324,23 @@ def words_of(V, folder):
     return Words(vocab, merges, 50256, {})
 
 
-def kept_in(folder):
-    """{name: bytes} of what an imported model brought along."""
-    kept = {}
-    for name in KEPT_NAMES:
+def files_in(folder, names):
+    """{name: bytes} of those that are there."""
+    files = {}
+    for name in names:
         if stat.S_ISREG(mode(path := os.path.join(folder, name))):
             with open(path, "rb") as f:
-                kept[name] = f.read()
-            if name.endswith(".json") and not isinstance(json_of(path, kept[name]), dict):
-                die(f"'{path}' is not a JSON object\nhint: remove it, and nothing is taken of it")
+                files[name] = f.read()
+    return files
+
+
+def kept_in(folder):
+    """{name: bytes} of what an imported model brought along."""
+    kept = files_in(folder, KEPT_NAMES)
+    for name, text in kept.items():
+        path = os.path.join(folder, name)
+        if name.endswith(".json") and not isinstance(json_of(path, text), dict):
+            die(f"'{path}' is not a JSON object\nhint: remove it, and nothing is taken of it")
     return kept
 
 

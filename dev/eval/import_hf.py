@@ -22,8 +22,8 @@ import stat
 from collections import namedtuple
 
 from export_hf import (CHAT_TEMPLATES, KEPT_NAMES, ROLES, ROLES_0_1, TOKEN_IDS, byte_vocabulary,
-                       check_folder, count_parameters, die, marked_template, mode, np, parts_of, turned,
-                       whole_folder, write_files)
+                       check_folder, count_parameters, die, files_in, marked_template, mode, np, parts_of,
+                       turned, whole_folder, write_files)
 from fetch import Problem, asking, hub_download, hub_files, place, same_contents, sha256_of
 from formats import (ROPE_RULE, Dims, Llama, checkpoint_header, from_bf16_bits, rope_fits, to_bf16_bits,
                      xxhash)
@@ -349,16 +349,6 @@ def write_model(path, d, tensors, chat):
 
 # ---- the tokenizer ----
 
-def read_beside(folder):
-    """{name: bytes} of what is there beside the weights."""
-    files = {}
-    for name in BESIDE:
-        if stat.S_ISREG(mode(path := os.path.join(folder, name))):
-            with open(path, "rb") as f:
-                files[name] = f.read()
-    return files
-
-
 def first_token(ids, settings, config):
     """The token in front of each text, which also ends one: of tokenizer_config.json, else of config.json."""
     by_id = {i: token for token, i in ids.items()}
@@ -386,7 +376,7 @@ def generation_of(folder, files):
 def tokenizer_of(folder, d):
     """({name: bytes}, the chat template's number, what is to be said): tokenizer.json, tokenizer.bin, their
     settings and the chat template."""
-    files, path = read_beside(folder), os.path.join(folder, "tokenizer.json")
+    files, path = files_in(folder, BESIDE), os.path.join(folder, "tokenizer.json")
     if "tokenizer.json" not in files:
         return {}, 0, "; no tokenizer: there is no tokenizer.json"
     text, head = files["tokenizer.json"], read_head(os.path.join(folder, "tokenizer.bin"))
@@ -418,7 +408,7 @@ def tokenizer_of(folder, d):
 
 def revision_of(folder):
     """A folder has no commit: a hash of what is read of it."""
-    names = sorted({*weight_files(folder, os.listdir(folder)), *read_beside(folder)})
+    names = sorted({*weight_files(folder, os.listdir(folder)), *files_in(folder, BESIDE)})
     lines = [f"{name} {sha256_of(os.path.join(folder, name))}\n" for name in names]
     return "sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()
 
