@@ -41,9 +41,9 @@ static std::vector<std::string> output_names() {        // OP.OUTPUT of every ou
     return names;
 }
 
-// 1.01 x; of a whole number x + 1: 1.01 is 1 again.
+// 1.01 x. A whole number may be small, where 1.01 is 1 again, or a float's bits, where one more is too few.
 template <class Real> LLMC_HD static Real broken(Real x) {
-    if (std::is_integral<Real>::value) { return (Real)(x + (Real)1); }
+    if (std::is_integral<Real>::value) { return (Real)(x + x / 64 + 1); }
     return (Real)((float)x * 1.01f);
 }
 #ifdef GPT2_CPU
@@ -2775,7 +2775,7 @@ static void test_attention_repeats(int HS, int window, int document = 0) {
 static void test_masks(int HS, const char* form) {
     for (int T : {200, 256}) {
         for (int window : {1, 16, 63, 64, 65, 127, 128, T - 1}) {
-            if (small_shapes && (T != 200 || window % 64 != 1)) { continue; }
+            if (small_shapes && (T != 200 || window != 65)) { continue; }
             test_attention(1, T, 2, T == 200 ? 1 : 2, HS, form, window);
             test_attention(2, T, 2, T == 200 ? 1 : 2, HS, form, 0, window);
             if (window > 64) { test_attention(1, T, 2, T == 200 ? 2 : 1, HS, form, 70, window); }
