@@ -4,13 +4,16 @@
     make bench                              # five sizes, a quarter of an hour: a table, and build/bench.json
     make bench SIZES="d12:64 d48:16" WHO=pytorch,llm.c LLMC=../llm.c/train_gpt2cu DATA=train.bin
     make bench WHO="./train_gpt2cu --block parallel"        # any program with the trainer's flags
+    make bench FLAGS="--kernels portable" WHO=pytorch:flash     # FlashAttention 2 in PyTorch, not cuDNN
     make profile                            # ncu's counters of every op; `make bench-ops` needs none
     python3 dev/bench/bench.py table build/bench.json --write       # into docs/performance.md
 
-WHO: who takes turns with ours, separated by commas; what is not here is left out. A time is the median step
-of 5 s, after 2 s in which the clock settles; a ratio is to the mean of ours just before and just after. All
-train on the same tokens, DATA's or made up, from random weights, with one learning rate: the numbers that a
-GPU multiplies decide about its power, and so about its clock. For figures to be quoted, DATA is text: see
+WHO: who takes turns with ours, separated by commas; what is not here is left out. pytorch is two rows, in
+pure bf16 and with autocast, each with its fastest attention. pytorch:flash, cudnn or efficient is one row, in
+pure bf16 with that attention. llm.c takes its turn at GPT-2's sizes, d12 and the like. A time is the median
+step of 5 s, after 2 s in which the clock settles; a ratio is to the mean of ours just before and just after.
+All train on the same tokens, DATA's or made up, from random weights, with one learning rate: the numbers that
+a GPU multiplies decide about its power, and so about its clock. For figures to be quoted, DATA is text: see
 NOTES.md, llm.c.
 """
 import argparse
@@ -127,12 +130,18 @@ def contestants(size, who, llmc, flags, shard):
     common = ["-e", model, "-b", str(B), "-t", str(T), "-i", shard, "-s", "0", "-x", "9999"]
     found = {"ours": [TRAIN, *common, "-v", "0", *flags]}
     for name in who:
-        if name == "pytorch":
-            found.update({kind: [sys.executable, "dev/bench/pytorch.py", "-e", model, "-b", str(B), "-t",
-                                 str(T), "--step", word, "--data", shard] for kind, word in KINDS.items()})
+        torch, _, attention = name.partition(":")
+        if torch == "pytorch":
+            of_torch = [sys.executable, "dev/bench/pytorch.py", "-e", model, "-b", str(B), "-t", str(T),
+                        "--data", shard, "--step"]
+            if attention:
+                found[f"PyTorch, {attention}"] = [*of_torch, "bfloat16", "--attention", attention]
+            else:
+                found.update({kind: [*of_torch, word] for kind, word in KINDS.items()})
         elif name != "llm.c":
             found[name] = [*shlex.split(name), *common, "-v", "0"]
-        elif llmc:              # its fused GELU is on by default on Hopper; -v 0 would divide by zero
+        elif llmc and re.fullmatch(r"d\d+", model):
+            # its fused GELU is on by default on Hopper; -v 0 would divide by zero
             found[name] = [os.path.abspath(llmc), *common, "-j", shard, "-v", "1000000", "-m", "1", "-r", "0"]
     return found
 
@@ -170,9 +179,9 @@ def step(args):
         made_up_shard(os.path.join(ROOT, SHARD))
     source, flags = provenance(args.llmc), shlex.split(args.flags)
     who = [name.strip() for name in args.who.split(",")]
-    if not source["PyTorch"] and "pytorch" in who:
+    if not source["PyTorch"] and any(name.startswith("pytorch") for name in who):
         print("PyTorch is not here")
-        who.remove("pytorch")
+        who = [name for name in who if not name.startswith("pytorch")]
     results = {"provenance": source, "sizes": {}}
     for size in args.sizes.split():
         model, B, T = size_of(size)

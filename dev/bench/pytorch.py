@@ -5,6 +5,7 @@ fastest form that we know.
     python3 dev/bench/pytorch.py -e d12 -b 64 -t 1024   # attention; other flags of the trainer are ignored
     python3 dev/bench/pytorch.py -e d12 -b 64 --step autocast --data SHARD      # until it is ended
     python3 dev/bench/pytorch.py -e qwen3:0.6B -b 8 -t 2048 --step bfloat16 --data SHARD
+    python3 dev/bench/pytorch.py -e d12 -b 64 --attention flash --step bfloat16 --data SHARD
 """
 import argparse
 import dataclasses
@@ -43,8 +44,8 @@ def median_ms(run, count=20):
     return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:]))
 
 
-def attention_times(dims, B, T):
-    """{back end: (ms forward, ms backward)} of one layer."""
+def attention_times(dims, B, T, names):
+    """{back end: (ms forward, ms backward)} of one layer without a window."""
     def tensor(heads):                          # (B,heads,T,HS), where a projection's rows lie
         x = torch.randn(B, T, heads, dims.HS, device="cuda", dtype=torch.bfloat16)
         return x.transpose(1, 2).requires_grad_()
@@ -53,9 +54,9 @@ def attention_times(dims, B, T):
 
     def forward():
         return F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=dims.NH != dims.NKV)
-    for name, backend in BACKENDS.items():
+    for name in names:
         try:
-            with sdpa_kernel(backend):
+            with sdpa_kernel(BACKENDS[name]):
                 there = median_ms(forward)
                 both = median_ms(lambda: torch.autograd.grad(forward(), qkv, dout))
             times[name] = there, both - there
@@ -110,18 +111,25 @@ def main():
     p.add_argument("-b", "--micro-batch", type=int, default=64)
     p.add_argument("-t", "--length", type=int, help="the longest of the model, if not given")
     p.add_argument("--step", choices=("bfloat16", "autocast"))
+    p.add_argument("--attention", choices=BACKENDS, help="the back end, in place of the fastest")
     p.add_argument("--data", help="a shard")
     args, _ = p.parse_known_args()
     setup_device("cuda", tf32=True, deterministic=False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True       # PyTorch's default
     dims = parse_model(args.model)
     length = args.length or dims.maxT
-    times = attention_times(dims, args.micro_batch, length)
+    names = [args.attention] if args.attention else list(BACKENDS)
+    times = attention_times(dims, args.micro_batch, length, names)
     print(f"PyTorch {torch.__version__}: attention of a layer, ms forward, backward")
     for name, (forward, backward) in times.items():
         print(f"  {name:10} {forward:7.3f} {backward:7.3f}", flush=True)
+    if not times:
+        sys.exit(f"PyTorch's attention {' '.join(names)} does not run here")
     if args.step:
-        with sdpa_kernel(BACKENDS[min(times, key=lambda name: sum(times[name]))]):
+        chosen = [min(times, key=lambda name: sum(times[name]))]
+        if dims.windows():                      # layers with a mask, for which "flash" has no form
+            chosen.append("efficient")
+        with sdpa_kernel([BACKENDS[name] for name in chosen]):
             steps(dims, args.micro_batch, length, args.step, args.data)
 
 

@@ -72,6 +72,18 @@ def test_sizes():
         bench.size_of("qwen3:0.6B")
 
 
+def test_contestants():
+    """PyTorch with one attention is one row; llm.c, which has no other shapes, takes its turn at GPT-2's."""
+    who = ["pytorch:flash", "pytorch", "llm.c", "./train_gpt2cu -r 1"]
+    for model, programs in (("d12", ["llm.c"]), ("m12,window=256,pattern=SSSL", [])):
+        found = bench.contestants(f"{model}:4", who, "llmc", ["--kernels", "portable"], "x.bin")
+        assert list(found) == ["ours", "PyTorch, flash", *bench.KINDS, *programs, who[3]]
+        assert found["ours"][-2:] == ["--kernels", "portable"] and found[who[3]][1:3] == ["-r", "1"]
+        assert found["PyTorch, flash"][-3:] == ["bfloat16", "--attention", "flash"]
+        assert all("--attention" not in found[kind] for kind in bench.KINDS)
+        assert all(command[command.index("-e") + 1] == model for command in found.values())
+
+
 def test_turns(monkeypatch, capsys):
     """The whole of `make bench`, with programs that only print."""
     monkeypatch.setattr(bench, "ROOT", os.getcwd())
