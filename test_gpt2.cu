@@ -43,7 +43,7 @@ static std::vector<std::string> output_names() {        // OP.OUTPUT of every ou
 
 // 1.01 x. A whole number may be small, where 1.01 is 1 again, or a float's bits, where one more is too few.
 template <class Real> LLMC_HD static Real broken(Real x) {
-    if (std::is_integral<Real>::value) { return (Real)(x + x / 64 + 1); }
+    if constexpr (std::is_integral<Real>::value) { return (Real)(x + x / 64 + 1); }
     return (Real)((float)x * 1.01f);
 }
 #ifdef GPT2_CPU
