@@ -2395,7 +2395,7 @@ template <class E> static void test_epilogue(const std::string& name, bool gated
                            .rows8 = t, .weight8 = t + 1, .bytes8 = t + 2,
                            .stats = at.exact("stats", std::vector<Fp8Stats>(1))};
         const auto kernel = epilogue_kernel<E>;
-        allow_shared_memory(kernel, sizeof(ProductShared<E>));
+        allow_shared_memory(kernel, sizeof(ProductShared<E>), kSm90Shared);
         kernel<<<kProductCluster, 256, sizeof(ProductShared<E>), 0>>>(product_maps<E>(p), p);
     });
     if (!E::kFp8) { return; }
@@ -2803,17 +2803,14 @@ static void test_masks(int HS, const char* form) {
     }
 }
 
-// Every form at the head sizes that it serves, by all that chooses one: head size, --kernels, -f, and how
-// much shared memory the GPU has.
+// Every form at the head sizes that it serves, by all that chooses one: head size, --kernels and -f.
 static void test_attention_forms() {
     const char* mma = kLowPrecision ? "mma.sync" : "mma.sync (TF32)";
     for (bool tf32 : {false, true}) {
         if (tf32 && kLowPrecision) { continue; }
         select_kernels(true, tf32);
         for (int HS : {64, 16, 32, 40, 48, 80, 96, 112, 128, 136, 192, 20}) {
-            // TF32's tiles are twice as large: those of 128 want more than the 99 KiB of some GPUs
-            const bool fits = HS <= 96 || (HS <= 128 && (kLowPrecision || shared_memory_limit() > 101376));
-            const char* form = HS % kWidth == 0 && fits && (kLowPrecision || tf32) ? mma : "plain";
+            const char* form = HS % kWidth == 0 && HS <= 128 && (kLowPrecision || tf32) ? mma : "plain";
             for (int T : {1, 63, 64, 65, 257}) {
                 if (small_shapes && T != 1 && T != 65) { continue; }
                 const int many = T == 1 ? 1 : 2;
@@ -2845,16 +2842,6 @@ static void test_attention_forms() {
         test_attention(1, 130, 2, 2, 56, "mma.sync");
     }
 
-    // GPUs with 99 KiB a block, and one with so little that the tensor cores' tiles do not fit
-    struct { size_t cap; int HS; const char* form; } limits[] = {
-        {101376, 64, mma}, {101376, 96, mma}, {101376, 128, kLowPrecision ? mma : "plain"},
-        {30000, 64, "plain"}};
-    select_kernels(true, true);
-    for (auto& l : limits) {
-        hooks.shared_memory = l.cap;
-        test_attention(2, 33, 2, 2, l.HS, l.form);
-    }
-    hooks.shared_memory = SIZE_MAX;
     for (int HS : {0, -1, 513}) { CHECK(!attention_error(4, 2, HS).empty(), "head size %d is taken", HS); }
     CHECK(!attention_error(4, 3, 64).empty(), "4 heads of queries, 3 of keys are taken");
     select_kernels(false, false);
@@ -3475,7 +3462,11 @@ static void test_kernels() {
             test_classifier(3, 8064, 8064);         // too short for the kernel that streams rows
             test_classifier(3, 57217, 57344);       // the longest rows that it takes
             test_classifier(3, 57345, 57472);       // one vector too long
-            test_classifier(3, 50257, 50304);
+            for (bool portable : {false, true}) {       // portable keeps to the shared memory of a 4090
+                select_kernels(portable, false);
+                test_classifier(3, 50257, 50304);
+            }
+            select_kernels(false, false);
             test_classifier(3, 50257, 50304, 15.0f);
             test_classifier(1000, 256, 256);
             test_classifier(3, 65533, 65536);

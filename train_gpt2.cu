@@ -108,7 +108,6 @@ constexpr int kMaxSkipsInARow = 20;         // skipped updates in a row, after w
 
 // Limits that only tests change, so that small shapes take the paths of large ones.
 static struct TestHooks {
-    size_t shared_memory = SIZE_MAX;        // bytes that a block may ask for
     int norm_blocks = INT_MAX;              // of the norms' backward: with a few, each takes many rounds
 } hooks;
 
@@ -478,8 +477,8 @@ template <int kCount> struct NormSlots {                                // of a 
     static constexpr int kTensors = 2 + kCount;                         // inp, douts, dresidual
     static constexpr int kAll = kStages * kRows * kTensors;
     static constexpr int exchange_bytes(int warps) { return 2 * warps * 2 * kRows * (int)sizeof(float); }
-    static_assert(kAll * (int)sizeof(x128) * kRowThreads + exchange_bytes(kRowThreads / kWarp) <= 99 * 1024,
-                  "what most GPUs' blocks may have of shared memory");
+    static_assert(kAll * sizeof(x128) * kRowThreads + exchange_bytes(kRowThreads / kWarp) <= kPortableShared,
+                  "what every GPU's blocks may have of shared memory");
 };
 
 // g of a vector of columns.
@@ -1679,8 +1678,7 @@ template <class E> static bool product_sm90([[maybe_unused]] const Product& p, S
         const ProductMaps maps = product_maps<E>(p);
         const auto kernel = product_sm90_kernel<E>;
         constexpr int kShared = sizeof(ProductShared<E>);
-        static_assert(kShared <= 227 * 1024, "what a block may have on sm_90");
-        allow_shared_memory(kernel, kShared);
+        allow_shared_memory(kernel, kShared, kSm90Shared);
         cudaLaunchAttribute cluster = {};
         cluster.id = cudaLaunchAttributeClusterDimension;
         cluster.val.clusterDim = {kProductCluster, 1, 1};
@@ -2197,11 +2195,13 @@ template <bool kGrad, bool kCap> __global__ void classifier_kernel(Classifier a)
 }
 
 // True for 16-bit rows that fit registers and two slots of shared memory (GPT-2's 50,304 columns fit the
-// 227 KB of an H200, but not the 163 KB of an A100), and are long enough to keep all threads busy.
+// 227 KB of an H200, but not the 163 KB of an A100), and are long enough to keep all threads busy. --kernels
+// portable takes what every GPU has, and so runs the kernel that a 4090 runs.
 static bool classifier_streams(int Vp, float softcap) {
     return sizeof(floatX) == 2 && softcap == 0.0f && Vp >= kClassifierThreads * kWidth &&
            Vp <= kClassifierVectors * kClassifierThreads * kWidth &&
-           2 * Vp * sizeof(floatX) + 1024 <= shared_memory_limit();    // 1024: the static part
+           2 * Vp * sizeof(floatX) + 1024 <=                            // 1024: the static part
+               (use_sm90_kernels ? shared_memory_limit() : kPortableShared);
 }
 
 static void classifier(const Classifier& a, Stream stream) {
@@ -2213,7 +2213,7 @@ static void classifier(const Classifier& a, Stream stream) {
                       : a.fp8_grad ? classifier_stream_kernel<true, true>
                                    : classifier_stream_kernel<true, false>;
         const int shared = 2 * a.Vp * (int)sizeof(floatX);
-        allow_shared_memory(kernel, shared);
+        allow_shared_memory(kernel, shared, use_sm90_kernels ? kSm90Shared : kPortableShared);
         kernel<<<std::min(a.N, device_sm_count), kClassifierThreads, shared, stream>>>(a);
     } else {
         const bool cap = a.softcap > 0.0f;
@@ -2931,7 +2931,8 @@ static void attention_launch(void (*kernel)(Args, float, Maps...), const Args& a
         die("attention: B=%d T=%d NH=%d; all must be positive, and at most 65535 blocks a head", a.B, a.T,
             a.NH);
     }
-    if (shared_bytes > 0) { allow_shared_memory(kernel, shared_bytes); }
+    constexpr size_t kMost = sizeof...(Maps) > 0 ? kSm90Shared : kPortableShared;
+    if (shared_bytes > 0) { allow_shared_memory(kernel, shared_bytes, kMost); }
     const dim3 grid(ceil_div(heads, sections), blocks, sections);
     kernel<<<grid, Shape::kThreads, shared_bytes, stream>>>(a, 1.0f / sqrtf(a.HS), maps...);
 }
@@ -3498,13 +3499,23 @@ __device__ __forceinline__ void mma_times_columns(Tile<kGroups, kHS / 8>& acc,
 }
 
 // The block's own tiles, Q or a pair, which at the end are the staging of stores; and two stages for pairs of
-// the other side.
+// the other side. Where tiles leave no room for the queries' statistics, these are read from global memory:
+// TF32's at head size 128 take kPortableShared to the byte.
 template <int kOwnTiles, class Shape> struct MmaShared {
     static constexpr int kStride = Padded<Shape::kHS>::kStride;
+    static constexpr size_t kTileBytes =
+        (kOwnTiles * Shape::kOwned + 4 * Shape::kTile) * kStride * sizeof(floatX);
+    static constexpr bool kHoldsStats = kTileBytes + 2 * Shape::kTile * sizeof(float2) <= kPortableShared;
     alignas(16) floatX own[kOwnTiles][Shape::kOwned * kStride];     // (kOwned, HS)
     floatX a[2][Shape::kTile * kStride];                            // (stage, kTile, HS)
     floatX b[2][Shape::kTile * kStride];
     alignas(16) float2 stats[2][Shape::kTile];      // (stage, kTile) {lse * log2(e), D}, if queries come
+
+    // What a block asks for.
+    static constexpr size_t bytes() {
+        static_assert(kTileBytes <= kPortableShared, "what every GPU's blocks may have of shared memory");
+        return kHoldsStats ? sizeof(MmaShared) : offsetof(MmaShared, stats);
+    }
 
     // Starts the copies of a step's tile. other, all_stats: of the walk's first head; all_stats may be null.
     template <class Block>
@@ -3514,7 +3525,7 @@ template <int kOwnTiles, class Shape> struct MmaShared {
         const int stage = it % 2, head = block.head(it), row0 = block.row(it), i = 2 * (int)threadIdx.x;
         load_tile<Shape, Shape::kTile>(a[stage], other.a.head(head), row0);
         load_tile<Shape, Shape::kTile>(b[stage], other.b.head(head), row0);
-        if (all_stats && i < Shape::kTile) {
+        if (kHoldsStats && all_stats && i < Shape::kTile) {
             cp_async_16_or_zero(&stats[stage][i], all_stats + head * padded_T(block.T) + row0 + i, true);
         }
         cp_async_commit();
@@ -3627,7 +3638,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
 
         // P in place of S, dS in place of dP
         hide(s, block, row0, column0, lane);
-        if constexpr (!kQueries) { stats.columns = shared.stats[stage] + tile_column(0, 0, lane); }
+        if constexpr (!kQueries) {
+            const float2* tile_stats = shared.stats[stage];
+            if (!shared.kHoldsStats) { tile_stats = all_stats + block.head(it) * padded_T(a.T) + column0; }
+            stats.columns = tile_stats + tile_column(0, 0, lane);
+        }
         probabilities(s, stats, scale_log2);
         score_gradients(dp, s, stats);
 
@@ -3998,8 +4013,6 @@ template <int kHS> struct MmaShapes {
     typedef MmaShape<kHS, kGroups, kTile, kBlocks> Forward;
     typedef MmaShape<kHS, kGroups, k16Bits && kHS == 96 ? kTile : kTile / 2, kBlocks> Dq;
     typedef MmaShape<kHS, kGroups, kTile / 2, kBlocks> Dkv;
-    static constexpr size_t kBytes = std::max(
-        {sizeof(MmaShared<1, Forward>), sizeof(MmaShared<2, Dq>), sizeof(MmaShared<2, Dkv>)});
 };
 
 // The shapes of the sm90 kernels, which copy whole tiles of 64 or 128 columns. NOTES.md has others, too.
@@ -4025,10 +4038,7 @@ static bool attention_uses_sm90(int HS) {
 // The head size of the mma.sync kernels that serve HS here: the next multiple of 32. 0: there are none.
 static int mma_head_size(int HS) {
     const int size = round_up(HS, 32);
-    if (size > 128 || HS % kWidth != 0 || (sizeof(floatX) == 4 && !use_tf32)) { return 0; }
-    const size_t bytes[] = {MmaShapes<32>::kBytes, MmaShapes<64>::kBytes, MmaShapes<96>::kBytes,
-                            MmaShapes<128>::kBytes};
-    return bytes[size / 32 - 1] <= shared_memory_limit() ? size : 0;
+    return size > 128 || HS % kWidth != 0 || (sizeof(floatX) == 4 && !use_tf32) ? 0 : size;
 }
 
 // The name of the form that runs here, for the printed line.
@@ -4077,7 +4087,7 @@ template <class Shapes, Hides kHides>
 static void attention_mma(const AttentionForward& a, Stream stream) {
     typedef typename Shapes::Forward Shape;
     attention_launch<Own::Queries, Shape>(attention_forward_mma_kernel<Shape, kHides>, a,
-                                          sizeof(MmaShared<1, Shape>), stream);
+                                          MmaShared<1, Shape>::bytes(), stream);
 }
 template <class Shapes, Hides kHides>
 static void attention_mma(const AttentionBackward& a, Stream stream) {
@@ -4085,9 +4095,9 @@ static void attention_mma(const AttentionBackward& a, Stream stream) {
     typedef typename Shapes::Dkv Dkv;
     static_assert(Dq::kOwned % Dkv::kTile == 0, "dQ's blocks write all statistics of dK/dV's last tile");
     attention_launch<Own::Queries, Dq>(attention_backward_mma_kernel<Own::Queries, Dq, kHides>, a,
-                                       sizeof(MmaShared<2, Dq>), stream);
+                                       MmaShared<2, Dq>::bytes(), stream);
     attention_launch<Own::Keys, Dkv>(attention_backward_mma_kernel<Own::Keys, Dkv, kHides>, a,
-                                     sizeof(MmaShared<2, Dkv>), stream);
+                                     MmaShared<2, Dkv>::bytes(), stream);
 }
 
 // Either pass, in the form that attention_form names.

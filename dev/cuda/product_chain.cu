@@ -246,7 +246,7 @@ static float *sums, *dweight;                   // (kMaxSums) of pieces; (OC,C)
 
 // The gradient of kN rows in `cuts` equal launches.
 static void chain_gradient(const Plan& plan, const Weight& w, const Operands& x, int cuts) {
-    allow_shared_memory(chain_kernel, sizeof(ChainShared));
+    allow_shared_memory(chain_kernel, sizeof(ChainShared), kSm90Shared);
     cudaLaunchAttribute cluster = {};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {kProductCluster, 1, 1};

@@ -1,9 +1,10 @@
 /*
 What launchers of CUDA kernels have in common: shared memory above 48 KB, whole vectors, and the descriptions
-of tensors that Hopper's copy engine (TMA) takes. The includer has defined floatX, kFp16 and hooks.
+of tensors that Hopper's copy engine (TMA) takes. The includer has defined floatX and kFp16.
 
     check_width(args, args.C);                              // dies if rows are no whole vectors
-    allow_shared_memory(kernel, bytes);                     // at most shared_memory_limit()
+    allow_shared_memory(kernel, bytes);                     // at most kPortableShared
+    allow_shared_memory(kernel, bytes, kSm90Shared);        // one that runs on Hopper alone
     kernel<<<blocks, threads, bytes, stream>>>(tensor_map(qkv, B, T, 3 * NH));
 */
 #pragma once
@@ -16,8 +17,15 @@ of tensors that Hopper's copy engine (TMA) takes. The includer has defined float
 #include "cuda_helpers.h"       // gives: kWidth
 #include "ops.h"                // gives: op_name
 
-// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel.
-template <class Kernel> static inline void allow_shared_memory(Kernel kernel, size_t bytes) {
+// What a block may have of shared memory, in bytes: on every GPU from sm_80 on, such as a 4090, an A10 and
+// an L4; and on Hopper.
+constexpr size_t kPortableShared = 99 * 1024, kSm90Shared = 227 * 1024;
+
+// Dynamic shared memory above 48 KB has to be asked for, kernel by kernel. Dies if it is more than `most`: so
+// a test on any GPU sees what would fail on a smaller one.
+template <class Kernel>
+static inline void allow_shared_memory(Kernel kernel, size_t bytes, size_t most = kPortableShared) {
+    if (bytes > most) { die("a kernel asks for %zu bytes of shared memory a block, of %zu", bytes, most); }
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
@@ -35,7 +43,7 @@ static inline size_t shared_memory_limit() {
         cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_index));
         return bytes;
     }();
-    return std::min((size_t)limit, hooks.shared_memory);
+    return (size_t)limit;
 }
 
 // Describes a tensor to the copy engine (TMA), the innermost dimension first; there `box` 16-bit elements, 64
