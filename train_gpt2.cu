@@ -7062,7 +7062,8 @@ static void print_plan() {
     if (!gpu || gpu->tflops == 0 || !strcmp(build.precision, "FP32")) { return; }   // 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), run.recompute, run.muon != 0,
-                     options.split.zero > 0, options.fp8, options.fp8_head, run.state_bf16 != 0},
+                     options.split.zero > 0, options.fp8, options.fp8_head, run.state_bf16 != 0,
+                     run.muon_beta2 > 0},
                     run_max_steps(), run.price);
 }
 

@@ -115,6 +115,7 @@ struct PlanBatch {
     int recompute;
     bool muon, shards_state;
     bool fp8 = false, fp8_head = false, state_bf16 = false;
+    bool muon_rows = false;             // --muon-beta2
 };
 struct StepTime { double micro_s, update_s; };      // of a micro-step; of what each step adds to those
 
@@ -125,6 +126,8 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double kAttention = c.shape().HS < 128 ? 0.24 : 0.35;
     const double kMoves = 28;           // (B,T,C) 16-bit values that a layer's other kernels read or write
     const double kLaunch = 3e-6, kExposed = 0.03;   // seconds; part of the exchange that is not hidden
+    const double kMuonGemm = 0.57;      // of matrices with few tiles
+    const double kMuonWeights = 1.01;   // its weights take more power, so the clock is lower
     const double kFp8 = 1.85;           // times faster than 16 bits
     const double kFp8Moves = 6;         // what a layer's casts and transposes move beside kMoves
     const double flops = gpu.tflops * 1e12, bytes = gpu.gb_per_s * 1e9;
@@ -145,9 +148,9 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double gemm = 6 * N * products / (kGemm * flops);
     const double scores = B * T * T * Q * L * visited_tiles(c, batch.T);
     const double attention = (7 + 2 * again) * scores / (kAttention * flops);           // causal
-    // Llama's family also rotates q and k, there and back
-    const double rotated = c.is_llama() ? 5 * (Q + K) : 0;
-    const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) + L * rotated +
+    // Llama's family also rotates q and k, there and back, and a gated MLP's fc is wider than GPT-2's 4*C
+    const double more = c.is_llama() ? 5 * (Q + K) + 2 * std::max(0.0, FC - 4 * C) : 0;
+    const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) + L * more +
                           (2 + 0.5 * batch.fp8_head) * (double)c.Vp;
     // with FP8 and -r a layer's forward and backward each read its weights and write them as bytes
     const double recast = batch.recompute > 0 ? 6 * fp8_layers * (matrices - attproj) : 0;
@@ -155,11 +158,17 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double exposed = batch.world > 1 ? kExposed : 0;
     const double micro = (gemm + attention + moved) * (1 + exposed) + kLaunch * (31 * L + 10);
 
-    // per parameter 4 bytes for the norm and 28 for AdamW, of them 16 for m and v; Newton and Schulz, 5 steps
-    // of some 5 C FLOPs an element, which are GPT-2's 60 C^3 a layer
+    // per parameter 4 bytes for the norm and 28 for AdamW, of them 16 for m and v
     const double shares = batch.shards_state ? batch.world : 1;
-    const double muon = batch.muon ? 25 * L * matrices * C / (kGemm * flops) / batch.world : 0;
-    return {micro, params * (4 + (batch.state_bf16 ? 20 : 28) / shares) / (kUpdate * bytes) + muon};
+    const double update = params * (4 + (batch.state_bf16 ? 20 : 28) / shares) / (kUpdate * bytes);
+    if (!batch.muon) { return {micro, update}; }
+    // Newton and Schulz, 5 steps of some 5 C FLOPs an element, which are GPT-2's 60 C^3 a layer, in some 60
+    // launches; Muon's passes over a matrix take 2 bytes an element more than AdamW's, and its rows' second
+    // moment 6
+    const double elements = L * matrices / batch.world;
+    const double muon = 25 * elements * C / (kMuonGemm * flops) + kLaunch * 60 +
+                        elements * (batch.muon_rows ? 8 : 2) / (kUpdate * bytes);
+    return {micro * kMuonWeights, update + muon};
 }
 
 // Prints whether -b fits. largest: the largest that does; 0: none, and then it dies. advice: memory_advice.
