@@ -262,8 +262,11 @@ def test_all_questions():
         assert re.split("  +", rows[name]) == [
             measure, f"{scores[measure]:.4f} +- {scores[measure + '_error']:.4f}", f"{scores['chance']:g}",
             f"{gpt2:.4f}", scores["gpt2_by"]]
-    refused({**asked, "--eval-data": "nowhere", "-o": None}, "no questions in 'nowhere'", "get.py hellaswag",
-            extra=["--all"])
+    asked["-o"] = None
+    for more, *said in (({"--eval-data": "nowhere"}, "no questions in 'nowhere'", "get.py hellaswag"),
+                        ({"--eval-data": file}, "--all takes a folder of sets", f"{file} is a file", "-h 1"),
+                        ({"--evaluate": 1}, "--all answers questions", "takes no -h (--evaluate)")):
+        refused({**asked, **more}, *said, extra=["--all"])
 
 
 def test_questions_in_training():

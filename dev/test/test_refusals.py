@@ -56,6 +56,8 @@ REFUSED = f"""
 --grad-accum 8              => '--grad-accum' | hint: -z (--total-batch)
 --learning_rate -1          => -l (--learning-rate) wants a number | not '-1'
 --weight_decay=11 1         => -c (--weight-decay) wants | not '11'
+--learning-rate auto --lr 2  => given twice: '--learning-rate' and '--lr'
+--beta1 auto                => --beta1 wants a number | not 'auto'
 -d 524288 -z 1              => given twice | -z and -d are both the total batch | ZeRO stage is -zs
 --matmul-dtype fp8-head --head-chunks 2 => --head-chunks 2 is not for --matmul-dtype fp8-head
 -l 1 --lr 2                 => given twice: '-l' and '--lr' | hint: keep one of them
@@ -126,6 +128,8 @@ REFUSED = f"""
 -e m7           => -e m7 | even number from 2 to 192
 -e m194         => -e m194 | even number from 2 to 192
 --like no/run   => --like no/run | no run.json | hint: --like takes the folder of a run
+--like train.bin => --like train.bin | it is a file | hint: | a run, or a model_*.bin there
+--like no_json/model_00000001.bin => no run.json beside this model
 --like run.json_is_cut => run.json_is_cut/run.json | JSON
 --like run -x 0 -o '' => --like is for training
 -e d4294967302  => d4294967302 | no such size
@@ -175,6 +179,7 @@ def files():
     os.mkdir("no_models")
     write("logged/main.log", b"s:0 trl:5.5 lr:1e-3 norm:1.0\n")
     write("run.json_is_cut/model_00000001.bin", read("good.bin"))
+    write("no_json/model_00000001.bin", read("good.bin"))
     write("run.json_is_cut/run.json", b'{"settings": {"a": 1}')
     os.mkfifo("fifo.bin")                       # nobody will ever write to it
     write_shard("tokens_256.bin", [1] * 40 + [256] * 4000)

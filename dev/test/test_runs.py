@@ -264,13 +264,14 @@ NAMED = {**ALONE, "--model": USUAL["-e"], "--train-data": "train.bin", "--val-da
 @pytest.mark.cpu_only
 def test_auto():
     """What the program chooses does what the same values do beside letters; a run that goes on keeps it."""
-    out = run_ok({**NAMED, "--max-steps": 12, "--output-dir": "auto"}).out
+    words = {"--learning-rate": "auto", "--warmup": "auto"}     # as if they were not there
+    out = run_ok({**NAMED, **words, "--max-steps": 12, "--output-dir": "auto"}).out
     chosen = {"learning-rate": 3e-3, "warmup": 2, "weight-decay": 0.1, "val-every": 2}
     assert {name: settings_of("auto")[name] for name in chosen} == chosen
     assert re.search(r"learning-rate=0.003\s+\(auto: C=32,\s+steps\s+of\s+128\s+tokens\)", out)
     run_ok({"-x": 12, "-l": 3e-3, "-u": 2, "-c": 0.1, "-v": 2, "-o": "letters"})
     assert read("auto/main.log") == read("letters/main.log")
-    again = run_ok({**ALONE, "--resume": 1, "--max-steps": 14, "--output-dir": "auto"})
+    again = run_ok({**ALONE, **words, "--resume": 1, "--max-steps": 14, "--output-dir": "auto"})
     assert {name: settings_of("auto")[name] for name in chosen} == chosen and "auto:" not in again.out
     alone = run_ok({**NAMED, "--val-data": None, "--max-steps": 1})
     assert "val-every=0 (auto:" in " ".join(alone.out.split())
@@ -284,7 +285,7 @@ def test_like():
     out = run_ok({**ALONE, "--like": "../model_run", "--output-dir": "same"}, cwd="aside").out
     assert read("aside/same/main.log") == read("model_run/main.log")
     assert "learning-rate=0.002 (like ../model_run)" in " ".join(out.split())
-    run_ok({**ALONE, "--like": "model_run", "--seed": 6, "--output-dir": "other"})
+    run_ok({**ALONE, "--like": "model_run/model_00000003.bin", "--seed": 6, "--output-dir": "other"})
     assert read("other/main.log") != read("model_run/main.log")
     names = {name for name, value in settings_of("other").items() if value != settings_of("model_run")[name]}
     assert names == {"like", "seed", "output-dir"}

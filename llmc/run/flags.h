@@ -183,9 +183,15 @@ static inline std::string flags_about(const Flag* f) {
     return f->help + format(" (default %s%s)", beside, def.c_str());
 }
 
+// Does the text leave the choice to the program?
+static inline bool flags_says_auto(const Flag* f, const char* text) {
+    return f->is_auto && strcmp(text, "auto") == 0;
+}
+
 // Stores the value in *f->where, or dies and names the allowed values.
 static inline void flags_set(const Flag* f, const char* text) {
     const std::string see = flags_about(f);
+    if (flags_says_auto(f, text)) { return flags_set(f, f->def); }
     if (f->type == FLAG_STRING) {
         if ((double)strlen(text) < f->min) {
             flags_value_error(f, format("a text of %.0f or more characters", f->min), text, see);
@@ -366,6 +372,7 @@ static inline void flags_parse(const FlagTable& table, int argc, const char* con
         flag.given = nullptr, flag.from = "";
         flags_set(&flag, flag.def);
     }
+    std::vector<const Flag*> open;          // as if these were not given
     for (int i = 1; i < argc; i++) {
         const char* arg = argv[i];
         const char* equals = arg[0] == '-' ? strchr(arg, '=') : nullptr;
@@ -387,15 +394,17 @@ static inline void flags_parse(const FlagTable& table, int argc, const char* con
                 hint.empty() ? "keep one of them" : hint.c_str());
         }
         f->given = arg;
-        if (equals) { flags_set(f, equals + 1); continue; }
-        const char* value = i + 1 < argc ? argv[i + 1] : nullptr;
-        bool is_flag = value && value[0] == '-' && flags_find(table, flags_split(value, '=')[0]);
+        const char* value = equals ? equals + 1 : i + 1 < argc ? argv[i + 1] : nullptr;
+        bool is_flag = !equals && value && value[0] == '-' &&
+                       flags_find(table, flags_split(value, '=')[0]);
         if (!value || is_flag) {
             std::string found = is_flag ? ", found the flag '" + flags_show(value) + "'" : "";
             die("%s needs a value%s\nhint: %s", flags_title(f).c_str(), found.c_str(),
                 flags_about(f).c_str());
         }
         flags_set(f, value);
-        i++;
+        if (flags_says_auto(f, value)) { open.push_back(f); }
+        if (!equals) { i++; }
     }
+    for (const Flag* f : open) { f->given = nullptr; }
 }

@@ -25,6 +25,10 @@ static const QuestionSet kQuestionSets[] = {
 static inline std::vector<std::string> question_files() {
     if (!run.all_questions) { return {run.eval_data}; }
     const std::string folder = run_given("eval-data") ? run.eval_data : "dev/data";
+    if (file_size(folder.c_str()) >= 0) {
+        die("--all takes a folder of sets, and --eval-data %s is a file\n"
+            "hint: without --all, -h 1 --eval-data %s answers it", folder.c_str(), folder.c_str());
+    }
     std::vector<std::string> files;
     for (const QuestionSet& set : kQuestionSets) {
         const std::string path = folder + "/" + set.name + set.file;

@@ -111,7 +111,8 @@ static const FlagTable kFlags = {
         "behind these ,window=256,pattern=SSSL",
         FLAG_FIXED},
     {"",    "like",            FLAG_STRING, &settings.like,           "",        0, 0, nullptr,
-        "the settings of the run in this folder, where no flag says otherwise", FLAG_NOW},
+        "the settings of the run in this folder, or of this model_*.bin, where no flag says otherwise",
+        FLAG_NOW},
     {"o",   "output-dir",      FLAG_STRING, &settings.output_dir,     "",        0, 0, nullptr,
         "folder for main.log, metrics.jsonl, run.json, model_*.bin (none: nothing is written)", FLAG_NOW},
     {"n",   "checkpoint-every", FLAG_INT,   &settings.checkpoint_every, "1000",  0, INT_MAX, nullptr,
@@ -321,18 +322,21 @@ static inline std::vector<const char*> words_in_full(int argc, char** argv) {
         die("%s wants a run's folder or a model\nhint: %s %s RUN, and flags after it%s", form.c_str(),
             argv[0], form.c_str(), folder.c_str());
     }
-    bool prompts = false;
+    bool prompts = false, answers = false;
     for (int i = 3; i < argc; i++) {
         const std::string word = argv[i];
         if (form == "eval" && word == "--all") { settings.all_questions = true, words[i] = "--evaluate=1"; }
         const Flag* flag = flags_find(kFlags, word.substr(0, word.find('=')));
         const std::string name = flag ? flag->name : "";
-        prompts = prompts || name == "prompt";
+        prompts = prompts || name == "prompt", answers = answers || name == "evaluate";
         if (name == "max-steps" || name == "model") {
             die("%s takes no %s: it trains nothing, and its model is '%s'\n"
                 "hint: leave it out; %s", form.c_str(), flags_title(flag).c_str(), argv[2],
                 form == "eval" ? "-m N is how many batches it reads" : "-g N is how many tokens it writes");
         }
+    }
+    if (run.all_questions && answers) {
+        die("eval %s --all answers questions, and takes no -h (--evaluate)\nhint: leave it out", argv[2]);
     }
     words[1] = "-e";
     words.insert(words.begin() + 3, {"-x", "0"});

@@ -160,11 +160,18 @@ static inline bool settings_take(const std::string& folder, Take what) {
     return true;
 }
 
-// --like RUN
+// --like RUN, or one of its models.
 static inline void like_take() {
-    if (!*run.like || settings_take(run.like, Take::Like)) { return; }
-    die("--like %s: there is no run.json in this folder\nhint: --like takes the folder of a run%s", run.like,
-        runs_beside(run.like).c_str());
+    if (!*run.like) { return; }
+    const std::string path = run.like, name = path.substr(path.rfind('/') + 1);     // npos + 1 is 0
+    const bool is_file = file_size(path.c_str()) >= 0;
+    const bool is_model = is_file && checkpoint_step(name, "model_", ".bin") >= 0;
+    const std::string folder = !is_model ? path : name == path ? "." : path.substr(0, path.rfind('/'));
+    if (settings_take(folder, Take::Like)) { return; }
+    die("--like %s: there is no run.json %s\n"
+        "hint: --like takes the folder of a run, or a model_*.bin there%s", run.like,
+        is_model ? "beside this model" : is_file ? "in it: it is a file" : "in this folder",
+        runs_beside(folder).c_str());
 }
 
 static inline void folder_resolve() {
