@@ -1286,7 +1286,7 @@ static void test_writing(const char* name, const Config& c) {
            worst, other, count);
 
     std::vector<std::vector<int>> written(o.text_rows, prompt);
-    decoder_write(&d, prompt, count, -1, 0, 5u << 24, [&](int row, int token) {
+    decoder_write(&d, prompt, count, {}, 0, 5u << 24, [&](int row, int token) {
         written[row].push_back(token);
         return true;
     });

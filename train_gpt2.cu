@@ -6700,12 +6700,12 @@ static void decoder_step(Decoder* d, int i) {
     event_record(d->ready[i], stream);
 }
 
-// Continues `prompt` in options.text_rows texts, each by `count` tokens or up to the token `end`. Token n of
+// Continues `prompt` in options.text_rows texts, each by `count` tokens or up to one of `ends`. Token n of
 // text k is drawn with the random number (first_id + k, first_draw + n). So a text depends neither on the
-// others nor on how the host waits. on_token(row, token) gets each token, `end` too; false
+// others nor on how the host waits. on_token(row, token) gets each token, that one too; false
 // stops all texts. Weights and the state of training do not change.
-static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count, int end, uint32_t first_id,
-                          uint64_t first_draw, const OnToken& on_token) {
+static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count, const std::vector<int>& ends,
+                          uint32_t first_id, uint64_t first_draw, const OnToken& on_token) {
     const int T = d->model->options.T;
     std::vector<std::vector<int>> texts(d->rows, prompt);
     std::vector<bool> over(d->rows, false);
@@ -6726,7 +6726,7 @@ static void decoder_write(Decoder* d, const std::vector<int>& prompt, int count,
                 die("cannot sample: all %d logits are NaN\n"
                     "hint: this model has diverged; load an earlier one", d->model->config.V);
             }
-            over[row] = token == end;
+            over[row] = std::count(ends.begin(), ends.end(), token) > 0;
             live -= over[row];
             if (!on_token(row, token)) { return; }
         }
@@ -7183,9 +7183,9 @@ static bool evaluate(Model* model, const std::vector<EvalSet>& sets, Logger* log
 
 // Draws tokens for llmc/run/samples.h. A step's texts have random numbers of their own.
 static TextDraw text_draw(Training* t) {
-    return [=](const std::vector<int>& prompt, int count, int end, uint32_t first_id,
+    return [=](const std::vector<int>& prompt, int count, const std::vector<int>& ends, uint32_t first_id,
                const OnToken& on_token) {
-        decoder_write(&t->decoder, prompt, count, end, first_id, (uint64_t)t->step << 24,
+        decoder_write(&t->decoder, prompt, count, ends, first_id, (uint64_t)t->step << 24,
                       [&](int row, int token) {
             DiskWait disk;                      // stdout may be a file
             return on_token(row, token);
@@ -7320,7 +7320,7 @@ static void serve(Training* t) {
         stream_sync(model->stream);
         graph_free(&t->decoder.step);
         model->options.sampling = r.sampling, model->options.seed = r.seed;
-        decoder_write(&t->decoder, r.prompt, r.tokens, -1, 0, 0, on_token);
+        decoder_write(&t->decoder, r.prompt, r.tokens, {}, 0, 0, on_token);
     });
 }
 

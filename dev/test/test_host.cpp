@@ -1506,18 +1506,21 @@ static void test_text_out() {
         Tokenizer tokenizer;
         tokenizer_init_bytes(&tokenizer);
         const int end = (int)tokenizer.eot;
-        auto draw = [&](const std::vector<int>& prompt, int count, int, uint32_t first_id,
-                        const OnToken& on_token) {
+        auto draw = [&](const std::vector<int>& prompt, int count, const std::vector<int>& ends,
+                        uint32_t first_id, const OnToken& on_token) {
             CHECK(prompt == std::vector<int>({end, 'H', 'i'}), "the prompt has %zu tokens", prompt.size());
             for (int n = 0; n < count; n++) {           // row 0 ends after two tokens
                 const int first = 'a' + (int)first_id + n;
-                if (n <= 2 && !on_token(0, n == 2 ? end : first)) { return; }
+                if (n <= 2 && !on_token(0, n == 2 ? ends[0] : first)) { return; }
                 if (!on_token(1, first + 10)) { return; }
             }
         };
         auto samples = [&](bool titled, const char* text) {
-            const TextTask task = {&tokenizer, prompt_tokens(&tokenizer, "Hi", 256, 8), 4, false};
-            check_lives("samples", [&] { write_samples(task, {3, 2, 5, "Hi", titled}, draw); }, text);
+            TextTask task = {&tokenizer, prompt_tokens(&tokenizer, "Hi", 256, 8), 4, false};
+            for (const std::vector<int>& others : {std::vector<int>{}, {7, 8}}) {       // ends[0] is 7
+                task.other_ends = others;
+                check_lives("samples", [&] { write_samples(task, {3, 2, 5, "Hi", titled}, draw); }, text);
+            }
         };
         samples(false, "ab\n---\nklmn\n---\ncd\n");
         samples(true, "sample 1 at step 5:\nHiab\n---\nsample 2 at step 5:\nHiklmn\n---\n"
@@ -1526,22 +1529,22 @@ static void test_text_out() {
         // A model of answers is asked by each line. Z stands for the end of a text.
         write_text(in_folder("said"), "\n Hi \n\nMore\n\nOn\n");
         const std::vector<std::string> texts = {" aZ", "  bc", "d", " eZ"};
-        auto asks = [&](const char* system, bool whole) {
+        auto asks = [&](const char* system, bool whole, const std::vector<int>& others = {}) {
             FILE* said = freopen(in_folder("said").c_str(), "r", stdin);
-            const TextTask task = {&tokenizer, {end}, 9, false, said ? system : nullptr};
-            chat(task, "model", whole, [&](const std::vector<int>& prompt, int, int, uint32_t number,
-                                          const OnToken& on_token) {
+            const TextTask task = {&tokenizer, {end}, 9, false, said ? system : nullptr, others};
+            chat(task, "model", whole, [&](const std::vector<int>& prompt, int, const std::vector<int>& ends,
+                                          uint32_t number, const OnToken& on_token) {
                 std::string seen(prompt.begin(), prompt.end());
-                std::replace(seen.begin(), seen.end(), (char)end, 'Z');
+                for (int token : ends) { std::replace(seen.begin(), seen.end(), (char)token, 'Z'); }
                 fprintf(stderr, "%s|", seen.c_str());
                 const size_t at = number == 1 ? 0 : number - 2;             // the lines 0 and 2 say nothing
-                for (char c : texts[at]) { on_token(0, c == 'Z' ? end : c); }
+                for (char c : texts[at]) { on_token(0, c == 'Z' ? ends[0] : c); }
             });
         };
         const std::string one = "ZSystem: Be brief.\n\nUser: Hi\n\nAssistant:",
                           two = one + " aZUser: More\n\nAssistant:", three = two + "  bc";
         for (bool whole : {true, false}) {                  // false: -g cuts an answer
-            Child spoken = run_child([&] { asks(" Be brief. ", whole); });
+            Child spoken = run_child([&] { asks(" Be brief. ", whole, std::vector<int>(whole, 7)); });
             CHECK_TEXT(spoken.err, one + "|" + two + "|" + three + "|" + three + "dZUser: On\n\nAssistant:|");
             CHECK_TEXT(spoken.out, "a\n bc\nd\ne\n");
         }

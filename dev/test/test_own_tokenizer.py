@@ -235,6 +235,22 @@ def test_texts():
     assert spoken(padding, "own-tok") == "\n"
 
 
+def test_listed_ends():
+    """Samples and chat end at each end token of the generation_config.json beside the model."""
+    own()
+    said, = token_of("own-tok", "です")
+    os.makedirs("ends", exist_ok=True)
+    model = constant_model("ends/model.bin", {said: 0}, V=V)
+    for listed, wanted in ((f"[1, {said}]", ""), (said, ""), ("[1, true, -3, null, {}]", "ですです"),
+                           ("[", "ですです")):
+        write("ends/generation_config.json", f'{{"do_sample": true, "eos_token_id": {listed}}}')
+        write("ends/tokenizer.bin", read("own-tok/tokenizer.bin"))
+        for form in ("sample", "chat"):
+            got = run({**ALONE, form: model, "-g": 2, "--verbose": -1}, input="日本\n".encode())
+            assert (got.code, got.out) == (0, latin(wanted + "\n")), f"{form}, {listed}"
+            assert ("ends/generation_config.json is not" in got.err) == (listed == "["), got.err
+
+
 def test_run():
     """A run remembers its tokenizer, and hands it on."""
     own()

@@ -27,6 +27,7 @@ struct RunData {
     std::vector<EvalSet> questions;
     Tokenizer tokenizer = {};           // without tokens: texts are printed as token ids
     std::vector<std::string> tokenizer_files;   // of the run's own: tokenizer.bin and its like
+    std::vector<int> ends;              // tokens that end a text beside the tokenizer's
     std::vector<int> prompt;            // behind the token that begins a text; empty: no text is written
     std::string sample;                 // of the training data: shows later whether they changed
     std::vector<double> bits;           // of each validation source: see data_bits
@@ -40,7 +41,7 @@ struct RunData {
     size_t prompted() const { return prompt.empty() ? 0 : prompt.size() - 1; }
     TextTask text_task() const {
         return {tokenizer.bytes.empty() ? nullptr : &tokenizer, prompt, run.sample_tokens, run.tells_speed,
-                answers ? run.prompt : nullptr};
+                answers ? run.prompt : nullptr, ends};
     }
 };
 
@@ -74,6 +75,8 @@ static inline void data_open_tokenizer(RunData* d, int V) {
                                  "chat_template.jinja", "generation_config.json"}) {    // dev/hf.py's names
             if (file_size((folder + name).c_str()) >= 0) { d->tokenizer_files.push_back(folder + name); }
         }
+        const std::string generation = folder + "generation_config.json";
+        if (run_writes_text() && file_size(generation.c_str()) >= 0) { d->ends = listed_ends(generation); }
     }
     if (model.empty() && tokens > 0 && V - tokens > tokens / 10) {
         warn("'%s' has %d tokens, the model's vocabulary %d: with -e d12,V%d it has as many",

@@ -2,8 +2,8 @@
 Texts on the terminal: samples, and a chat. A callback draws the tokens, so no model is needed. Host only.
 
     const TextTask task = {&tokenizer, prompt_tokens(&tokenizer, "Once", V, T), 100, true};
-    const TextDraw draw = [&](const std::vector<int>& prompt, int count, int end, uint32_t first_id,
-                              const OnToken& on_token) { ... };
+    const TextDraw draw = [&](const std::vector<int>& prompt, int count, const std::vector<int>& ends,
+                              uint32_t first_id, const OnToken& on_token) { ... };
     write_samples(task, {8, 4, 0, "Once", false}, draw);    // eight texts, four at a time
     chat(task, "model.bin", true, draw);                    // continues the lines of stdin
 */
@@ -16,14 +16,15 @@ Texts on the terminal: samples, and a chat. A callback draws the tokens, so no m
 #include "../comm/comm.h"       // gives: comm_now, warn
 #include "../data/chat_template.h"  // gives: chat_system, chat_question
 #include "../data/tokenizer.h"  // gives: Tokenizer
+#include "../files/json.h"      // gives: json_file_read
 #include "stop.h"               // gives: stop_requested
 
-// Called with each token, `end` included; false stops all rows.
+// Called with each token, the one that ends a text included; false stops all rows.
 typedef std::function<bool(int row, int token)> OnToken;
-// Continues `prompt` in each of its rows, by `count` tokens or up to the token `end`. Row r draws from the
+// Continues `prompt` in each of its rows, by `count` tokens or up to one of `ends`. Row r draws from the
 // random stream first_id + r.
-typedef std::function<void(const std::vector<int>& prompt, int count, int end, uint32_t first_id,
-                           const OnToken& on_token)> TextDraw;
+typedef std::function<void(const std::vector<int>& prompt, int count, const std::vector<int>& ends,
+                           uint32_t first_id, const OnToken& on_token)> TextDraw;
 
 struct TextTask {
     const Tokenizer* tokenizer;         // null: ids are printed
@@ -31,6 +32,16 @@ struct TextTask {
     int tokens;                         // most tokens of a text
     bool tell_speed;
     const char* system = nullptr;       // chat with a model of answers: what it is told first; null: another
+    std::vector<int> other_ends = {};   // tokens that also end a text
+
+    std::vector<int> ends() const {
+        std::vector<int> all = other_ends;
+        all.push_back(prompt[0]);
+        return all;
+    }
+    bool is_end(int token) const {
+        return token == prompt[0] || std::count(other_ends.begin(), other_ends.end(), token) > 0;
+    }
 };
 
 // The tokenizer is that of a tokenizer.bin; file "": the vocabulary's. For an unknown one, or without GPT-2's
@@ -61,6 +72,20 @@ static inline void text_check_encodes(const Tokenizer* tokenizer, const char* wh
             "hint: without --prompt texts begin anew; dev/hf.py export makes a folder for transformers, "
             "which goes on from any text", what);
     }
+}
+
+// Tokens that generation_config.json lists as the end of a text: one, or several.
+static inline std::vector<int> listed_ends(const std::string& file) {
+    Facts values;
+    const std::string error = json_file_read(file, &values);
+    if (!error.empty()) { warn("%s %s: its end tokens do not count", shown(file).c_str(), error.c_str()); }
+    std::vector<int> ends;
+    for (const auto& value : values) {
+        int64_t id;
+        const bool is_listed = value.first.substr(0, value.first.find('.')) == "eos_token_id";
+        if (is_listed && parse_int(value.second, &id) && id >= 0 && id < kMaxV) { ends.push_back((int)id); }
+    }
+    return ends;
 }
 
 // The end-of-text token, which begins every document, and --prompt. Dies if the prompt does not fit.
@@ -135,7 +160,6 @@ struct Samples { int count, rows; int64_t step; const char* prompt; bool titled;
 // Writes the samples. The first unfinished one is shown token by token. Without titles stdout has only the
 // model's text, and on a terminal also the prompt.
 static inline void write_samples(const TextTask& task, const Samples& samples, const TextDraw& draw) {
-    const int end = task.prompt[0];
     auto begin = [&](int sample) {
         if (samples.titled) {
             printf("sample %d at step %lld:\n", sample + 1, (long long)samples.step);
@@ -161,10 +185,10 @@ static inline void write_samples(const TextTask& task, const Samples& samples, c
             }
         };
         begin(first);
-        draw(task.prompt, task.tokens, end, (uint32_t)first, [&](int row, int token) {
+        draw(task.prompt, task.tokens, task.ends(), (uint32_t)first, [&](int row, int token) {
             if (row >= rows) { return true; }           // the last group may have fewer texts
             speed.add(first == 0 && lengths[row]++ == 0);
-            over[row] = token == end;
+            over[row] = task.is_end(token);
             if (!over[row]) { texts[row].add(token); }
             if (row == current) { advance(false); }
             return current < rows && !stop_requested;
@@ -240,7 +264,7 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
     TextSpeed speed;
     std::string line, system = asks ? chat_system(task.system) : "";
     for (uint32_t number = 0; chat_line(is_terminal, &line); number++) {
-        const bool begins = tokens.back() == end;
+        const bool begins = task.is_end(tokens.back());
         if (asks) { line = chat_trimmed(line); }        // blanks alone are an empty line
         std::string said = (begins || line.empty() ? "" : "\n") + line;
         bool answers = false;                           // the text begins an answer
@@ -257,10 +281,10 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
         const std::vector<int> prompt = tokens;
         if (is_terminal && !asks) { print_text(line); }       // it begins with the line
         if (speed.tokens == 0) { speed.start = comm_now(); }
-        draw(prompt, whole ? 4 * task.tokens : task.tokens, end, number, [&](int, int token) {
+        draw(prompt, whole ? 4 * task.tokens : task.tokens, task.ends(), number, [&](int, int token) {
             speed.add(tokens.size() == prompt.size());
             tokens.push_back(token);
-            if (token != end) { text.add(token); }
+            if (!task.is_end(token)) { text.add(token); }
             if (answers && text.text[0] == ' ') { text.text.erase(0, 1); }      // in front of each answer
             answers = false;
             const bool ends = !asks && ends_sentence(text.text) &&
