@@ -146,11 +146,11 @@ def contestants(size, who, llmc, flags, shard):
     return found
 
 
-def in_turns(all_of):
-    """Ours, another, ours, the next one, ours."""
+def in_turns(all_of, turns):
+    """Ours, another, ours, the next one, ours; each `turns` times."""
     ours, *others = all_of.items()
     yield ours
-    for other in others:
+    for other in others * turns:
         yield other
         yield ours
 
@@ -190,7 +190,7 @@ def step(args):
         row = {**ceilings(profiled.stdout + profiled.stderr), "runs": []}
         print(f"  its matrix products alone {row['gemm_ms']:.2f} ms, {row['gemm_tflops']} TFLOP/s; copy "
               f"{row['copy_gb_s']} GB/s", flush=True)
-        for name, command in in_turns(contestants(size, who, args.llmc, flags, shard)):
+        for name, command in in_turns(contestants(size, who, args.llmc, flags, shard), args.turns):
             one = measure(command, args.seconds)
             row["runs"].append({"who": name, **one})
             print(f"  {name:20} " + (one.get("error") or (
@@ -342,6 +342,7 @@ def main():
     p.add_argument("--data", help="a shard of GPT-2's tokens, in place of made-up ones")
     p.add_argument("--flags", default="", help="more flags for ours")
     p.add_argument("--seconds", type=float, default=5.0, help="of steps that are measured")
+    p.add_argument("--turns", type=int, default=1, help="of each of them")
     p.add_argument("--json", default="build/bench.json")
     p.add_argument("--write", action="store_true", help="table: into the pages")
     args = p.parse_args()

@@ -96,9 +96,10 @@ def test_turns(monkeypatch, capsys):
     write("other", trains("125.0", " | 1 tok/s"))
     write("broken", "#!/bin/sh\necho no GPU here >&2\nexit 1\n")
     bench.step(argparse.Namespace(sizes="d12:64", who="llm.c, ./other, ./broken", llmc="llmc", flags="",
-                                  data="", seconds=1, json="bench.json"))
+                                  data="", seconds=1, turns=1, json="bench.json"))
     assert "no GPU here" in capsys.readouterr().out
     runs = json.loads(read("bench.json"))["sizes"]["d12:64"]["runs"]
+    assert [name for name, _ in bench.in_turns({"a": 1, "b": 2, "c": 3}, 2)] == [*"abacabaca"]
     assert [run["who"] for run in runs] == ["ours", "llm.c", "ours", "./other", "ours", "./broken", "ours"]
     assert runs[5] == {"who": "./broken", "error": "no GPU here"}
     rows = bench.table(bench.merged(["bench.json"])).splitlines()
