@@ -9,7 +9,7 @@ need theirs), no blanks at their end, and no path of somebody's machine. A heade
 llmc/README.md lists beside or below its own room, and not what errors.h gives to all that include it.
 
 README.md and docs/ have at most 110 columns outside tables and lines with a link, README.md 200 lines, and
-their relative links lead to a file, or to a heading of one.
+their relative links, and dev/bench/NOTES.md's, lead to a file, or to a heading of one.
 
 pyflakes reads the Python, too: a name that nothing defines, an import that nothing uses. It cannot see
 through `from X import *` and complains of it: names are imported one by one.
@@ -33,6 +33,7 @@ MAX_COLUMNS = 110
 CODE = (".cu", ".cuh", ".h", ".cpp", ".py", ".sh")
 PROSE = (".md", ".json", ".txt")             # long lines are fine there, but in README.md and docs/
 README_LINES = 200
+NOTES = "dev/bench/NOTES.md"
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|farm|mnt|Users)/")
 
 ROOMS = ("run", "files", "model", "ops", "comm", "data", "")        # of llmc/, as in its README.md
@@ -77,7 +78,7 @@ def look_at_docs(path, text):
     if path == "README.md" and len(lines) > README_LINES + 1:
         yield README_LINES + 1, f"{len(lines) - 1} lines, at most {README_LINES}"
     for number, line in enumerate(lines, 1):
-        if len(line) > MAX_COLUMNS and not line.startswith("|") and "](" not in line:
+        if len(line) > MAX_COLUMNS and not line.startswith("|") and "](" not in line and path != NOTES:
             yield number, f"{len(line)} columns, at most {MAX_COLUMNS}"
         for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)", line):
             file = os.path.normpath(os.path.join(os.path.dirname(path), target)) if target else path
@@ -116,7 +117,7 @@ def check(path, text):
                 yield text.count("\n", 0, include.start()) + 1, "errors.h includes this for all"
     if path.endswith(".py") and Checker:
         yield from look_at_names(text)
-    if path == "README.md" or path.startswith("docs/"):
+    if path in ("README.md", NOTES) or path.startswith("docs/"):
         yield from look_at_docs(path, text)
 
 
