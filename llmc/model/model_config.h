@@ -53,14 +53,16 @@ struct Config {
 };
 constexpr int kMaxT = 1 << 24, kMaxPattern = 128;
 // The words of a shape that are there or not. Their order numbers the bits of a model file's word.
-struct ShapeFlag { const char* word; bool Config::Shape::*flag; bool means; };
+typedef bool Config::Shape::*OneFlag;       // typedefs, because nvcc's host code warns of `T S::*name`
+typedef float Config::Shape::*OneFloat;
+struct ShapeFlag { const char* word; OneFlag flag; bool means; };
 constexpr ShapeFlag kShapeFlags[] = {{"qk_norm", &Config::Shape::qk_norm, true},
                                      {"no_norm_weights", &Config::Shape::norm_weights, false},
                                      {"embed_norm", &Config::Shape::embed_norm, true},
                                      {"tied", &Config::Shape::tied, true},
                                      {"qkv_bias", &Config::Shape::qkv_bias, true}};
 // Its numbers. A descriptor leaves out those that are 0. word: where a model file's header has the number.
-struct ShapeFloat { const char* name; float Config::Shape::*value; int word; };
+struct ShapeFloat { const char* name; OneFloat value; int word; };
 constexpr ShapeFloat kShapeFloats[] = {{"theta", &Config::Shape::theta, 16},
                                        {"eps", &Config::Shape::eps, 17},
                                        {"softcap", &Config::Shape::softcap, 18},
