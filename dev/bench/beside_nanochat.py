@@ -11,7 +11,9 @@ without FlashAttention 3. Attention is PyTorch's, cuDNN's first. Seconds are of 
 compilation (the first two steps are made twice, from the same weights) and validation.
 
 Prints `step N/M | loss X | MS ms |` and `val loss X @N`, as the trainer does. Validation: the first
---val-batches batches of rows of the validation shard.
+--val-batches batches of rows of the validation shard, or of each of --sources, weighted as a mixture's are:
+
+    --sources wikipedia:65,simple:16,novels:13,wikinews:5
 """
 import argparse
 import copy
@@ -84,6 +86,7 @@ def main():
     p.add_argument("--tokens", type=int, default=65536, help="a step")
     p.add_argument("--val-every", type=int, default=50)
     p.add_argument("--val-batches", type=int, default=7)
+    p.add_argument("--sources", default=":1", help="NAME:WEIGHT,...; a name replaces the * of --data")
     p.add_argument("--seed", type=int, default=1337)
     args = p.parse_args()
     if args.tokens < 1 or args.tokens % (args.batch * args.seq_len):
@@ -112,7 +115,14 @@ def main():
     compiled = torch.compile(model, dynamic=False)
 
     rows = rows_of(f"{args.data}_train*.bin", args.seq_len)
-    held = rows_of(f"{args.data}_val*.bin", args.seq_len)[:args.batch * args.val_batches]
+    held = []
+    for source in args.sources.split(","):
+        name, _, weight = source.partition(":")
+        data = args.data.replace("*", name) if name else args.data
+        found = rows_of(f"{data}_val*.bin", args.seq_len)[:args.batch * args.val_batches]
+        if len(found) < args.batch:
+            sys.exit(f"{data}_val*.bin has {len(found)} rows, fewer than --batch {args.batch}")
+        held.append((float(weight), found))
     order = np.random.default_rng(args.seed).permutation(len(rows))
 
     def batches():
@@ -122,10 +132,13 @@ def main():
             at += args.batch
 
     def validate(step):
-        with torch.no_grad():
-            losses = [compiled(*batch(held[at:at + args.batch], device)).item()
-                      for at in range(0, len(held) - args.batch + 1, args.batch)]
-        print(f"val loss {sum(losses) / len(losses):.6f} @{step}", flush=True)
+        loss = 0.0
+        for weight, found in held:
+            with torch.no_grad():
+                losses = [compiled(*batch(found[at:at + args.batch], device)).item()
+                          for at in range(0, len(found) - args.batch + 1, args.batch)]
+            loss += weight * sum(losses) / len(losses)
+        print(f"val loss {loss / sum(weight for weight, _ in held):.6f} @{step}", flush=True)
 
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
                      set_priority=True):
