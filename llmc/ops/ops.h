@@ -501,8 +501,8 @@ template <class X, class S> struct MuonScaleRowsOf {      // a skipped update ch
     int rows, cols;                     // cols: a multiple of 8
     double beta2;
     template <class F> void outputs(F gives) const {
-        gives("updates", updates + places.of(0), rows, cols);
-        gives("moments", moments + places.rows_of(0), rows);
+        gives("updates", updates + places.at[0], rows, cols);           // of the first matrix
+        gives("moments", moments + places.rows_at[0], rows);
     }
 };
 template <class X, class S> struct MuonUpdateOf {         // a skipped update changes nothing
