@@ -84,6 +84,7 @@ WORK(RotateForward) { return {2 * kX * a.N * (a.NH + a.NKV) * a.HS, 0}; }
 WORK(RotateBackward) {
     return {((a.rstd ? 2 : 1) * kX + (a.fp8 ? 1 : kX)) * a.N * (a.NH + a.NKV) * a.HS, 0};
 }
+WORK(ValueEmbed) { return {3 * kX * a.N * a.NKV * a.HS, 0}; }
 WORK(AttentionForward) { return attention_work(a, 2, 2, 2); }
 WORK(AttentionBackward) {
     const double v = a.fp8 ? 1 / kX : 1, q_k = a.only_v ? 1 : v;

@@ -442,6 +442,12 @@ static const Config kQwen2 = descriptor_config("llama:L2,NH4,NKV2,HS16,C40,F72,T
                                                "rope_factor=8,rope_low=1,rope_high=4,rope_original=40");
 static const Config kQwen28 = descriptor_config("llama:L3,NH4,NKV2,HS16,C64,F176,T18,V300,qkv_bias");
 
+// Value embeddings; with FP8 in the layer that has it
+static const Config kValues = descriptor_config("llama:L4,NH4,NKV2,HS16,C40,F72,T17,V300,qk_norm,eps=0.01,"
+                                                "value_embed");
+static const Config kValues8 = descriptor_config("llama:L3,NH4,NKV2,HS16,C64,F176,T18,V300,tied,qk_norm,"
+                                                 "value_embed");
+
 static const Config kPacked = descriptor_config("llama:L2,NH2,NKV1,HS64,C40,F72,T200,V300");   // documents
 
 // Both, and the first one with each activation that they lack
@@ -543,7 +549,7 @@ static void check_layout(const std::vector<ParamSpec>& specs, const Config& c, c
 // whole chunks; keys of rounding that do not depend on the number of ranks.
 static void test_layout() {
     const Config one_layer = {8, 67, 128, 1, 1, 8}, seven_layers = {70, 300, 384, 7, 2, 40};
-    for (const Config& c : {kTiny, kTensorCore, one_layer, seven_layers}) {
+    for (const Config& c : {kTiny, kTensorCore, kValues, one_layer, seven_layers}) {
         const std::vector<ParamSpec> specs = param_table(c);
         const Layout alone = param_layout(specs, c.L, {0, 1, 0}, false, false);
         Ranges keys;
@@ -566,6 +572,8 @@ static void test_peak_speed() {
         {"L2,NH2,C64,T32,V256", 256 * 64 + 32 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64, 2 * 64},
         {"llama:L3,NH4,NKV2,HS32,C64,F96,T32,V256",
          256 * 64 + 3 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 96 * 64 + 2 * 64) + 64, 3 * 128},
+        {"llama:L3,NH4,NKV2,HS32,C64,F96,T32,V256,value_embed",        // 12 channels a gate, in one layer
+         256 * 64 + 3 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 96 * 64 + 2 * 64) + 64 + 2 * 12, 3 * 128},
         {"llama:L3,NH4,NKV2,HS32,C64,F96,T32,V256,tied",
          256 * 64 + 3 * (64 * (128 + 2 * 64) + 128 * 64 + 3 * 96 * 64 + 2 * 64) + 64, 3 * 128}};
     for (const auto& row : rows) {
@@ -741,8 +749,8 @@ static void test_variants(Config c) {
 }
 
 // Along a tensor's gradient the loss's slope is the square of this gradient's norm. Differences of fourth
-// order say so, of steps that change the loss by some 0.005. In one row, an op that is wrong at a position
-// shows.
+// order say so, of steps that change the loss by some 0.005, or of gates, which bend, by less. In one row, an
+// op that is wrong at a position shows.
 static void test_slopes(const char* name, const Config& c, double dropout = 0.0, int document_end = -1) {
     Options o = default_options();
     o.dropout = dropout;
@@ -756,11 +764,11 @@ static void test_slopes(const char* name, const Config& c, double dropout = 0.0,
         const ParamSpec& s = model.param_specs[i];
         if (s.layers.empty()) { continue; }
         Vector start;
-        double squares = 0.0;
+        double squares = 0.0, largest = 0.0;
         for (int l : s.layers) {
             for (float x : host_param(&model, i, l, true)) { start.push_back(x); }
         }
-        for (float g : grads[i]) { squares += (double)g * g; }
+        for (float g : grads[i]) { squares += (double)g * g, largest = std::max(largest, fabs((double)g)); }
         auto loss = [&](double step) {
             Vector values = start;
             for (size_t k = 0; k < values.size(); k++) { values[k] += (float)(step * grads[i][k]); }
@@ -771,7 +779,7 @@ static void test_slopes(const char* name, const Config& c, double dropout = 0.0,
             const auto losses = from_device(&model, model_acts(&model, 0).losses, batch.x.size());
             return std::accumulate(losses.begin(), losses.end(), 0.0) / (double)losses.size();
         };
-        const double h = 0.005 / squares;
+        const double h = std::min(0.005 / squares, i == PARAM_vegw ? 0.03 / largest : INFINITY);
         const double slope = (loss(-2 * h) - 8 * loss(-h) + 8 * loss(h) - loss(2 * h)) / (12 * h * squares);
         loss(0.0);
         const double off = fabs(slope - 1.0);
@@ -1410,6 +1418,17 @@ static void test_scratch() {
             }
         }
     }
+    // a table of value embeddings that is wider than the residual stream; in bf16 it is summed in scratch
+    const Config valued = descriptor_config("llama:L2,NH16,NKV16,HS128,C64,F64,T65536,V256,value_embed");
+    for (bool bf16 : {false, true}) {
+        Options o = default_options();
+        o.B = 1, o.T = 65536, o.grads_bf16 = bf16;
+        const size_t sums = (64 + 2048) * 256 * sizeof(float);
+        const size_t bytes = model_scratch_bytes(valued, o);
+        const size_t slots = encoder_backward_scratch_bytes(1, o.T, 2048);
+        CHECK(bytes >= (bf16 ? sums : 0) + slots && bytes >= value_embed_scratch_bytes(o.T, 16),
+              "value embeddings, bf16 %d: %zu bytes", bf16, bytes);
+    }
     // biases of heads that are wider than the residual stream
     const Config wide = descriptor_config("llama:L1,NH16,NKV16,HS128,C64,F64,T65536,V256,qkv_bias");
     for (int N : {16, 4096, 65536}) {
@@ -1838,6 +1857,17 @@ static void test_encoder(int B, int T, int C, int V, int maxT) {
                                      at.x("dout", In(B * T * C)), buckets, B, T, maxT, C});
         });
     }
+    Case apart(format("encoder_backward of parts of rows, B=%d T=%d C=%d", B, T, C));
+    check(apart, [&](auto at) {
+        auto a = args<EncoderBackwardOf>(at);
+        a.dwte = at.grad("dwte", In(V * C), Accumulate::Yes, false), a.stride = 3 * C;
+        a.scratch = at.s("slots", Scratch(encoder_backward_scratch_bytes(B, T, C) / 4 + 1));
+        a.dout = at.x("dout", In(B * T * a.stride)) + C;
+        a.buckets = {at.exact("order", order), at.exact("segments", segments), at.exact("splits", splits),
+                     sorted.num_segments, sorted.num_splits};
+        a.B = B, a.T = T, a.maxT = maxT, a.C = C;
+        call(a);
+    });
 }
 
 // starts: nothing comes before the branches.
@@ -2521,6 +2551,53 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, QkNorm norm) {
     expect_bytes(k, "bytes", Fp8Format::E4m3);
     expect_stats(k, "stats");
     if (weighted) { k["dq_weight"].expect(), k["dk_weight"].expect(); }
+}
+
+// C is not a multiple of 12. fp8: what the gates read, and dv, are bytes.
+static void test_value_embed(int N, int V, int NH, int NKV, int HS, bool fp8) {
+    const int C = 40, heads = NH + 2 * NKV, n = N * heads * HS;
+    const std::string shape = format("N=%d V=%d NH=%d NKV=%d HS=%d fp8=%d", N, V, NH, NKV, HS, fp8);
+    std::vector<int> tokens = random_tokens(N, V, 1);
+    tokens[N / 2] = -1;                                 // as after logits that are NaN
+    std::vector<Fp8Tensor> tensors(2);
+    fp8_set_scale(&tensors[0], 64.0f), fp8_set_scale(&tensors[1], 32.0f);
+    Case random(shape);
+    auto bytes = [&](size_t count, float scale) {
+        std::vector<uint8_t> encoded;
+        for (double x : random.random(count)) { encoded.push_back(fp8_encode((float)x * scale)); }
+        return encoded;
+    };
+    const auto inp_bytes = bytes((size_t)C * N, 64.0f), dqkv_bytes = bytes(n, 32.0f);
+    auto filled = [&](auto at) {
+        auto a = args<ValueEmbedOf>(at);
+        a.table = at.x("table", In(V * NKV * HS)), a.tokens = at.exact("tokens", tokens);
+        a.weight = at.s("weight", In(NKV * kGateChannels, 0.5));
+        a.N = N, a.C = C, a.NH = NH, a.NKV = NKV, a.HS = HS;
+        if (fp8) { a.inp_t8 = at.exact("inp_t8", inp_bytes), a.inp_tensor = at.exact("tensors", tensors); }
+        else { a.inp = at.x("inp", In(N * C)); }
+        return a;
+    };
+    Case k("value_embed " + shape);
+    check(k, [&](auto at) {
+        auto a = filled(at);
+        a.qkv = at.x("qkv_inplace", InOut(n));
+        call(a);
+    });
+    const Doubles got = k["qkv_inplace"].values(), &want = k["qkv_inplace"].twin;
+    bool same = true;
+    for (int i = 0; i < n; i++) { same = same && (i / HS % heads >= NH + NKV || got[i] == want[i]); }
+    CHECK(same, "%s: heads of q or k have changed", k.title.c_str());
+    for (Accumulate acc : kBothAccumulate) {
+        Case k("value_embed, backward " + shape + format(" acc=%d", (int)acc));
+        check(k, [&](auto at) {
+            auto a = filled(at);
+            a.qkv = at.x("dqkv_inplace", InOut(n)), a.dinp = at.x("dinp", InOut(N * C));
+            a.dweight = at.grad("dweight", In(NKV * kGateChannels), acc, false);
+            a.scratch = at.s("scratch", Scratch(value_embed_scratch_bytes(N, NKV) / 4));
+            if (fp8) { a.dv8 = at.exact("dqkv8", dqkv_bytes), a.dv_tensor = a.inp_tensor + 1; }
+            call(a);
+        });
+    }
 }
 
 // What tensor cores make of an operand: it is rounded to floatX or, of fp32 where `tf32`, to TF32: 10 bits
@@ -3443,6 +3520,19 @@ static void test_kernels() {
             test_rotate(6, 1111, 3, 1, 32, norm);       // blocks of the backward take several places
         }
     }
+    TEST("kernels: value embeddings") {
+        for (bool fp8 : {false, true}) {
+            if (fp8 && !fp8_runs()) { continue; }
+            test_value_embed(1, 1, 1, 1, 16, fp8);
+            test_value_embed(9, 3, 4, 2, 80, fp8);
+            test_value_embed(67, 40, 6, 1, 96, fp8);    // two blocks of the gates' backward
+            test_value_embed(5, 30, 20, 20, 256, fp8);  // a row is several blocks'
+            if (small_shapes) { continue; }
+            test_value_embed(3000, 509, 6, 6, 128, fp8);
+            test_value_embed(200, 50257, 3, 1, 32, fp8);
+            test_value_embed(9001, 300, 2, 2, 16, fp8); // blocks take several rows
+        }
+    }
     TEST("kernels: attention") {
         test_attention_forms();
     }
@@ -3577,7 +3667,7 @@ int main(int argc, char** argv) {
             const bool given = !references.empty();
             if (!given) {
                 for (const char* name : {"ugly", "head64", "qwen", "relu2", "parallel", "tied", "windows",
-                                         "documents", "qwen2"}) {
+                                         "documents", "qwen2", "values"}) {
                     references.push_back(committed_reference(name));
                 }
             }
@@ -3604,7 +3694,7 @@ int main(int argc, char** argv) {
             }
             TEST("Llama's family") {
                 std::vector<Config> all = family(kLlama, kNano);
-                all.push_back(kLlamaWindows), all.push_back(kQwen2);
+                all.insert(all.end(), {kLlamaWindows, kQwen2, kValues});
                 for (const Config& c : all) {
                     const char* name = kMlps[(int)c.llama.mlp].name;
                     const std::string text = llama_text(c);
@@ -3645,10 +3735,11 @@ int main(int argc, char** argv) {
                 test_fp8(kLlama8, true, 0.075);     // 0.063 to 0.073 with eight seeds on the CPU
                 test_fp8(kNano8, true, 0.045);
                 test_fp8(kQwen28, true, 0.065);
+                test_fp8(kValues8, true, 0.075);
                 for (double dropout : {0.0, 0.1}) {
                     test_fp8_recompute(deep, dropout);
                     for (const Config& of : family(kLlama8, kNano8)) { test_fp8_recompute(of, dropout); }
-                    test_fp8_recompute(kQwen28, dropout);
+                    for (const Config& of : {kQwen28, kValues8}) { test_fp8_recompute(of, dropout); }
                     Config parallel = kTensorCore;
                     parallel.block = Block::Parallel;
                     test_fp8_recompute(parallel, dropout);
@@ -3686,7 +3777,7 @@ int main(int argc, char** argv) {
 #ifndef GPT2_CPU
             TEST("no master weights, bf16 gradients, bf16 states") { test_options(kTensorCore); }
             TEST("bf16 gradients of 4 micro-steps: matrices near fp32's, all others equal to them") {
-                test_bf16_gradients(kTensorCore);
+                for (const Config& c : {kTensorCore, kValues, kValues8}) { test_bf16_gradients(c); }
             }
             TEST("weights without master copies move by less than their spacing") {
                 test_small_steps(kTensorCore);

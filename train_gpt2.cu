@@ -20,7 +20,7 @@ Sections (search for "// == "):
 Section 6: 6.1 encoder  6.2 norms  6.3 matmul  6.4 activations, bias, products with
      activations (sm90), FP8  6.5 classifier  6.6 loss
      6.7 gradients: lanes and the norm  6.8 adamw, muon  6.9 attention, the longest: plain, mma.sync, sm90
-     6.10 decoding: writes text, token by token  6.11 rotation
+     6.10 decoding: writes text, token by token  6.11 rotation  6.12 value embeddings
 Sections 4 and 5 are headers in llmc/. Read train_step in section 8 first, then the tables in section 7, then
 llmc/ops/ops.h and the ops of section 6 that you need.
 Letters, everywhere: B batch rows, T tokens a row, C channels, NH heads, NKV heads of keys and values, HS head
@@ -179,16 +179,16 @@ __global__ void encoder_forward_kernel(EncoderForward a) {
 }
 
 // Sum of `count` rows of a matrix with C columns, one after the other, for the columns [c, c + kWidth);
-// row_of(i) says which row comes i-th. Eight rows are asked for before the first is added.
+// row_of(i) is the i-th. They are `stride` elements apart. Eight are asked for before the first is added.
 template <class T, class RowOf>
-__device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int C, RowOf row_of) {
+__device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int C, int stride, RowOf row_of) {
     constexpr int kUnroll = 8;
     Floats sum = {};
     for (int first = 0; first < count; first += kUnroll) {
         Pack<T> x[kUnroll];
         for (int u = 0; u < kUnroll; u++) {
             const bool live = first + u < count;
-            const T* row = rows + (live ? (size_t)row_of(first + u) * C : 0);
+            const T* row = rows + (live ? (size_t)row_of(first + u) * stride : 0);
             x[u] = load(row, live ? c : C, C);
         }
 #pragma unroll
@@ -202,12 +202,12 @@ __device__ __forceinline__ Floats sum_rows(const T* rows, int count, int c, int 
 // A block owns one segment (blockIdx.x) and some columns (blockIdx.y), here and in the two kernels below: the
 // sum of its positions goes to dwte, or to a slot.
 __global__ void encoder_backward_wte_kernel(Grad dwte, float* partial /*(slots,C)*/, const floatX* dout,
-                                            const int* order, const int4* segments, int C) {
+                                            const int* order, const int4* segments, int C, int stride) {
     const int4 segment = segments[blockIdx.x];          // {token, start, length, slot or -1}
     const int c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
     const int* positions = order + segment.y;
-    Floats sum = sum_rows(dout, segment.z, c, C, [&](int i) { return positions[i]; });
+    Floats sum = sum_rows(dout, segment.z, c, C, stride, [&](int i) { return positions[i]; });
     if (segment.w < 0) {
         grad_store(dwte, (size_t)segment.x * C + c, (size_t)(segment.x + 1) * C, sum);
     } else {
@@ -220,7 +220,7 @@ __global__ void encoder_backward_split_kernel(Grad dwte, const float* partial, c
     const int4 split = splits[blockIdx.x];              // {token, first slot, slots, 0}
     const int c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
-    Floats sum = sum_rows(partial, split.z, c, C, [&](int i) { return split.y + i; });
+    Floats sum = sum_rows(partial, split.z, c, C, C, [&](int i) { return split.y + i; });
     grad_store(dwte, (size_t)split.x * C + c, (size_t)(split.x + 1) * C, sum);
 }
 
@@ -229,7 +229,7 @@ __global__ void encoder_backward_wpe_kernel(Grad dwpe, const floatX* dout, int B
     const int t = blockIdx.x, c = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
     if (c >= C) { return; }
     Floats sum = {};                                    // rows t >= T: no token stood there
-    if (t < T) { sum = sum_rows(dout, B, c, C, [&](int b) { return (size_t)b * T + t; }); }
+    if (t < T) { sum = sum_rows(dout, B, c, C, C, [&](int b) { return (size_t)b * T + t; }); }
     grad_store(dwpe, (size_t)t * C + c, (size_t)(t + 1) * C, sum);
 }
 
@@ -254,7 +254,7 @@ static void encoder_backward(const EncoderBackward& a, Stream stream) {
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
     const int slabs = ceil_div(C, threads * kWidth);    // blocks side by side along a row
     encoder_backward_wte_kernel<<<dim3(a.buckets.num_segments, slabs), threads, 0, stream>>>(
-        a.dwte, a.scratch, a.dout, a.buckets.order, a.buckets.segments, C);
+        a.dwte, a.scratch, a.dout, a.buckets.order, a.buckets.segments, C, a.stride > 0 ? a.stride : C);
     if (a.buckets.num_splits > 0) {
         encoder_backward_split_kernel<<<dim3(a.buckets.num_splits, slabs), threads, 0, stream>>>(
             a.dwte, a.scratch, a.buckets.splits, C);
@@ -4663,6 +4663,81 @@ static void rotate_backward_inplace(const RotateBackward& a, Stream stream) {
     }
 }
 
+// == 6.12 value embeddings ==
+// For each head v of a row n, with e its row of the table by token:
+// Forward:  v += gate*e, gate = 3*s, s = sigmoid(sum over j < kGateChannels of weight[j]*inp[n,j])
+// Backward: dz = gate*(1-s)*sum(dv*e)   dv = gate*dv
+//           dinp[n,j] += sum over heads of dz*weight[j]     dweight[j] (+)= sum over rows of dz*inp[n,j]
+constexpr int kGateRows = 64;                   // that a block of the gates' backward sums
+
+__device__ __forceinline__ float gate_input(const ValueEmbed& a, int n, int j) {
+    if (!a.inp_t8) { return (float)a.inp[(size_t)n * a.C + j]; }
+    return (float)((const __nv_fp8_e4m3*)a.inp_t8)[(size_t)j * a.N + n] * a.inp_tensor->inverse;
+}
+
+// Lanes and heads are as in 6.11. A lane takes rows blockIdx.x, blockIdx.x + gridDim.x, ... of one head; its
+// weights stay in registers. All lanes of a head compute its gate. Of a backward, scratch gets dz (N,NKV).
+__global__ void __launch_bounds__(kRotateThreads) value_embed_kernel(ValueEmbed a) {
+    const int h = blockIdx.y * blockDim.y + threadIdx.y, i = threadIdx.x * kWidth;
+    const int NKV = a.NKV, HS = a.HS, half = HS / 2, end = h < NKV ? half : 0;
+    const float inverse = a.dv8 ? a.dv_tensor->inverse : 1.0f;
+    float weight[kGateChannels];
+    for (int j = 0; j < kGateChannels; j++) { weight[j] = h < NKV ? a.weight[h * kGateChannels + j] : 0.0f; }
+    for (int n = blockIdx.x; n < a.N; n += gridDim.x) {
+        const size_t head = a.values(n) + (size_t)h * HS, token = max(a.tokens[n], 0);
+        const Halves e = load_halves(a.table + (token * NKV + h) * HS, i, half, end);
+        Halves v = a.dv8 ? load_halves((const __nv_fp8_e4m3*)a.dv8 + head, i, half, end)
+                         : load_halves(a.qkv + head, i, half, end);
+        float z = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kGateChannels; j++) { z = fmaf(weight[j], gate_input(a, n, j), z); }
+        const float s = sigmoid(z), gate = 3.0f * s;
+        if (a.dinp) {
+            const float sum = head_mean(v, e, HS) * HS * inverse;
+            if (h < NKV && i == 0) { a.scratch[(size_t)n * NKV + h] = gate * (1.0f - s) * sum; }
+        }
+        for (int k = 0; k < 2 * kWidth; k++) {
+            float& v_k = v.at[k / kWidth].at[k % kWidth];
+            v_k = a.dinp ? gate * inverse * v_k : fmaf(gate, e.at[k / kWidth].at[k % kWidth], v_k);
+        }
+        store_halves(a.qkv + head, i, half, end, v);
+    }
+}
+
+// A block owns kGateRows rows: of dinp, and of dweight's sums a row of partials.
+__global__ void value_gate_backward_kernel(ValueEmbed a, float* partial /*(blocks,NKV,kGateChannels)*/) {
+    const int NKV = a.NKV, first = blockIdx.x * kGateRows, rows = min(kGateRows, a.N - first);
+    const float* dz = a.scratch + (size_t)first * NKV;
+    for (int c = threadIdx.x; c < NKV * kGateChannels; c += blockDim.x) {
+        const int h = c / kGateChannels, j = c % kGateChannels;
+        float sum = 0.0f;
+        for (int r = 0; r < rows; r++) { sum = fmaf(dz[r * NKV + h], gate_input(a, first + r, j), sum); }
+        partial[(size_t)blockIdx.x * NKV * kGateChannels + c] = sum;
+    }
+    for (int c = threadIdx.x; c < rows * kGateChannels; c += blockDim.x) {
+        const int r = c / kGateChannels, j = c % kGateChannels;
+        floatX* dinp = a.dinp + (size_t)(first + r) * a.C + j;
+        float sum = (float)*dinp;
+        for (int h = 0; h < NKV; h++) { sum = fmaf(dz[r * NKV + h], a.weight[h * kGateChannels + j], sum); }
+        *dinp = (floatX)sum;
+    }
+}
+
+static size_t value_embed_scratch_bytes(int N, int NKV) {
+    return ((size_t)N + ceil_div(N, kGateRows) * kGateChannels) * NKV * sizeof(float);
+}
+
+static void value_embed(const ValueEmbed& a, Stream stream) {
+    OpScope scope(a, stream);
+    const RotateGrid grid = rotate_grid(op_name(a), a.NKV, a.HS);
+    const int most = 132 * 2048 / (grid.block.x * grid.block.y), blocks = ceil_div(a.N, kGateRows);
+    value_embed_kernel<<<dim3(std::min(a.N, most), grid.slabs), grid.block, 0, stream>>>(a);
+    if (!a.dinp) { return; }
+    float* partial = a.scratch + (size_t)a.N * a.NKV;
+    value_gate_backward_kernel<<<blocks, 128, 0, stream>>>(a, partial);
+    column_sums({{a.dweight}}, 1, partial, blocks, a.NKV * kGateChannels, stream);
+}
+
 #endif  // GPT2_CPU
 
 // == 7 model: shapes and tables ==
@@ -4680,7 +4755,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 //   rows, cols  names of sizes: QC, QKVC and FCC are the columns of q, of qkv and of fch; F those of act.
 //               Names that are 0 or 1: `biased`, LayerNorm; `second`, a norm ln2, which a tied block lacks;
 //               `learned` positions and `added` biases, which Llama's family lacks, though it may have
-//               `qkv_bias`; `weighted` norms; `qk_norm`; an LM head of its own, `untied`
+//               `qkv_bias`; `weighted` norms; `qk_norm`; an LM head of its own, `untied`; `value_embed`
 //   kind        names the optimizer and its rate (layout.h)
 //   live        rows that count. The others are padding: they are zero, and are not counted as parameters
 //   parts       a layer's matrix may be several, one below the other, each with a height; --optimizer muon
@@ -4707,7 +4782,9 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
     X(lnfb,     float,  Global, biased, C,      Zero,       Norm,   biased, NONE,  15)                       \
     X(qnw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 16)                       \
     X(knw,      float,  Block,  qk_norm, HS,    One,        Norm,   qk_norm, NONE, 17)                       \
-    X(headw,    floatX, Global, untied * Vp, C, Zero,       Head,   untied * V, NONE, 18)
+    X(headw,    floatX, Global, untied * Vp, C, Zero,       Head,   untied * V, NONE, 18)                    \
+    X(vew,      floatX, Block,  value_embed * Vp, NKV * HS, Normal, Embedding, value_embed * V, NONE, 19)    \
+    X(vegw,     float,  Block,  value_embed * NKV, kGateChannels, Zero, Norm, value_embed * NKV, NONE, 20)
 
 // A Block's tensor has a copy per layer, kept for the backward pass. NAME_8 are FP8's bytes of a tensor, row
 // by row; NAME_t8 the same, transposed. Bytes of weights are kept for all layers only at -r 0; otherwise each
@@ -4813,13 +4890,13 @@ static Widths model_widths(const Config& c) {
 // The rows of the parameters as numbers, as layer l has them, and as the whole model has them.
 static std::vector<ParamSpec> param_rows(const Config& c, int l) {
     const Config::Shape s = c.layer(l);
-    const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, HS = s.HS;
+    const size_t V = c.V, Vp = c.Vp, C = c.C, maxT = c.maxT, HS = s.HS, NKV = s.NKV;
     const auto [QC, QKVC, FCC, F] = model_widths(c);
     const size_t biased = c.norm == NormKind::Layer, second = c.block != Block::ParallelTied;
     const size_t learned = !c.is_llama(), added = !c.is_llama(), untied = !s.tied;
-    const size_t qkv_bias = added || s.qkv_bias;
+    const size_t qkv_bias = added || s.qkv_bias, value_embed = s.value_embed;
     const size_t weighted = s.norm_weights, qk_norm = s.qk_norm && weighted;
-    const Parts NONE = {}, WHOLE = {0}, QKV = {QC, s.NKV * HS, s.NKV * HS};
+    const Parts NONE = {}, WHOLE = {0}, QKV = {QC, NKV * HS, NKV * HS};
     const Parts FC = is_gated(s.mlp) ? Parts{F, F} : WHOLE;             // gate and up
     const Init Zero = Init::Zero, One = Init::One, Normal = Init::Normal;
     const Init Projection = c.is_llama() ? Init::Zero : Init::Residual;
@@ -4996,15 +5073,18 @@ static Inputs inputs_layout(char* base, int B, int T) {
 
 static size_t model_scratch_bytes(const Config& c, const Options& options) {
     const int B = options.B, T = options.T, N = B * T;
+    const Config::Shape s = c.shape();
+    const int NKV = s.value_embed * s.NKV;      // with value embeddings
     if (!options.trains) { return 0; }          // only backward passes need any
     // GPT-2: a norm's weight and bias and a branch's bias; other blocks have up to two of each. qkvb and fcb:
     // the narrower one may be summed in more chunks and then needs more
-    size_t bytes = std::max({encoder_backward_scratch_bytes(B, T, c.C),
+    size_t bytes = std::max({encoder_backward_scratch_bytes(B, T, std::max(c.C, NKV * s.HS)),
                              norm_backward_scratch_bytes(N, c.C, c.is_gpt2() ? 3 : 6),
                              bias_backward_scratch_bytes(N, (int)model_widths(c).QKVC),
                              activate_backward_scratch_bytes(N, 4 * c.C),
                              attention_backward_scratch_bytes(B, T, c.NH),
-                             rotate_backward_scratch_bytes(c.shape().HS)});
+                             rotate_backward_scratch_bytes(s.HS),
+                             value_embed_scratch_bytes(N, NKV)});
     if (options.fp8) {
         const int widest = std::max(4 * c.C, (int)model_widths(c).QKVC);
         bytes = std::max(bytes, fp8_cast_scratch_bytes(N, widest));
@@ -5014,6 +5094,8 @@ static size_t model_scratch_bytes(const Config& c, const Options& options) {
         for (int i = 0; i < NUM_PARAMS; i++) {
             if (i != PARAM_wte) { bytes = std::max(bytes, specs[i].elems * sizeof(float)); }
         }
+        const size_t slots = encoder_backward_scratch_bytes(B, T, NKV * s.HS);      // behind vew's
+        bytes = std::max(bytes, specs[PARAM_vew].elems * sizeof(float) + slots);
         bytes += specs[PARAM_wte].elems * sizeof(float);
     }
     return bytes;
@@ -5556,6 +5638,8 @@ struct Layer {
     Operand ln1, ln2, atty, act;        // (B,T,C), and act (B,T,F) = the activation of fch
     Operand qkv, fch;                   // (B,T,NH+2*NKV,HS) (B,T,F), where it is gated (B,T,2F)
     Attention att;
+    ValueEmbed values;                  // table: null where the layer has none; the gates read ln1
+    Grad dvalues;                       // of the table
     Rotation rotation;
     Activation activation;
     Norm w_ln1, w_ln2;
@@ -5704,6 +5788,10 @@ struct Pass {
         y.att = {heads, {s.window, model->feed.documents}, a.att_lse,
                  cache ? cache->keys + l * cache->layer_stride : nullptr,
                  cache ? cache->values + l * cache->layer_stride : nullptr};
+        y.values = {.dweight = grad(PARAM_vegw, l), .table = param<floatX>(PARAM_vew, l), .inp = y.ln1.data,
+                    .weight = param<float>(PARAM_vegw, l), .N = N(), .C = config().C, .NH = heads.NH,
+                    .NKV = heads.NKV, .HS = heads.HS, .inp_t8 = y.ln1.bytes_t, .inp_tensor = y.ln1.tensor};
+        y.dvalues = grad(PARAM_vew, l);
         y.activation = {s.mlp, s.F};
         y.w_ln1 = norm_of(PARAM_ln1w, PARAM_ln1b, l, a.ln1_mean, a.ln1_rstd);
         y.w_ln2 = norm_of(PARAM_ln2w, PARAM_ln2b, l, a.ln2_mean, a.ln2_rstd);
@@ -5873,6 +5961,12 @@ struct Forward : Pass {
         waiting.branch[waiting.count++] = branch;
     }
 
+    // In place: v of qkv gets the rows of its tokens, times gates
+    void embed_values(const Operand& qkv, ValueEmbed a) {
+        a.qkv = a.table ? to_write(qkv) : nullptr, a.tokens = tokens;
+        if (a.qkv) { value_embed(a, stream()); }
+    }
+
     // In place: q and k of qkv, each head normalised if the model has QK-norm, and rotated by its position
     void rotate(const Operand& qkv, const Rotation& r) {
         floatX* to = r.table ? to_write(qkv) : nullptr;
@@ -5922,11 +6016,12 @@ struct Forward : Pass {
 // ---- pages ----
 // GPT-2 (Radford et al. 2019): x + attention(norm(x)), then x + mlp(norm(x)). The modern block (LLaMA,
 // Touvron et al. 2023; QK-norm: Qwen3, 2025) has rotary positions, grouped queries, other MLPs, and no biases
-// but those of q, k and v that Qwen2 (2024) has.
+// but those of q, k and v that Qwen2 (2024) has. v12 and its kin have value embeddings (ops.h) in odd layers.
 static void sequential_layer(Forward& e, int l) {
     const Layer a = e.layer_of(l);
     e.norm(a.ln1, a.x, a.w_ln1);                            // (B,T,C)
     e.linear(a.qkv, a.ln1, a.w_qkv);                        // (B,T,NH+2*NKV,HS)
+    e.embed_values(a.qkv, a.values);
     e.rotate(a.qkv, a.rotation);
     e.attention(a.atty, a.qkv, a.att);                      // (B,T,NH,HS)
     e.linear_add(a.x_mid, a.x, a.atty, a.w_attproj);        // (B,T,C)
@@ -5997,6 +6092,12 @@ struct Backward : Pass {
     Grad sum_of(ParamId id) const { return sum ? Grad{sum, Accumulate::No} : grad(id, 0); }
     void store_sum(ParamId id) const {
         if (sum) { grad_accumulate({grad(id, 0), sum, model->param_specs[id].elems}, stream()); }
+    }
+
+    // The fp32 gradient that encoder_backward adds to: zeros first, for tokens that are not there.
+    Grad begun(const Grad& grad, size_t elems) const {
+        if (grad.acc == Accumulate::No) { device_zero(grad.data, elems * sizeof(float), stream()); }
+        return {grad.data, Accumulate::Yes};
     }
 
     // To write an operand. A backward runs once, so it always writes.
@@ -6091,6 +6192,22 @@ struct Backward : Pass {
         qkv_done(dqkv, (NH + 2 * NKV) * HS, dbias, false);
     }
 
+    // dinp += the gates' part, and the gradients of their weights and of the table. dqkv ends here: v's place
+    // has what the table's gradient sums
+    void embed_values_backward(floatX* dinp, const Operand& dqkv, ValueEmbed a, const Grad& dtable) {
+        if (!a.table) { return; }
+        assert(!postpones);
+        a.qkv = to_write(dqkv), a.dinp = dinp, a.scratch = scratch, a.tokens = model->feed.inputs.tokens;
+        a.dv8 = dqkv.bytes, a.dv_tensor = dqkv.tensor;
+        value_embed(a, stream());
+        const size_t elems = model->param_specs[PARAM_vew].elems;
+        const Grad grad = begun(sum ? Grad{scratch, Accumulate::No} : dtable, elems);       // behind wte's
+        encoder_backward({.dwte = grad, .dwpe = {}, .scratch = scratch + (sum ? elems : 0),
+                          .dout = a.qkv + a.values(0), .buckets = model->feed.buckets, .B = B, .T = T,
+                          .maxT = 0, .C = a.NKV * a.HS, .stride = (a.NH + 2 * a.NKV) * a.HS}, stream());
+        if (sum) { grad_accumulate({dtable, grad.data, elems}, stream()); }
+    }
+
     // dx, the gradient of the residual stream, (+)= the gradient through the norm of x, or through both norms
     // of x. Then dx is also dout of each branch that was added to make x. With dropout, such a branch has a
     // dout of its own: dx through the branch's mask.
@@ -6146,6 +6263,7 @@ static void sequential_layer_backward(Backward& e, int l) {
     e.attention_backward(a.dqkv, a.datty, a.atty, a.qkv, a.att, a.w_qkv.dbias, a.rotation);
     e.rotate_backward(a.dqkv, a.qkv, a.rotation, a.w_qkv.dbias);
     e.linear_backward(a.dln1, a.dqkv, a.ln1, a.w_qkv);
+    e.embed_values_backward(a.dln1, a.dqkv, a.values, a.dvalues);
     e.norm_backward(a.dx, a.dln1, a.x, a.w_ln1);
 }
 
@@ -6250,10 +6368,6 @@ static void model_backward(Model* model, int B, int T, const MicroStep& micro) {
     const Layout& layout = model->layout;
     Backward e({model, B, T, &micro, model->acts.scratch});
     const Head head = e.head_of();
-    Grad dwte = e.sum_of(PARAM_wte);
-    if (head.w_id != PARAM_wte && dwte.acc == Accumulate::No) {
-        device_zero(dwte.data, model->param_specs[PARAM_wte].elems * sizeof(float), e.stream());
-    }
     e.norm_backward(e.acts(0).dx, head.dlnf, head.x, head.w_lnf, nullptr, {}, Accumulate::No);
     Forward recompute(e);                       // the same pass
     recompute.recomputes = true;
@@ -6266,8 +6380,10 @@ static void model_backward(Model* model, int B, int T, const MicroStep& micro) {
     for (int bucket : {layout.norms(), layout.biases()}) {
         if (layout.has(bucket)) { model_bucket_complete(model, bucket, micro); }
     }
-    dwte.acc = Accumulate::Yes;
-    encoder_backward({.dwte = dwte, .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
+    Grad dwte = e.sum_of(PARAM_wte);
+    if (head.w_id == PARAM_wte) { dwte.acc = Accumulate::Yes; }                 // to the head's part
+    encoder_backward({.dwte = e.begun(dwte, model->param_specs[PARAM_wte].elems),
+                      .dwpe = e.grad(PARAM_wpe, 0), .scratch = e.scratch,
                       .dout = e.embed_backward(e.after_layer(-1).added[0].dout.data),
                       .buckets = model->feed.buckets, .B = B, .T = T, .maxT = c.maxT, .C = c.C}, e.stream());
     e.store_sum(PARAM_wte);

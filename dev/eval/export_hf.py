@@ -208,7 +208,8 @@ def class_of(dims, path=None):
     die(f"'{path}': no class of transformers computes this: {dims.mlp}, "
         + ", ".join(f"{name} {getattr(dims, name):g}" for name in (*LLAMA_FLAGS, "softcap", "rope_factor"))
         + "\nhint: Llama, Qwen2 (qkv_bias) and Qwen3 (qk_norm) have swiglu and norms with weights, no "
-          "embed_norm and no softcap; NanoChat has relu2, qk_norm and embed_norm, and norms without weights")
+          "embed_norm, value_embed or softcap; NanoChat has relu2, qk_norm and embed_norm, and norms without "
+          "weights")
 
 
 def rope_scaling(d):

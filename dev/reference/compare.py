@@ -78,9 +78,11 @@ CASES = [
     *(Case("llama:L2,T33,V509," + shape, dropout=p) for p in (0, 0.15) for shape in (
         "NH4,NKV2,HS16,C40,F72,qk_norm,eps=0.01",
         "NH4,NKV2,HS16,C40,F72,qkv_bias,rope_factor=8,rope_low=1,rope_high=4,rope_original=40",
+        "NH4,NKV2,HS16,C40,F72,qk_norm,value_embed",
         "NH3,NKV1,HS32,C48,F80,relu2,qk_norm,no_norm_weights,embed_norm,tied,softcap=0.5")),
     Case("L2,NH12,C768,T64,V1000", "steps adamw rounding", 16),
-    Case("llama:L2,NH6,NKV2,HS128,C768,F2048,T64,V1000,qk_norm", "steps adamw rounding", 16),
+    *(Case("llama:L2,NH6,NKV2,HS128,C768,F2048,T64,V1000,qk_norm" + word, "steps adamw rounding", 16)
+      for word in ("", ",value_embed")),
     *(Case("llama:L3,T96,V50257,C64,F176,NH4,NKV2," + shape, "export") for shape in (
         "HS16,theta=5e5", "HS32,qk_norm,tied,eps=1e-6",                             # Llama, Qwen3
         "HS16,theta=5e5,tied,rope_factor=32,rope_low=1,rope_high=4,rope_original=48", "HS16,rope_factor=4",

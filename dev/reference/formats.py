@@ -55,6 +55,7 @@ class Dims:
     document_end: int = -1  # a run's, not the model's: the token at which a document begins; -1: a row is one
 
     is_llama, mlp, qk_norm, norm_weights, tied, qkv_bias = False, "gelu", False, True, True, True
+    value_embed = False
     NKV = property(lambda self: self.NH)
     HS = property(lambda self: self.C // self.NH)
     F = property(lambda self: 4 * self.C)
@@ -93,6 +94,7 @@ class Llama(Dims):
     embed_norm: bool = False
     tied: bool = False
     qkv_bias: bool = False
+    value_embed: bool = False   # odd layers add a row by token to v, times a gate a head
     theta: float = 10000.0
     eps: float = 1e-5
     softcap: float = 0.0        # 0: none
@@ -186,11 +188,11 @@ def rope_divisors(dims):
     return 1 / ((1 - kept) / (dims.rope_factor or 1) + kept)
 
 
-def modern(depth):
-    """The dial m12, m24: Qwen3's form, as wide as 64 x its depth."""
+def modern(depth, value_embed):
+    """The dial m12, m24: Qwen3's form, as wide as 64 x its depth. v12, v24 have value embeddings."""
     C = 64 * depth
     return Llama(maxT=1024, V=50257, L=depth, NH=C // 128, NKV=C // 128, HS=128, C=C,
-                 F=-(-8 * C // (3 * 128)) * 128, qk_norm=True)
+                 F=-(-8 * C // (3 * 128)) * 128, qk_norm=True, value_embed=value_embed)
 
 
 GPT2_SIZES = {12: (12, 768), 24: (16, 1024), 36: (20, 1280), 48: (25, 1600)}             # depth: (NH, C)
@@ -206,8 +208,8 @@ def parse_model(text):
         return with_windows(parse_model(text[:at.start()]), text[at.start() + 1:])
     if text.startswith("llama:") or text in LLAMA_NAMES:
         return parse_llama(LLAMA_NAMES.get(text, text))
-    if (m := re.fullmatch(r"m(\d+)", text)) and int(m[1]) % 2 == 0 and int(m[1]) > 0:
-        return modern(int(m[1]))
+    if (m := re.fullmatch(r"([mv])(\d+)", text)) and int(m[2]) % 2 == 0 and int(m[2]) > 0:
+        return modern(int(m[2]), m[1] == "v")
     m = re.fullmatch(r"d(\d+)", text)
     if m and int(m[1]) in GPT2_SIZES:
         NH, C = GPT2_SIZES[int(m[1])]
@@ -224,8 +226,12 @@ def parse_model(text):
             raise SystemExit(f"error: model '{text}': sizes must be positive and C a multiple of NH")
         return dims
     raise SystemExit(f"error: model '{text}' is neither a file nor d12 d24 d36 d48, gpt3:cN, "
-                     f"L4,NH4,C128,T128,V256, m12 (or another even depth), {' '.join(LLAMA_NAMES)}, "
+                     f"L4,NH4,C128,T128,V256, m12, v12 (or another even depth), {' '.join(LLAMA_NAMES)}, "
                      "llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257")
+
+
+def value_layers(dims):
+    return range(1, dims.L, 2) if dims.value_embed else ()
 
 
 # name, one per layer (or a function: the layers that have one), shape, init, weight decay; in file order. A
@@ -251,7 +257,10 @@ PARAMS = [
     ("qnw",      True,  lambda d: (d.HS * (d.qk_norm and d.norm_weights),), "one",    False),
     ("knw",      True,  lambda d: (d.HS * (d.qk_norm and d.norm_weights),), "one",    False),
     ("headw",    False, lambda d: (d.Vp * (not d.tied), d.C),               "zero",   True),
+    ("vew",      value_layers, lambda d: (d.Vp * d.value_embed, d.NKV * d.HS), "normal", True),
+    ("vegw",     value_layers, lambda d: (d.NKV * d.value_embed, 12),       "zero",   False),
 ]
+BY_TOKEN = "wte", "headw", "vew"        # with a row for each token, and padding behind
 NAMES = [row[0] for row in PARAMS]
 
 
@@ -369,7 +378,7 @@ def init_params(dims, seed, kind="gpt2"):
     params = {}
     for tensor, (name, _, _, init, _) in enumerate(PARAMS):
         shape = param_shape(dims, name)
-        if init in ("one", "zero") or init == "resid" and dims.is_llama:
+        if init in ("one", "zero") or init == "resid" and dims.is_llama or not math.prod(shape):
             params[name] = np.full(shape, 1.0 if init == "one" else 0.0, dtype=np.float32)
             continue
         std = np.float32(0.02 if init == "normal" else 0.02 / math.sqrt(2.0 * dims.L))
@@ -378,7 +387,7 @@ def init_params(dims, seed, kind="gpt2"):
         params[name] = np.zeros(shape, dtype=np.float32)
         layers = layers_of(dims, name)
         for l, copy in zip(layers, params[name].reshape(len(layers), -1), strict=True):
-            live = len(copy) // dims.Vp * dims.V if name == "wte" else len(copy)
+            live = len(copy) // dims.Vp * dims.V if name in BY_TOKEN else len(copy)
             copy[:live] = rand_normal(seed, tensor, live, l * live) * std       # numbered by layer
     return params
 
@@ -447,7 +456,7 @@ def llama_to_header(dims, header):
 
 def has_later_words(dims):
     """Words that model files of the first versions do not have."""
-    return dims.is_llama and (dims.qkv_bias or dims.rope_factor != 0)
+    return dims.is_llama and (dims.qkv_bias or dims.value_embed or dims.rope_factor != 0)
 
 
 WINDOW_WORD, PATTERN_WORDS = 19, slice(20, 52)      # of a header; a pattern's letters are bytes, then zeros
@@ -479,7 +488,7 @@ def llama_of_header(path, header, **sizes):
 def file_shape(dims, name, Vp):
     """As param_shape, in a file that pads V to Vp."""
     shape = param_shape(dims, name)
-    return (Vp, dims.C) if name in ("wte", "headw") and math.prod(shape) else shape
+    return (*shape[:-2], Vp, shape[-1]) if name in BY_TOKEN and math.prod(shape) else shape
 
 
 def read_checkpoint_header(path):
@@ -542,9 +551,10 @@ def read_checkpoint(path):
         for name in NAMES:
             data = read_array(f, path, "<f4" if version == 3 else "<u2", file_shape(dims, name, Vp))
             params[name] = data if version == 3 else from_bf16_bits(data)
-    for name in ("wte", "headw"):
+    for name in BY_TOKEN:
         if Vp != dims.Vp and params[name].size:
-            params[name] = np.pad(params[name][:dims.V], ((0, dims.Vp - dims.V), (0, 0)))
+            live = params[name][..., :dims.V, :]
+            params[name] = np.pad(live, [*[(0, 0)] * (live.ndim - 2), (0, dims.Vp - dims.V), (0, 0)])
     return dims, params
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from formats import NAMES, PARAMS, dropout_factors, layers_of, param_shape
+from formats import BY_TOKEN, NAMES, PARAMS, dropout_factors, layers_of, param_shape
 from llama import Llama, documents_of, hidden, undropped, visible
 
 
@@ -118,7 +118,8 @@ def tensor_list(model, name):
     paths = {"ln1w": "ln1.weight", "ln1b": "ln1.bias", "qkvw": "att.qkv.weight", "qkvb": "att.qkv.bias",
              "attprojw": "att.proj.weight", "attprojb": "att.proj.bias", "ln2w": "ln2.weight",
              "ln2b": "ln2.bias", "fcw": "fc.weight", "fcb": "fc.bias", "fcprojw": "fcproj.weight",
-             "fcprojb": "fcproj.bias", "qnw": "att.qn.weight", "knw": "att.kn.weight"}
+             "fcprojb": "fcproj.bias", "qnw": "att.qn.weight", "knw": "att.kn.weight",
+             "vew": "att.vew", "vegw": "att.vegw"}
     if name in paths:
         return [model.blocks[l].get_parameter(paths[name]) for l in layers_of(model.dims, name)]
     return [model.get_parameter({"lnfw": "lnf.weight", "lnfb": "lnf.bias"}.get(name, name))]
@@ -158,8 +159,8 @@ def random_params(dims, seed):
     for name, _, _, init, _ in PARAMS:
         values = torch.randn(param_shape(dims, name), generator=generator)
         values = values * sizes.get(name, sizes[init]) + (init == "one")
-        if name in ("wte", "headw"):
-            values[dims.V:] = 0
+        if name in BY_TOKEN:
+            values[..., dims.V:, :] = 0
         params[name] = values.numpy()
     return params
 
@@ -176,7 +177,8 @@ def to_numpy(tensors):
 def make_optimizer(model, hyper, fused=False, without=()):
     """AdamW; weight decay only on tensors of two dimensions. The embedding and a head of its own have rates
     of their own where hyper has some. Not fused: PyTorch's default for the device."""
-    own = {"wte": hyper.get("embedding_lr"), "headw": hyper.get("head_lr")}
+    embedding = hyper.get("embedding_lr")
+    own = {"wte": embedding, "vew": embedding, "headw": hyper.get("head_lr")}
     groups = {}                                     # few: each is a launch
     for name, _, _, _, decays in PARAMS:
         key = own.get(name) or hyper["learning_rate"], hyper["weight_decay"] if decays else 0.0

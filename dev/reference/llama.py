@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from formats import rope_divisors
+from formats import rope_divisors, value_layers
 
 
 def undropped(x, place):
@@ -68,18 +68,33 @@ def visible(T, window, documents, device):
 
 
 class Attention(nn.Module):
-    def __init__(self, dims, sdpa, window):
+    """Of layer l"""
+
+    def __init__(self, dims, sdpa, l):
         super().__init__()
-        self.dims, self.sdpa, self.window = dims, sdpa, window
+        self.dims, self.sdpa, self.window = dims, sdpa, dims.window_of(l)
+        self.embeds = l in value_layers(dims)
+        if self.embeds:
+            self.vew = nn.Parameter(torch.empty(dims.Vp, dims.NKV * dims.HS))
+            self.vegw = nn.Parameter(torch.empty(dims.NKV, 12))
         self.qkv = nn.Linear(dims.C, (dims.NH + 2 * dims.NKV) * dims.HS, bias=dims.qkv_bias)
         self.proj = nn.Linear(dims.NH * dims.HS, dims.C, bias=False)
         self.qn, self.kn = ((rms_norm(dims, dims.HS) if dims.qk_norm else nn.Identity()) for _ in "qk")
 
-    def forward(self, x, table, documents):
+    def values_of(self, x, tokens):
+        """(B,NKV,T,HS) what value embeddings add to v: rows by token, each head times a gate of its own that
+        reads 12 channels."""
+        rows = F.embedding(tokens, self.vew).unflatten(-1, (self.dims.NKV, self.dims.HS))
+        gates = 3 * torch.sigmoid(F.linear(x[..., :12].to(self.vegw.dtype), self.vegw))
+        return (gates.unsqueeze(-1) * rows).transpose(1, 2)
+
+    def forward(self, x, table, documents, tokens):
         B, T, _ = x.shape
         NH, NKV, HS = self.dims.NH, self.dims.NKV, self.dims.HS
         heads = self.qkv(x).view(B, T, NH + 2 * NKV, HS).transpose(1, 2)
         q, k, v = heads.split([NH, NKV, NKV], dim=1)
+        if self.embeds:
+            v = v + self.values_of(x, tokens).type_as(v)
         q, k = rotate(self.qn(q), table).type_as(v), rotate(self.kn(k), table).type_as(v)
         if self.sdpa:
             seen = visible(T, self.window, documents, x.device)
@@ -97,11 +112,11 @@ ACTS = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "swiglu": lambda gate, 
 
 
 class Block(nn.Module):
-    def __init__(self, dims, sdpa, window):
+    def __init__(self, dims, sdpa, l):
         super().__init__()
         self.dims = dims
         self.ln1 = rms_norm(dims, dims.C)
-        self.att = Attention(dims, sdpa, window)
+        self.att = Attention(dims, sdpa, l)
         self.ln2 = rms_norm(dims, dims.C)
         self.fc = nn.Linear(dims.C, dims.F * (1 + dims.gated), bias=False)
         self.fcproj = nn.Linear(dims.F, dims.C, bias=False)
@@ -109,8 +124,8 @@ class Block(nn.Module):
     def mlp(self, x):
         return self.fcproj(ACTS[self.dims.mlp](*self.fc(x).chunk(1 + self.dims.gated, dim=-1)))
 
-    def forward(self, x, table, documents, dropped, place):
-        x = x + dropped(self.att(self.ln1(x), table, documents), place)
+    def forward(self, x, table, documents, tokens, dropped, place):
+        x = x + dropped(self.att(self.ln1(x), table, documents, tokens), place)
         return x + dropped(self.mlp(self.ln2(x)), place + 1)
 
 
@@ -121,7 +136,7 @@ class Llama(nn.Module):
         super().__init__()
         self.dims = dims
         self.wte = nn.Parameter(torch.empty(dims.Vp, dims.C))
-        self.blocks = nn.ModuleList(Block(dims, sdpa, dims.window_of(l)) for l in range(dims.L))
+        self.blocks = nn.ModuleList(Block(dims, sdpa, l) for l in range(dims.L))
         self.embed_norm = rms_norm(dims, dims.C, weights=False) if dims.embed_norm else nn.Identity()
         self.lnf = rms_norm(dims, dims.C)
         self.headw = self.wte if dims.tied else nn.Parameter(torch.empty(dims.Vp, dims.C))
@@ -132,7 +147,7 @@ class Llama(nn.Module):
         table = self.rotation[wide][:, :x.shape[1]]
         h = dropped(self.embed_norm(F.embedding(x, self.wte)), 0)
         for l, block in enumerate(self.blocks):
-            h = block(h, table, documents_of(self.dims, x), dropped, 1 + 2 * l)
+            h = block(h, table, documents_of(self.dims, x), x, dropped, 1 + 2 * l)
         # the product runs over all Vp rows, which keeps it aligned; the padding is cut off unseen
         logits = F.linear(self.lnf(h), self.headw)[..., :self.dims.V]
         capped = logits.to(wide)

@@ -26,7 +26,8 @@ import numpy as np
 
 import reference
 import train_gpt2
-from formats import NAMES, RAND_SHUFFLE, param_shape, parse_model, rand_normal, rand_unit, write_shard
+from formats import (BY_TOKEN, NAMES, RAND_SHUFFLE, param_shape, parse_model, rand_normal, rand_unit,
+                     write_shard)
 
 COMMAND = "python dev/reference/make_fixture.py"
 SEED = 20240326
@@ -42,6 +43,7 @@ CASES = {"ugly": ("L2,NH2,C40,T37,V509", 3, 33, "float32"),
          "windows": ("llama:L3,NH2,NKV1,HS64,C24,F40,T70,V67,tied,window=9,pattern=SSL", 2, 70, "bfloat16"),
          "qwen2": ("llama:L2,NH4,NKV2,HS16,C24,F40,T37,V67,tied,qkv_bias,theta=100,rope_factor=8,rope_low=1,"
                    "rope_high=4,rope_original=40", 2, 33, "bfloat16"),
+         "values": ("llama:L4,NH4,NKV2,HS16,C24,F40,T37,V67,tied,qk_norm,value_embed", 2, 33, "float32"),
          "documents": ("llama:L2,NH2,NKV1,HS64,C24,F40,T70,V67,window=20,pattern=SL", 2, 70, "bfloat16")}
 KINDS = {"parallel": {"block": 1, "norm": 1}, "tied": {"block": 2}, "documents": {"document_end": 3}}
 
@@ -60,8 +62,8 @@ def lively_params(dims):
             params[name] = noise * np.float32(0.1)
         else:
             params[name] = noise * np.float32(shape[-1] ** -0.5)
-    for name in ("wte", "headw"):
-        params[name][dims.V:] = 0
+    for name in BY_TOKEN:
+        params[name][..., dims.V:, :] = 0
     return params
 
 

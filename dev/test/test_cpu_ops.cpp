@@ -301,6 +301,73 @@ static void test_rotate(int B, int T, int NH, int NKV, int HS, bool norm, bool w
           shape.c_str());
 }
 
+// ---- value embeddings ----
+
+static void test_value_embed(int N, int V, int NH, int NKV, int HS) {
+    const std::string shape = format("value_embed N=%d V=%d NH=%d NKV=%d HS=%d", N, V, NH, NKV, HS);
+    const int C = 16, K = NKV * HS, row = (NH + 2 * NKV) * HS;
+    const std::vector<int> tokens = random_ints(N, V);
+    Doubles raw = random_tensor((size_t)N * row), qkv = raw, dout = random_tensor(raw.n), dqkv = dout;
+    Doubles table = random_tensor((size_t)V * K), weight = random_tensor(NKV * kGateChannels);
+    Doubles inp = random_tensor((size_t)N * C), before = random_tensor(inp.n), dinp = before;
+    ValueEmbedOf<double, double> of = {};
+    of.table = table, of.weight = weight, of.inp = inp, of.tokens = tokens.data();
+    of.N = N, of.C = C, of.NH = NH, of.NKV = NKV, of.HS = HS;
+    auto run = [](ValueEmbedOf<double, double> a, double* qkv, double* dinp = nullptr,
+                  GradOf<double> dweight = {}) {
+        a.qkv = qkv, a.dinp = dinp, a.dweight = dweight;
+        value_embed_cpu<double>(a, 0);
+    };
+    auto loss = [&] {
+        qkv = raw;
+        run(of, qkv);
+        return dot(qkv, dout, qkv.n);
+    };
+    loss();
+    CHECK_EACH(qkv, kExact, [&](int n, int k) {
+        double z = 0.0;
+        for (int j = 0; j < 12 && k >= 0; j++) { z += weight[k / HS * 12 + j] * inp[n * C + j]; }
+        return raw[i] + (k < 0 ? 0.0 : 3.0 / (1.0 + exp(-z)) * table[tokens[n] * K + k]);
+    }((int)(i / row), (int)(i % row) - (NH + NKV) * HS));
+
+    const Doubles dweight = gradient_of(shape, weight.n, [&](GradOf<double> grad) {
+        dqkv = dout, dinp = before;
+        run(of, dqkv, dinp, grad);
+    });
+    const Doubles added = doubles(inp.n, [&](size_t i) { return dinp[i] - before[i]; });
+    CHECK_GRADIENT(weight, dweight, loss);
+    CHECK_GRADIENT(inp, added, loss);
+    Buckets buckets(tokens, V);
+    Doubles dtable = doubles(table.n, [](size_t) { return 0.0; }), scratch((size_t)max_bucket_slots(N) * K);
+    encoder_backward_cpu<double>({{dtable, Accumulate::Yes}, {}, scratch, dqkv + of.values(0), buckets.view,
+                                  1, N, 0, K, row}, 0);
+    CHECK_GRADIENT(table, dtable, loss);
+
+    // of bytes: the same, to the bit, as of the numbers that they stand for
+    std::vector<uint8_t> inp_t(inp.n), dv(dout.n);
+    Fp8Tensor scales[2];
+    fp8_set_scale(&scales[0], 64.0f), fp8_set_scale(&scales[1], 32.0f);
+    for (size_t i = 0; i < inp.n; i++) { inp_t[i % C * N + i / C] = fp8_encode((float)inp[i] * 64.0f); }
+    for (size_t i = 0; i < inp.n; i++) { inp[i] = fp8_decode(inp_t[i % C * N + i / C]) / 64.0f; }
+    for (size_t i = 0; i < dv.size(); i++) { dv[i] = fp8_encode((float)dout[i] * 32.0f); }
+    for (size_t i = 0; i < dv.size(); i++) { dout[i] = fp8_decode(dv[i]) / 32.0f; }
+    ValueEmbedOf<double, double> of_bytes = of;
+    of_bytes.inp = nullptr, of_bytes.inp_t8 = inp_t.data(), of_bytes.inp_tensor = &scales[0];
+    loss();
+    const Doubles of_numbers = qkv;
+    qkv = raw;
+    run(of_bytes, qkv);
+    CHECK(qkv == of_numbers, "%s: other bits of bytes", shape.c_str());
+    Doubles dw(weight.n), dw_bytes = dw, dinp_bytes = dinp, dqkv_bytes = dout;
+    dqkv = dout;
+    run(of, dqkv, dinp, {dw, Accumulate::No});
+    of_bytes.dv8 = dv.data(), of_bytes.dv_tensor = &scales[1];
+    for (int n = 0; n < N; n++) { std::fill_n(dqkv_bytes + of.values(n), K, NAN); }
+    run(of_bytes, dqkv_bytes, dinp_bytes, {dw_bytes, Accumulate::No});
+    CHECK(dqkv == dqkv_bytes && dinp == dinp_bytes && dw == dw_bytes, "%s: other gradients of bytes",
+          shape.c_str());
+}
+
 // ---- norms of the residual stream: epsilons, and RMSNorms without weights ----
 
 static void test_norm(NormKind kind, int N, int C, int norms, bool weights) {
@@ -1251,6 +1318,12 @@ int main() {
             test_rotate(1, 1, 1, 1, 2, k > 0, k > 1);
             test_rotate(3, 5, 4, 2, 80, k > 0, k > 1);
         }
+    }
+    TEST("value embeddings") {
+        test_value_embed(1, 1, 1, 1, 2);
+        test_value_embed(7, 3, 4, 2, 6);
+        test_value_embed(300, 2, 3, 1, 4);          // tokens that are split
+        test_value_embed(20, 50, 4, 4, 16);
     }
     TEST("norms") {
         for (int norms : {1, 2}) {

@@ -19,6 +19,8 @@ LLAMA = "llama:L2,NH4,NKV2,HS16,C48,F96,T32,V256,qk_norm"          # NH * HS is 
 NANO = "llama:L2,NH2,NKV1,HS16,C40,F56,T32,V256,relu2,qk_norm,no_norm_weights,embed_norm,tied,softcap=15"
 QWEN2 = "llama:L2,NH4,NKV2,HS16,C48,F96,T32,V256,tied,qkv_bias,rope_factor=4"
 SIXTEENS = NANO.replace("C40,F56", "C48,F64")                       # FP8's sizes
+VALUES = LLAMA + ",value_embed"
+KINDS = {**FAMILY, "values": {"L": 5, "qk_norm": True, "value_embed": True}}
 USUAL = {"-i": "train.bin", "-j": "val.bin", "-b": 2, "-z": 256, "-x": 12, "-v": 6, "-s": 0, "-n": 10,
          "-l": "1e-2", "-c": 0.1, "--lanes": 4}
 
@@ -38,8 +40,9 @@ def left_by(folder, **flags):
 
 @pytest.mark.parametrize("name, model, dtype", [
     ("llama", LLAMA, "bf16"), ("nano", NANO, "bf16"), ("llama8", LLAMA, "fp8-head"),
-    ("nano8", SIXTEENS, "fp8"), ("qwen2", QWEN2, "bf16")],
-    ids=["llama", "nano", "llama, FP8", "nano, FP8", "qwen2"])
+    ("nano8", SIXTEENS, "fp8"), ("qwen2", QWEN2, "bf16"), ("values", VALUES, "bf16"),
+    ("values8", VALUES, "fp8-head")],
+    ids=["llama", "nano", "llama, FP8", "nano, FP8", "qwen2", "values", "values, FP8"])
 def test_ranks(name, model, dtype):
     """At each ZeRO stage the losses and the model of one, to the bit; -r's are test_gpt2's."""
     if dtype != "bf16":
@@ -53,8 +56,9 @@ def test_ranks(name, model, dtype):
 
 
 @pytest.mark.parametrize("optimizer, dtype, model", [
-    ("adamw", "bf16", LLAMA), ("muon", "bf16", LLAMA), ("muon", "fp8-head", LLAMA), ("muon", "fp8", QWEN2)],
-    ids=["adamw", "muon", "muon, FP8", "muon, FP8, qwen2"])
+    ("adamw", "bf16", LLAMA), ("muon", "bf16", LLAMA), ("muon", "fp8-head", LLAMA), ("muon", "fp8", QWEN2),
+    ("adamw", "fp8", VALUES)],
+    ids=["adamw", "muon", "muon, FP8", "muon, FP8, qwen2", "adamw, FP8, values"])
 def test_goes_on(optimizer, dtype, model):
     """A run that goes on after its 10th step ends as one that was not stopped."""
     if dtype != "bf16":
@@ -103,6 +107,8 @@ def test_refusals():
         refused({**usual, "-e": f"llama:L2,NH4,C48,T32,V256,{sizes}"}, why)
     refused({**usual, "-e": LLAMA + ",theta=0"}, "theta=0")
     refused({**usual, "-e": LLAMA + ",soft"}, "neither a file nor a model descriptor")
+    refused({**usual, "-e": "L2,NH2,C32,T32,V256,value_embed"}, "neither a file nor a model descriptor")
+    refused({**usual, "-e": "llama:L2,NH1,NKV1,HS16,C8,F96,T32,V256,value_embed"}, "C=8: the gates of value")
     for words in BAD_ROPE:
         refused({**usual, "-e": f"{LLAMA},{words}"}, words.split("=")[0] + "=", "a factor is 1 to 1e6")
 
@@ -120,11 +126,28 @@ def test_biases_alone():
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Llama 3", "Llama linear"])
+def test_value_embeddings_alone():
+    """AdamW updates them whatever --optimizer is: tables at the embedding's rate, and gates' weights, which
+    begin as zeros, without a decay."""
+    model = {"e": VALUES, "x": 12, "optimizer": "muon"}
+    start = formats.init_params(formats.parse_model(VALUES), 1337)
+    runs = {}
+    for name, decay, rate in (("plain", 0, 1), ("still", 0, 0), ("decay", 10, 1)):
+        left_by("values_" + name, c=decay, embedding_rate=rate, **model)
+        runs[name] = formats.read_checkpoint(f"values_{name}/model_00000012.bin")[1]
+    for name in ("wte", "vew"):
+        assert (runs["still"][name] == start[name]).all() and (runs["plain"][name] != start[name]).any()
+        assert abs(runs["decay"][name]).mean() < 0.8 * abs(runs["plain"][name]).mean()
+    assert not start["vegw"].any() and all(abs(run["vegw"]).min() > 0 for run in runs.values())
+    assert 0.8 < abs(runs["decay"]["vegw"]).mean() / abs(runs["plain"]["vegw"]).mean() < 1.25
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Llama 3", "Llama linear", "values"])
 def test_file(kind):
-    """Biases and scaled positions have a version of their own, so that no earlier program loads them, and
-    both readers check the words."""
-    dims, _ = family_model("m.bin", **FAMILY[kind])
+    """Biases, value embeddings and scaled positions have a version of their own, so that no earlier program
+    loads them, and both readers check the words."""
+    dims, _ = family_model("m.bin", **KINDS[kind])
     good, later = read("m.bin"), formats.has_later_words(dims)
     version, other = (303, 203) if later else (203, 303)
     assert struct.unpack_from("<i", good, 4)[0] == version
@@ -140,11 +163,11 @@ def test_file(kind):
 
 @pytest.mark.cpu_only
 @pytest.mark.skipif(not os.access(ROOT + "/build/checkpoint", os.X_OK), reason="no build/checkpoint")
-@pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.parametrize("kind", KINDS)
 def test_looking(kind):
     """build/checkpoint knows the family's shapes, and how many bytes each means."""
     for version in (203, 205):
-        dims, _ = family_model("m.bin", version, V=250, **FAMILY[kind])
+        dims, _ = family_model("m.bin", version, V=250, **KINDS[kind])
         code, out, _ = run_program([ROOT + "/build/checkpoint", "m.bin"])
         assert code == 0 and f"  version {family_version(dims, version)} " in out, out
         assert "no checksum: " in out

@@ -1015,7 +1015,8 @@ def test_family_refused(kind, change, said):
 @pytest.mark.parametrize("shape, said", [
     ({"qk_norm": True, "norm_weights": False}, "no class of transformers computes this: swiglu, qk_norm 1"),
     ({"softcap": 30.0}, "softcap 30"), ({"mlp": "relu2"}, "computes this: relu2"),
-    ({"embed_norm": True}, "embed_norm 1"), ({"qk_norm": True, "qkv_bias": True}, "qkv_bias 1"),
+    ({"embed_norm": True}, "embed_norm 1"), ({"qk_norm": True, "value_embed": True}, "value_embed 1"),
+    ({"qk_norm": True, "qkv_bias": True}, "qkv_bias 1"),
     ({**FAMILY["NanoChat"], "rope_factor": 2.0}, "rope_factor 2"),
     ({"NH": 3, "NKV": 1}, "C=40 is not a multiple of NH=3"),
     ({"window": 4, "pattern": "SL"}, "computes this with windows (window=4,pattern=SL)"),

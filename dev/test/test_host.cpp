@@ -814,12 +814,12 @@ static void test_run() {
         }
         const struct { const char* name; int L, NH, C, F; } dials[] = {
             {"m2", 2, 1, 128, 384}, {"m4,window=64", 4, 2, 256, 768}, {"m12", 12, 6, 768, 2048},
-            {"m20,V256", 20, 10, 1280, 3456}, {"m24", 24, 12, 1536, 4096}};
+            {"m20,V256", 20, 10, 1280, 3456}, {"m24", 24, 12, 1536, 4096}, {"v12", 12, 6, 768, 2048}};
         for (const auto& m : dials) {
             const Config c = descriptor_config(m.name);
             CHECK(c.L == m.L && c.NH == m.NH && c.C == m.C && c.llama.F == m.F && c.llama.NKV == m.NH &&
-                  c.llama.HS == 128 && c.llama.qk_norm && !c.llama.tied, "%s: %s", m.name,
-                  llama_text(c).c_str());
+                  c.llama.HS == 128 && c.llama.qk_norm && !c.llama.tied &&
+                  c.llama.value_embed == (m.name[0] == 'v'), "%s: %s", m.name, llama_text(c).c_str());
         }
         for (const char* name : {"d12", "m12", "smollm2:135M"}) {
             const Config c = descriptor_config(name);
@@ -896,6 +896,7 @@ static void test_run() {
             {"-b 4 --optimizer muon", 2048, 400, {3.6e-3, 0, 0, 20, 1, 1}},
             {"-l 3e-4 --optimizer muon", 2048, 400, {3e-4, 0, 0, 20, 1, 1}},
             {"-e m24,V256 --optimizer muon", 2048, 400, {3.6e-3, 0, 0, 20, 27.78, 1.111}},
+            {"-e v24,V256 --optimizer muon", 2048, 400, {3.6e-3, 0, 0, 20, 27.78, 1.111}},
             {"-e llama:L1,NH2,NKV1,HS64,C64,F128,T64,V256 --optimizer muon", 64, 600,
              {3.6e-3, 0, 0, 20, 1, 1}}};
         for (const auto& c : cases) {

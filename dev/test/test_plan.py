@@ -66,6 +66,19 @@ def test_time_of_muon():
     assert 0.05 < rows - planned["m12", "muon"] < 0.4, rows
 
 
+def test_value_embeddings():
+    """Beside m12, v12 has six tables of 50,304 rows, of 16 bytes an element: weight with its lower half,
+    gradient, m and v. They are only looked up, which takes little time."""
+    said = []
+    for model in ("m12", "v12"):
+        out = plan(model, 64, gpu="H200", optimizer="muon")
+        said.append([float(re.search(pattern, out, re.M)[1]) for pattern in (
+            r" (\d+) parameters$", r"^memory: ([\d.]+) GiB", r"about ([\d.]+) ms a step")])
+    (few, less, fast), (many, more, slow) = said
+    assert many - few == 6 * (50257 * 768 + 6 * 12)
+    assert abs(more - less - 16 * 6 * 50304 * 768 / 2**30) < 0.01 and 1.02 < slow / fast < 1.06
+
+
 def test_memory_and_cost():
     """The CUDA program in BF16 took 27.095 GiB for 124M with whole masters, of 4 bytes, not 2; 10B tokens
     take an H100 4.4 hours, at 103.3 ms for 65,536."""

@@ -121,9 +121,11 @@ def test_rates_of_updates(optimizer):
     assert {"adamw": "| lr 3.00e-04 |", "muon": "| lr 3.60e-03 |"}[optimizer] in by_default
 
 
-@pytest.mark.parametrize("model, seed", [(MODEL, 1337), ("L3,NH1,C24,T20,V300", 12345678901)])
+@pytest.mark.parametrize("model, seed", [
+    (MODEL, 1337), ("L3,NH1,C24,T20,V300", 12345678901),
+    ("llama:L4,NH2,NKV1,HS16,C16,F32,T20,V300,value_embed", 7)])
 def test_initial_weights(model, seed):
-    """They are GPT-2's, drawn from the seed alone; a learning rate of 0 leaves them so."""
+    """They are GPT-2's, or the other family's, drawn from the seed alone; a rate of 0 leaves them so."""
     run_ok({"-e": model, "-l": 0, "-c": 1, "--seed": seed, "-o": f"initial{seed}"})
     dims, params = formats.read_checkpoint(model_path(f"initial{seed}"))
     assert dims.text() == model
@@ -224,7 +226,8 @@ def test_saved(flags):
     assert header[1] == version and header[8:] == kind == (dims.block, dims.norm)
     assert dims.text() == flags.get("-e", MODEL)
     lacking = [[], ["ln1b", "ln2b", "lnfb"]][kind[1]] + [[], [], ["ln2w", "ln2b"]][kind[0]]
-    assert {name for name in formats.NAMES if p[name].size == 0} == {*lacking, "qnw", "knw", "headw"}
+    assert {name for name in formats.NAMES if p[name].size == 0} == {*lacking, "qnw", "knw", "headw", "vew",
+                                                                       "vegw"}
     start, length = formats.init_params(dims, 1337), flags.get("-t", dims.maxT)
     assert not p["wte"][dims.V:].any()
     assert not exact() or np.array_equal(p["wpe"][length:], start["wpe"][length:])

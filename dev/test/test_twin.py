@@ -24,14 +24,16 @@ UGLY = "llama:L2,NH4,NKV2,HS12,C40,F72,T21,V61"     # NH * HS is not C; Llama wa
 def count(dims):
     """Of parameters, without the padding of the vocabulary."""
     return sum(math.prod(formats.param_shape(dims, name)) for name in formats.NAMES) \
-        - (dims.Vp - dims.V) * dims.C * (1 if dims.tied else 2)
+        - (dims.Vp - dims.V) * (dims.C * (1 if dims.tied else 2) +
+                                len(formats.value_layers(dims)) * dims.NKV * dims.HS)
 
 
 # ---- descriptors ----
 
 @pytest.mark.parametrize("name, vocabulary, parameters", [
     ("smollm2:135M", 49152, 134515008), ("smollm2:360M", 49152, 361821120), ("qwen3:0.6B", 151936, 596049920),
-    ("qwen3:1.7B", 151936, 1720574976), ("tinyllama:1.1B", 32000, 1100048384), ("m12", 50257, 162151680)])
+    ("qwen3:1.7B", 151936, 1720574976), ("tinyllama:1.1B", 32000, 1100048384), ("m12", 50257, 162151680),
+    ("v12", 50257, 162151680 + 6 * (50257 * 768 + 6 * 12))])
 def test_presets(name, vocabulary, parameters):
     """The published sizes. But for Qwen3's, GPT-2's vocabulary is in the published one's place."""
     dims = formats.parse_model(name)
@@ -40,7 +42,9 @@ def test_presets(name, vocabulary, parameters):
 
 
 def test_descriptor():
-    assert formats.parse_model("m12") == formats.parse_model(
+    m12, v12 = formats.parse_model("m12"), formats.parse_model("v12")
+    assert v12 == dataclasses.replace(m12, value_embed=True) and v12.text() == m12.text() + ",value_embed"
+    assert m12 == formats.parse_model(
         "llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257,qk_norm")
     dims = formats.parse_model(UGLY + ",relu2,qk_norm,no_norm_weights,embed_norm,eps=1e-3,softcap=1.5")
     assert dims == formats.Llama(L=2, NH=4, NKV=2, HS=12, C=40, F=72, maxT=21, V=61, mlp="relu2",
@@ -58,6 +62,7 @@ def test_descriptor():
     for text, said in ((UGLY + ",elu", "elu"), (UGLY + ",L3", "second"), ("llama:L2,NH2", "NKV HS C F T V"),
                        (UGLY.replace("NH4", "NH5"), "multiple"), (UGLY.replace("HS12", "HS5"), "even"),
                        (UGLY + ",theta=0", "positive"), (UGLY + ",softcap=-1", "softcap="), ("m13", "even"),
+                       ("v13", "even"),
                        *((UGLY + "," + words, "rope_factor is 1 to 1e6") for words in BAD_ROPE)):
         with pytest.raises(SystemExit, match=said):
             formats.parse_model(text)
@@ -76,7 +81,7 @@ def test_initial_weights():
 
 # ---- the fixture ----
 
-@pytest.mark.parametrize("case", ["qwen", "relu2", "windows", "documents", "qwen2"])
+@pytest.mark.parametrize("case", ["qwen", "relu2", "windows", "documents", "qwen2", "values"])
 def test_fixture(case):
     """What the files hold is what the twin computes in double, from the weights that they hold."""
     pytest.importorskip("torch")

@@ -183,8 +183,8 @@ def family_model(path, version=203, seed=7, **shape):
         x = rng.standard_normal(size)
         is_norm = name in ("ln1w", "ln2w", "lnfw", "qnw", "knw")
         params[name] = (1 + 0.3 * x if is_norm else x * max(size[-1], 1) ** -0.5).astype("<f4")
-        if size[0] == dims.Vp:
-            params[name][dims.V:] = 0
+        if name in formats.BY_TOKEN:
+            params[name][..., dims.V:, :] = 0
     params = formats.round_params(params, "bfloat16") if version == 205 else params
     formats.write_checkpoint(path, dims, params, version % 100)
     return dims, params

@@ -78,7 +78,8 @@ static double llama_parameters(const int* h) {
     const double attention = (2.0 * c.NH + 2.0 * s.NKV) * s.HS * C, mlp = is_gated(s.mlp) ? 3 : 2;
     const double biases = s.qkv_bias ? (c.NH + 2.0 * s.NKV) * s.HS : 0;
     const double layer = attention + biases + mlp * s.F * C + norms * (2 * C + (s.qk_norm ? 2 * s.HS : 0));
-    return C * h[7] * (s.tied ? 1 : 2) + c.L * layer + norms * C;
+    const double heads = s.value_embed ? c.L / 2 * s.NKV : 0;       // with value embeddings
+    return C * h[7] * (s.tied ? 1 : 2) + c.L * layer + norms * C + heads * (h[7] * s.HS + kGateChannels);
 }
 
 static std::string model_error(const std::string& path) {

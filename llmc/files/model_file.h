@@ -12,9 +12,9 @@ A model's file, model_*.bin: 256 int32 header, then the tensors in the table's o
 
 Version 3 holds fp32, version 5 bf16 (llm.c's numbers); any build loads both. A model that is not GPT-2 has
 version 103 or 105, so that nobody loads it as GPT-2. Two more words of its header name its block and norm.
-One of family Llama has 203 or 205, and its shape in words 10 to 18; with biases of q, k and v or scaled
-positions it has 303 or 305, and numbers of its shape also in words 52 to 55. Any of these with windows has
-1000 more: word 19 is Config::window, and words 20 to 51 are the pattern's letters, a byte each, zeros behind.
+One of family Llama has 203 or 205, and its shape in words 10 to 18; with biases of q, k and v, with scaled
+positions or value embeddings 303 or 305, and numbers of its shape also in words 52 to 55. Windows add 1000
+to any: word 19 is Config::window, and words 20 to 51 are the pattern's letters, a byte each, zeros behind.
 The version also stands for the meaning of the ops: another GELU or another epsilon needs new versions,
 because the tensors look the same.
 

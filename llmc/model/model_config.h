@@ -33,6 +33,7 @@ struct Config {
         float eps = 1e-5f;              // of the norms
         float softcap = 0.0f;           // logits become softcap * tanh(logits / softcap); 0: they stay
         bool qkv_bias = false;          // q, k and v have biases
+        bool value_embed = false;       // of layer(l): it has value embeddings; of a model: odd layers do
         // Rotary positions of longer texts, see RopeScaling; 0: as they are
         float rope_factor = 0.0f, rope_low = 0.0f, rope_high = 0.0f, rope_original = 0.0f;
         int window = 0;                 // of layer(l): what its attention sees, as Mask has it
@@ -44,12 +45,15 @@ struct Config {
     bool is_gpt2() const { return !is_llama() && block == Block::Sequential && norm == NormKind::Layer; }
     Shape shape() const { return is_llama() ? llama : Shape{NH, C / NH, 4 * C}; }
     // Words of family Llama that model files of its first versions do not have
-    bool has_later_words() const { return llama.qkv_bias || llama.rope_factor != 0.0f; }
-    Shape layer(int l) const {          // layers differ in their windows alone
+    bool has_later_words() const { return llama.qkv_bias || llama.value_embed || llama.rope_factor != 0.0f; }
+    Shape layer(int l) const {          // layers differ in windows and value embeddings alone
         Shape s = shape();
         s.window = window > 0 && pattern[(size_t)l % pattern.size()] == 'S' ? window : 0;
+        s.value_embed = s.value_embed && l % 2 == 1;
         return s;
     }
+    // Parameters in tables of value embeddings, which are only looked up
+    double value_rows() const { return llama.value_embed ? (double)(L / 2) * V * llama.NKV * llama.HS : 0; }
 };
 constexpr int kMaxT = 1 << 24, kMaxPattern = 128;
 // The words of a shape that are there or not. Their order numbers the bits of a model file's word.
@@ -60,7 +64,8 @@ constexpr ShapeFlag kShapeFlags[] = {{"qk_norm", &Config::Shape::qk_norm, true},
                                      {"no_norm_weights", &Config::Shape::norm_weights, false},
                                      {"embed_norm", &Config::Shape::embed_norm, true},
                                      {"tied", &Config::Shape::tied, true},
-                                     {"qkv_bias", &Config::Shape::qkv_bias, true}};
+                                     {"qkv_bias", &Config::Shape::qkv_bias, true},
+                                     {"value_embed", &Config::Shape::value_embed, true}};
 // Its numbers. A descriptor leaves out those that are 0. word: where a model file's header has the number.
 struct ShapeFloat { const char* name; OneFloat value; int word; };
 constexpr ShapeFloat kShapeFloats[] = {{"theta", &Config::Shape::theta, 16},
@@ -112,6 +117,9 @@ static inline std::string config_error(const Config& c) {
                          c.block != Block::Sequential || c.norm != NormKind::Rms)) {
         return format("mlp %d, theta=%g, eps=%g, softcap=%g, block %d, norm %d: not of the llama family",
                       (int)s.mlp, s.theta, s.eps, s.softcap, (int)c.block, (int)c.norm);
+    }
+    if (s.value_embed && c.C < kGateChannels) {
+        return format("C=%d: the gates of value_embed read %d channels", c.C, kGateChannels);
     }
     const bool plain = s.rope_low == 0.0f && s.rope_high == 0.0f && s.rope_original == 0.0f;
     const bool by_turns = s.rope_low > 0.0f && s.rope_high > s.rope_low && s.rope_original >= 1.0f;
@@ -211,11 +219,11 @@ static inline std::string weights_hint(const std::string& name) {
            folder.substr(folder.rfind('/') + 1);
 }
 
-// Of "m12": 12, a depth of nanochat's dial, as in "m12,V256". 0: it is no such name.
+// Of "m12", or "v12" with value embeddings: 12, a depth of nanochat's dial, as in "m12,V256". 0: no such.
 static inline int dial_depth(const std::string& text) {
     const std::string name = text.substr(0, text.find(','));
     int64_t depth;
-    if (name[0] != 'm' || !parse_int(name.substr(1), &depth)) { return 0; }
+    if ((name[0] != 'm' && name[0] != 'v') || !parse_int(name.substr(1), &depth)) { return 0; }
     if (depth < 2 || depth > kMaxC / 64 || depth % 2 != 0) {
         die("-e %.80s: a depth is an even number from 2 to %d, for C = 64 x depth has heads of 128",
             text.c_str(), kMaxC / 64);
@@ -226,7 +234,7 @@ static inline int dial_depth(const std::string& text) {
 // "d12" (GPT-2: 124M 350M 774M 1558M are d12 d24 d36 d48), "gpt3:c768", or explicit "L4,NH4,C128,T128,V256".
 // "d12,V32768" is the size with another vocabulary. "d12,window=256,pattern=SSSL": of each four layers three
 // see 256 tokens, and the fourth all; without a pattern all layers have the window.
-// Of family Llama: "m12", "qwen3:0.6B" and the like, or explicit, see llama_text.
+// Of family Llama: "m12", "v12", "qwen3:0.6B" and the like, or explicit, see llama_text.
 static inline Config descriptor_config(const char* text) {
     // GPT-3: Brown et al. 2020, table 2.1. d6 and c384 are additions for experiments. The others as on
     // Hugging Face; smollm2 and tinyllama have GPT-2's vocabulary.
@@ -244,7 +252,7 @@ static inline Config descriptor_config(const char* text) {
         {"tinyllama:1.1B", "llama:L22,NH32,NKV4,HS64,C2048,F5632,T2048,V50257"}};
     const char* hint =
         "\nhint: -e takes a model_*.bin, a folder of a run or by dev/hf.py import, d6 d12 d24 d36 d48, "
-        "gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, m12 and other even depths, smollm2:135M 360M, "
+        "gpt3:c384 c768 c1024 c1536 c2048 c2560 c4096, m12, v12 and other even depths, smollm2:135M 360M, "
         "qwen3:0.6B 1.7B, tinyllama:1.1B, L4,NH4,C128,T128,V256, or "
         "llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256; ,window=256,pattern=SSSL may follow";
     std::string means = text, changes;
@@ -254,8 +262,9 @@ static inline Config descriptor_config(const char* text) {
     }
     if (const int depth = dial_depth(text)) {       // F = 8/3 C, rounded up to 128
         changes = means.substr(name.size());
-        means = format("llama:L%d,NH%d,NKV%d,HS128,C%d,F%d,T1024,V50257,qk_norm", depth, depth / 2,
-                       depth / 2, 64 * depth, round_up(ceil_div(8 * 64 * depth, 3), 128));
+        means = format("llama:L%d,NH%d,NKV%d,HS128,C%d,F%d,T1024,V50257,qk_norm%s", depth, depth / 2,
+                       depth / 2, 64 * depth, round_up(ceil_div(8 * 64 * depth, 3), 128),
+                       text[0] == 'v' ? ",value_embed" : "");
     }
     Config c = {};
     int64_t key;

@@ -204,6 +204,7 @@ static inline size_t norm_backward_scratch_bytes(int, int, int) { return 0; }
 static inline size_t bias_backward_scratch_bytes(int, int) { return 0; }
 static inline size_t activate_backward_scratch_bytes(int, int) { return 0; }
 static inline size_t rotate_backward_scratch_bytes(int) { return 0; }
+static inline size_t value_embed_scratch_bytes(int, int) { return 0; }
 static inline size_t fp8_cast_scratch_bytes(int, int) { return 0; }
 static inline size_t attention_backward_scratch_bytes(int B, int T, int NH) {
     return (size_t)B * T * NH * sizeof(float);

@@ -113,7 +113,7 @@ template <class Real> void encoder_forward_cpu(const EncoderForwardOf<Real, Real
 // A bucket of up to 128 positions is one segment. A longer one is several, whose sums go to rows of scratch
 // and are added up in order by its entry in `splits`.
 template <class Real> void encoder_backward_cpu(const EncoderBackwardOf<Real, Real>& a) {
-    const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
+    const int B = a.B, T = a.T, maxT = a.maxT, C = a.C, stride = a.stride > 0 ? a.stride : C;
     assert(a.dwte.acc == Accumulate::Yes);
     #pragma omp parallel
     {
@@ -123,7 +123,7 @@ template <class Real> void encoder_backward_cpu(const EncoderBackwardOf<Real, Re
             const int4 segment = a.buckets.segments[s];
             sum.assign(C, 0.0);
             for (int i = segment.y; i < segment.y + segment.z; i++) {
-                const Real* dout_bt = a.dout + (size_t)a.buckets.order[i] * C;
+                const Real* dout_bt = a.dout + (size_t)a.buckets.order[i] * stride;
                 for (int c = 0; c < C; c++) { sum[c] += dout_bt[c]; }
             }
             for (int c = 0; c < C; c++) {
@@ -502,6 +502,44 @@ template <class Real> void rotate_backward_inplace_cpu(const RotateBackwardOf<Re
     }
     const size_t row = (size_t)(heads + NKV) * HS, end = (size_t)heads * HS;
     if (a.fp8) { fp8_columns(a.fp8, a.stats, a.dqkv, a.N, row, 0, end, a.tensor->scale); }
+}
+
+// ---- value embeddings ----
+
+// gate = 3*s, s = sigmoid(sum over j of weight[h,j]*inp[n,j])
+// v[n,h,i] += gate*e[i], e = table[token[n],h];   or with dinp dz[n,h] = gate*(1-s)*sum(dv*e), dv *= gate,
+// dinp[n,j] += sum over h of dz[n,h]*weight[h,j];   dweight[h,j] (=, +=) sum over n of dz[n,h]*inp[n,j]
+template <class Real> void value_embed_cpu(const ValueEmbedOf<Real, Real>& a) {
+    const int N = a.N, NKV = a.NKV, HS = a.HS, J = kGateChannels;
+    auto inp = [&](int n, int j) -> Real {
+        if (!a.inp_t8) { return a.inp[(size_t)n * a.C + j]; }
+        return fp8_decode(a.inp_t8[(size_t)j * N + n]) * a.inp_tensor->inverse;
+    };
+    std::vector<Real> dz((size_t)N * NKV);
+    #pragma omp parallel for
+    for (int nh = 0; nh < N * NKV; nh++) {
+        const int n = nh / NKV, h = nh % NKV;
+        const size_t at = a.values(n) + (size_t)h * HS;
+        const Real* e = a.table + ((size_t)std::max(a.tokens[n], 0) * NKV + h) * HS;
+        double z = 0.0, sum = 0.0;
+        for (int j = 0; j < J; j++) { z += (double)a.weight[h * J + j] * inp(n, j); }
+        const Real s = sigmoid((Real)z), gate = 3 * s;
+        for (int i = 0; i < HS; i++) {
+            Real& v = a.qkv[at + i];
+            if (!a.dinp) { v += gate * e[i]; continue; }
+            if (a.dv8) { v = fp8_decode(a.dv8[at + i]) * a.dv_tensor->inverse; }
+            sum += (double)v * e[i];
+            v *= gate;
+        }
+        dz[nh] = (Real)(gate * (1 - s) * sum);
+    }
+    if (!a.dinp) { return; }
+    column_sums(a.dweight, N, NKV * J, [&](int n, int c) { return dz[n * NKV + c / J] * inp(n, c % J); });
+    for (int i = 0; i < N * J; i++) {
+        double sum = 0.0;
+        for (int h = 0; h < NKV; h++) { sum += (double)dz[i / J * NKV + h] * a.weight[h * J + i % J]; }
+        a.dinp[(size_t)(i / J) * a.C + i % J] += (Real)sum;
+    }
 }
 
 // ---- matmul: the linear layer ----

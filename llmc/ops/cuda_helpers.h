@@ -12,6 +12,7 @@ function per instruction of the tensor cores and copy engines. No kernel. The in
 #include <cuda.h>               // gives: CUtensorMap
 #include <cuda_bf16.h>          // gives: __nv_bfloat16: --grad-dtype bf16 exists in every build
 #include <cuda_fp16.h>          // gives: half
+#include <cuda_fp8.h>           // gives: __nv_fp8_e4m3, which converts to float
 #include <stdint.h>             // gives: uint32_t
 #include <string.h>             // gives: memcpy
 

@@ -25,6 +25,7 @@ struct int4 { int x, y, z, w; };                // as the CUDA toolkit has it
 constexpr double kNormEps = 1e-5;               // added to the variance, as in GPT-2 and PyTorch's default
 constexpr int kMaxC = 12288;                    // most channels: the norms hold a row in a block's registers
 constexpr int kMaxLevels = 24;                   // of the tree that sums lanes: 2^24 lanes a rank
+constexpr int kGateChannels = 12;               // that the gate of a value embedding reads
 constexpr int kDecodeRows = 64;                 // most texts that are written at once
 constexpr float kClipEps = 1e-6f;               // added to the norm in clipping, as in clip_grad_norm_
 

@@ -36,6 +36,7 @@ template <class X, class S> struct EncoderBackwardOf {  // dwte is only added to
     const X* dout;                      // (B,T,C)
     TokenBuckets buckets;
     int B, T, maxT, C;
+    int stride = 0;                     // elements from a row of dout to the next; 0: C. Without dwpe
     template <class F> void outputs(F gives) const { gives("dwte", dwte, C), gives("dwpe", dwpe, maxT, C); }
 };
 
@@ -277,6 +278,29 @@ template <class X, class S> struct RotateBackwardOf {   // of a forward without 
         gives("dqkv", fp8 ? nullptr : dqkv, NH + NKV, HS); gives("fp8_dqkv", fp8, N, NH + 2 * NKV, HS);
         gives("fp8_amax", fp8 ? &stats->amax : nullptr, 1); gives("dq_weight", dq_weight, HS);
         gives("dk_weight", dk_weight, HS);
+    }
+};
+
+// Value embeddings (modded-nanogpt, Jordan and others, 2024), gated as in nanochat (Karpathy, 2025). In the
+// output of the linear layer qkv, in place, each head of v gets its token's row of the layer's table:
+//     v += gate * table[token], gate = 3 sigmoid(sum over j < kGateChannels of weight[j] * inp[j])
+// With dinp it is the backward: dv becomes gate * dv, which encoder_backward adds up by token.
+template <class X, class S> struct ValueEmbedOf {
+    X* qkv = nullptr;                   // (N,NH+2*NKV,HS), or its gradient; q and k stay as they are
+    X* dinp = nullptr;                  // (N,C) or null; += the gates' part, in kGateChannels columns
+    GradOf<S> dweight = {};             // (NKV,kGateChannels), with dinp
+    S* scratch = nullptr;               // with dinp
+    const X *table, *inp;               // (Vp,NKV,HS), and (N,C), what the linear layer qkv reads
+    const S* weight;                    // (NKV,kGateChannels)
+    const int* tokens = nullptr;        // (N) below 0 it counts as 0
+    int N, C, NH, NKV, HS;              // HS as in RotateForward
+    const uint8_t *inp_t8 = nullptr, *dv8 = nullptr;    // (C,N), and as qkv, or null; else bytes in e4m3 that
+    const Fp8Tensor *inp_tensor = nullptr, *dv_tensor = nullptr;    // are read in place of inp, and of dv
+    LLMC_HD size_t values(int n) const { return ((size_t)n * (NH + 2 * NKV) + NH + NKV) * HS; }
+    template <class F> void outputs(F gives) const {
+        gives("v", dinp ? nullptr : qkv + values(0), NKV, HS); gives("dinp", dinp, kGateChannels);
+        gives("dv", dinp ? qkv + values(0) : nullptr, NKV, HS);
+        gives("dweight", dinp ? dweight : GradOf<S>{}, NKV, kGateChannels);
     }
 };
 
@@ -582,6 +606,7 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
     X(activate_backward, ActivateBackward)          \
     X(rotate_forward_inplace, RotateForward)        \
     X(rotate_backward_inplace, RotateBackward)      \
+    X(value_embed, ValueEmbed)                      \
     X(attention_forward, AttentionForward)          \
     X(attention_backward, AttentionBackward)        \
     X(classifier, Classifier)                       \

@@ -103,10 +103,10 @@ static inline double visited_tiles(const Config& c, int T) {
 }
 
 // Of a token, forward and backward, as llm.c counts: attention is causal, so half of 12*L*Q*T, where Q, the
-// width of all heads, is GPT-2's C; of that the visited tiles. An embedding that is not also the LM head is
-// only looked up.
+// width of all heads, is GPT-2's C; of that the visited tiles. Value embeddings, and an embedding that
+// is not also the LM head, are only looked up.
 static inline double step_flops(const Config& c, double parameters, int T) {
-    const double looked_up = c.shape().tied ? 0.0 : (double)c.V * c.C;
+    const double looked_up = c.value_rows() + (c.shape().tied ? 0.0 : (double)c.V * c.C);
     return 6.0 * (parameters - looked_up) + 6.0 * (double)c.L * c.NH * c.shape().HS * T * visited_tiles(c, T);
 }
 
@@ -150,8 +150,9 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double attention = (7 + 2 * again) * scores / (kAttention * flops);           // causal
     // Llama's family also rotates q and k, there and back, and a gated MLP's fc is wider than GPT-2's 4*C
     const double more = c.is_llama() ? 5 * (Q + K) + 2 * std::max(0.0, FC - 4 * C) : 0;
+    const double embedded = c.value_rows() * (8.0 / c.V + 2 / N);      // rows, and zeros of their gradient
     const double values = C * (L * (kMoves + 8 * batch.recompute) + kFp8Moves * fp8_layers) + L * more +
-                          (2 + 0.5 * batch.fp8_head) * (double)c.Vp;
+                          embedded + (2 + 0.5 * batch.fp8_head) * (double)c.Vp;
     // with FP8 and -r a layer's forward and backward each read its weights and write them as bytes
     const double recast = batch.recompute > 0 ? 6 * fp8_layers * (matrices - attproj) : 0;
     const double moved = (2 * N * values + recast) / (kMemory * bytes);

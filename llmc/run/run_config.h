@@ -107,8 +107,8 @@ static const FlagTable kFlags = {
         "validation shards (glob), or a mixture, whose sources have a loss each"},
     {"e",   "model",           FLAG_STRING, &settings.model,          "d12",     1, 0, nullptr,
         "model_*.bin; the folder of a run or by dev/hf.py import; or d12 d24 d36 d48, m12 and other even "
-        "depths, gpt3:c768, qwen3:0.6B, L4,NH4,C128,T128,V256, llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256; "
-        "behind these ,window=256,pattern=SSSL",
+        "depths, v12, gpt3:c768, qwen3:0.6B, L4,NH4,C128,T128,V256, "
+        "llama:L4,NH4,NKV2,HS32,C128,F256,T128,V256; behind these ,window=256,pattern=SSSL",
         FLAG_FIXED},
     {"",    "like",            FLAG_STRING, &settings.like,           "",        0, 0, nullptr,
         "the settings of the run in this folder, or of this model_*.bin, where no flag says otherwise",
@@ -151,8 +151,8 @@ static const FlagTable kFlags = {
     {"",    "eps",             FLAG_FLOAT,  &settings.eps,            "1e-08",   1e-30, 1, nullptr,
         "AdamW", FLAG_FIXED},
     {"",    "embedding-rate",  FLAG_FLOAT,  &settings.embedding_rate, "1",       0, 1e4, nullptr,
-        "the learning rate of wte and wpe, as a multiple of the others'; with Muon by default 27.78 of m12 "
-        "and other depths, and, beside no letter, of what has an untied head",
+        "the learning rate of wte, wpe and value embeddings, as a multiple of the others'; with Muon by "
+        "default 27.78 of m12, v12 and other depths, and, beside no letter, of what has an untied head",
         FLAG_FIXED},
     {"",    "head-rate",       FLAG_FLOAT,  &settings.head_rate,      "1",       0, 1e4, nullptr,
         "an untied LM head's learning rate, as a multiple of the others'; where --embedding-rate is 27.78 "
