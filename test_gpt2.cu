@@ -3140,7 +3140,7 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
         a.grads = at.stored("grads", 2 * n, bf16), a.state = at.exact("state", third_update());
         a.n = n, a.rows = packed_rows(at, 2, n, sizeof(Param), bf16);
         a.weight_decay = 0.1, a.lr = 0.01, a.beta1 = 0.9, a.beta2 = 0.95, a.eps = 1e-8;
-        a.key = kParamKey, a.first = 8 * 1001;
+        a.key = kParamKey, a.first = 8 * 1001, a.decays = n / 16 * 8;
         k["params"].factor = use_master || fp32 ? 2.0 : 2.5;
         call(a);
     });

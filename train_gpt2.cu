@@ -2515,13 +2515,14 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
         Floats p = load_weights(params, master, i, a.n);
 
         // The formula above, each operation rounded where PyTorch rounds.
+        const float p_keep = i < a.decays ? decay : 1.0f;
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
             const float grad = g.at[k] * grad_scale;
             m.at[k] = fmaf(m_part, grad - m.at[k], m.at[k]);
             v.at[k] = fmaf(v_part, grad * grad, __fmul_rn(v.at[k], v_keep));
             const float update = m.at[k] / (sqrtf(v.at[k]) / v_correction + eps);
-            p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], decay));
+            p.at[k] = fmaf(minus_rate, update, __fmul_rn(p.at[k], p_keep));
         }
 
         const size_t position = a.first + first + i;
@@ -6559,6 +6560,8 @@ static void model_update(Model* model, int count, double lr, double muon_lr) {
         const Bucket& b = model->layout.buckets[bucket];
         const Rows rows = rows_of(bucket);
         if (b.muon) { model_update_muon(model, count, rows, muon_lr); continue; }
+        const bool has_tables = b.kind == Kind::Embedding && model->config.shape().value_embed;
+        const size_t tables = has_tables ? model->param_specs[PARAM_vew].offset : SIZE_MAX;     // are last
         adamw_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
                       .params_fp32 = b.elem_bytes == sizeof(float),
                       .master = model->opt.master ? model->opt.master + b.state : nullptr,
@@ -6571,8 +6574,8 @@ static void model_update(Model* model, int count, double lr, double muon_lr) {
                                   : b.kind == Kind::Head    ? o.head_rate
                                                             : 1.0),
                       .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps,
-                      .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at},
-                     model->stream);
+                      .key = RoundKey{o.seed, model->step, 0, kRoundParams}, .first = b.first + b.held_at,
+                      .decays = tables - std::min(tables, b.held_at)}, model->stream);
         model_gather_params(model, bucket, rows.count);
     }
     model->step++;

@@ -257,7 +257,7 @@ PARAMS = [
     ("qnw",      True,  lambda d: (d.HS * (d.qk_norm and d.norm_weights),), "one",    False),
     ("knw",      True,  lambda d: (d.HS * (d.qk_norm and d.norm_weights),), "one",    False),
     ("headw",    False, lambda d: (d.Vp * (not d.tied), d.C),               "zero",   True),
-    ("vew",      value_layers, lambda d: (d.Vp * d.value_embed, d.NKV * d.HS), "normal", True),
+    ("vew",      value_layers, lambda d: (d.Vp * d.value_embed, d.NKV * d.HS), "normal", False),
     ("vegw",     value_layers, lambda d: (d.NKV * d.value_embed, 12),       "zero",   False),
 ]
 BY_TOKEN = "wte", "headw", "vew"        # with a row for each token, and padding behind

@@ -1092,7 +1092,7 @@ static void test_unusual() {
 template <class Real> static void test_adamw(bool with_master, double decay, double tolerance) {
     const std::string shape = format("adamw %d bits%s, decay %g", (int)sizeof(Real) * 8,
                                      with_master ? ", master" : "", decay);
-    const size_t n = 24, params_row = 40, grads_row = 32;
+    const size_t n = 24, decays = 16, params_row = 40, grads_row = 32;
     const double lr = 1e-2, beta1 = 0.9, beta2 = 0.95, eps = 1e-8;
     const Rows rows = {2, params_row * sizeof(Real), grads_row * sizeof(Real), 100};
     Tensor<Real> params = random_tensor<Real>(2 * params_row), master = random_tensor<Real>(2 * n);
@@ -1119,11 +1119,11 @@ template <class Real> static void test_adamw(bool with_master, double decay, dou
             m = beta1 * m + (1 - beta1) * g;
             v = beta2 * v + (1 - beta2) * g * g;
             const double m_hat = m / (1 - pow(beta1, state.t)), v_hat = v / (1 - pow(beta2, state.t));
-            p -= lr * (m_hat / (sqrt(v_hat) + eps) + decay * p);
+            p -= lr * (m_hat / (sqrt(v_hat) + eps) + (i % n < decays ? decay * p : 0.0));
         }
         adamw_update_cpu<Real>({(Real*)params, false, with_master ? (Real*)master : nullptr, {(Real*)m},
                                 {(Real*)v}, {.data = (Real*)grads}, &state, n, rows, decay, lr, beta1, beta2,
-                                eps, RoundKey{}, 0}, 0);
+                                eps, RoundKey{}, 0, decays}, 0);
     }
     bool beside = true;
     for (size_t i = 0; i < params.n; i++) {

@@ -1064,7 +1064,8 @@ template <class Real> void adamw_update_cpu(const AdamWOf<Real, Real>& a) {
             const Real g = grads[i] * grad_scale;
             const Real m = ms[i] = ms[i] + m_part * (g - ms[i]);
             const Real v = vs[i] = beta2 * vs[i] + v_part * g * g;
-            weights[i] = weights[i] * keep - rate * m / ((Real)sqrt(v) / correction + eps);
+            const Real kept = i < a.decays ? keep : 1;
+            weights[i] = weights[i] * kept - rate * m / ((Real)sqrt(v) / correction + eps);
             params[i] = weights[i];
         }
         m_row.store(a.key, kRoundM, a.first + row * a.rows.first);

@@ -453,6 +453,7 @@ template <class X, class S> struct AdamWOf {              // a skipped update ch
     double weight_decay, lr, beta1, beta2, eps;
     RoundKey key;                       // for rounding 16-bit parameters without master copies, and bf16
     size_t first;                       // states: element i draws as number first + i
+    size_t decays = SIZE_MAX;           // as many of a row's elements decay, the first ones; a multiple of 8
     template <class F> void outputs(F gives) const {
         gives("params", (X*)params, n); gives("master", master, rows.count, n); gives("m", m, rows.count, n);
         gives("v", v, rows.count, n);

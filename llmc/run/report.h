@@ -74,6 +74,7 @@ static inline void report_model(const Config& c, const std::vector<ParamSpec>& s
         printf("model: L=%d NH=%d C=%d T=%d V=%d%s, %zu parameters\n", c.L, c.NH, c.C, c.maxT, c.V,
                window_text(c).c_str(), all);
     }
+    decayed -= (size_t)c.value_rows();
     if (details) {
         printf("%zu with weight decay, %zu without; wte padded to %d rows\n", decayed, all - decayed, c.Vp);
     }
