@@ -9,8 +9,8 @@
 #   tokens       6,200 steps x 524,288 = 3.25e9, 20 a parameter; 6 x N x tokens = 3.2e18 flop
 #   warm-up      30 steps, 0.02e9 tokens; Muon's learning rates are the defaults, 0.02 and 3.6e-3, down to a
 #                tenth. They were tried in 600 steps of 65,536 tokens (docs/models.md), not here.
-#   one H200     3.25e9 / 686K tokens/s = 1.3 hours
-#   eight        3.25e9 / 5,326K tokens/s = 0.17 hours: both speeds are what `--plan H200` says
+#   one H200     3.25e9 / 673K tokens/s = 1.3 hours
+#   eight        3.25e9 / 5,218K tokens/s = 0.17 hours: both speeds are what `--plan H200` says
 #   loss         not known for these steps
 exec "$(dirname "$0")/pretrain.sh" m12 'fineweb10B-shards --shards 33' \
     --model m12 --micro-batch 64 --sequence-length 1024 --total-batch 524288 --max-steps 6200 \

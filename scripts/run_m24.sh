@@ -9,8 +9,8 @@
 #   tokens       31,800 steps x 524,288 = 16.67e9, 20 a parameter; 6 x N x tokens = 8.3e19 flop
 #   warm-up      100 steps, 0.05e9 tokens; Muon's learning rates are the defaults, 0.02 and 3.6e-3, down to a
 #                tenth. They were tried with m12 (docs/models.md), not with this size.
-#   one H200     16.67e9 / 126K tokens/s = 1.5 days
-#   eight        16.67e9 / 980K tokens/s = 4.7 hours: both speeds are what `--plan H200` says
+#   one H200     16.67e9 / 124K tokens/s = 1.6 days
+#   eight        16.67e9 / 962K tokens/s = 4.8 hours: both speeds are what `--plan H200` says
 #   loss         not known
 exec "$(dirname "$0")/pretrain.sh" m24 'fineweb100B-shards --shards 168' \
     --model m24 --micro-batch 32 --sequence-length 1024 --total-batch 524288 --max-steps 31800 \
