@@ -81,7 +81,7 @@ CPU_LIBS = -ldl $(filter -l%,$(OPENBLAS)) $(filter-out -D% -I%,$(MPI_FLAGS))
 MODEL_FLAGS = -DGPT2_CPU $(filter -D%,$(OPENBLAS)) $(filter -D% -I%,$(MPI_FLAGS))
 # -O1 -g1: to compile takes half the time. What computes for long gets -O2. No OpenMP: one thread.
 ASAN_OPT = -O1
-build/asan/test_cpu_ops build/asan/test_tokenizer: private ASAN_OPT = -O2
+build/asan/test_cpu_ops build/asan/test_tokenizer build/asan/test_gpt2cpu: private ASAN_OPT = -O2
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas $(ASAN_OPT) -g1 -pthread \
              -fsanitize=address,undefined -fno-sanitize-recover=all
 TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread
