@@ -230,6 +230,9 @@ def parse_model(text):
                      "llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257")
 
 
+GATE_CHANNELS = 12      # that the gate of a value embedding reads
+
+
 def value_layers(dims):
     return range(1, dims.L, 2) if dims.value_embed else ()
 
@@ -258,7 +261,7 @@ PARAMS = [
     ("knw",      True,  lambda d: (d.HS * (d.qk_norm and d.norm_weights),), "one",    False),
     ("headw",    False, lambda d: (d.Vp * (not d.tied), d.C),               "zero",   True),
     ("vew",      value_layers, lambda d: (d.Vp * d.value_embed, d.NKV * d.HS), "normal", False),
-    ("vegw",     value_layers, lambda d: (d.NKV * d.value_embed, 12),       "zero",   False),
+    ("vegw",     value_layers, lambda d: (d.NKV * d.value_embed, GATE_CHANNELS), "zero", False),
 ]
 BY_TOKEN = "wte", "headw", "vew"        # with a row for each token, and padding behind
 NAMES = [row[0] for row in PARAMS]

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from formats import rope_divisors, value_layers
+from formats import GATE_CHANNELS, rope_divisors, value_layers
 
 
 def undropped(x, place):
@@ -76,16 +76,16 @@ class Attention(nn.Module):
         self.embeds = l in value_layers(dims)
         if self.embeds:
             self.vew = nn.Parameter(torch.empty(dims.Vp, dims.NKV * dims.HS))
-            self.vegw = nn.Parameter(torch.empty(dims.NKV, 12))
+            self.vegw = nn.Parameter(torch.empty(dims.NKV, GATE_CHANNELS))
         self.qkv = nn.Linear(dims.C, (dims.NH + 2 * dims.NKV) * dims.HS, bias=dims.qkv_bias)
         self.proj = nn.Linear(dims.NH * dims.HS, dims.C, bias=False)
         self.qn, self.kn = ((rms_norm(dims, dims.HS) if dims.qk_norm else nn.Identity()) for _ in "qk")
 
     def values_of(self, x, tokens):
         """(B,NKV,T,HS) what value embeddings add to v: rows by token, each head times a gate of its own that
-        reads 12 channels."""
+        reads the first GATE_CHANNELS channels."""
         rows = F.embedding(tokens, self.vew).unflatten(-1, (self.dims.NKV, self.dims.HS))
-        gates = 3 * torch.sigmoid(F.linear(x[..., :12].to(self.vegw.dtype), self.vegw))
+        gates = 3 * torch.sigmoid(F.linear(x[..., :GATE_CHANNELS].to(self.vegw.dtype), self.vegw))
         return (gates.unsqueeze(-1) * rows).transpose(1, 2)
 
     def forward(self, x, table, documents, tokens):
