@@ -179,9 +179,10 @@ def step(args):
         made_up_shard(os.path.join(ROOT, SHARD))
     source, flags = provenance(args.llmc), shlex.split(args.flags)
     who = [name.strip() for name in args.who.split(",")]
-    if not source["PyTorch"] and any(name.startswith("pytorch") for name in who):
+    of_torch = [name for name in who if name.partition(":")[0] == "pytorch"]
+    if of_torch and not source["PyTorch"]:
         print("PyTorch is not here")
-        who = [name for name in who if not name.startswith("pytorch")]
+        who = [name for name in who if name not in of_torch]
     results = {"provenance": source, "sizes": {}}
     for size in args.sizes.split():
         model, B, T = size_of(size)

@@ -90,18 +90,22 @@ def test_turns(monkeypatch, capsys):
     monkeypatch.setattr(bench, "made_up_shard", lambda path: write(path, b""))
     used = itertools.cycle(["1024", "4096"])        # MiB, before a program and during it
     monkeypatch.setattr(bench, "smi", lambda fields: next(used) if "memory" in fields else "")
+    source = {**bench.provenance(None), "PyTorch": ""}
+    monkeypatch.setattr(bench, "provenance", lambda llmc: source)
     write("train_gpt2cu", trains("100.0", " | 1 tok/s | MFU 46.0% | ETA 1 s"))
     write("profile_gpt2cu", f"#!/bin/sh\ncat <<'E'\n{PROFILED}E\n")
     write("llmc", trains("110.00", " | 40.0% bf16 MFU |"))
     write("other", trains("125.0", " | 1 tok/s"))
-    write("broken", "#!/bin/sh\necho no GPU here >&2\nexit 1\n")
-    bench.step(argparse.Namespace(sizes="d12:64", who="llm.c, ./other, ./broken", llmc="llmc", flags="",
-                                  data="", seconds=1, turns=1, json="bench.json"))
-    assert "no GPU here" in capsys.readouterr().out
+    write("pytorch.sh", "#!/bin/sh\necho no GPU here >&2\nexit 1\n")
+    monkeypatch.setenv("PATH", os.getcwd(), prepend=os.pathsep)
+    bench.step(argparse.Namespace(sizes="d12:64", who="pytorch:flash, llm.c, ./other, pytorch.sh, pytorch",
+                                  llmc="llmc", flags="", data="", seconds=1, turns=1, json="bench.json"))
+    out = capsys.readouterr().out
+    assert "PyTorch is not here" in out and "no GPU here" in out
     runs = json.loads(read("bench.json"))["sizes"]["d12:64"]["runs"]
     assert [name for name, _ in bench.in_turns({"a": 1, "b": 2, "c": 3}, 2)] == [*"abacabaca"]
-    assert [run["who"] for run in runs] == ["ours", "llm.c", "ours", "./other", "ours", "./broken", "ours"]
-    assert runs[5] == {"who": "./broken", "error": "no GPU here"}
+    assert [run["who"] for run in runs] == ["ours", "llm.c", "ours", "./other", "ours", "pytorch.sh", "ours"]
+    assert runs[5] == {"who": "pytorch.sh", "error": "no GPU here"}
     rows = bench.table(bench.merged(["bench.json"])).splitlines()
     assert rows[2] == ("| 124M, B=64 | 655K, 3.0 | 46 % | 74.2 of 100.0 ms, 74 %; 655 TFLOP/s "
                        "| 596K (1.10), 3.0 | 524K (1.25), 3.0 | - |")
