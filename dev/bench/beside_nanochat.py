@@ -45,6 +45,23 @@ def batch(rows, device):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def sources_of(text, data):
+    """[(weight, PREFIX)] of wikipedia:65,novels:13, where data is the PREFIX of all."""
+    sources = []
+    for source in text.split(","):
+        name, _, weight = source.partition(":")
+        try:
+            share = float(weight)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < math.inf:
+            sys.exit(f"--sources wants NAME:WEIGHT,... with weights above 0, not '{source}'")
+        if name and "*" not in data:
+            sys.exit(f"--data {data} has no * for the names of --sources")
+        sources.append((share, data.replace("*", name) if name else data))
+    return sources
+
+
 def learning_rate(step, steps):
     down = round(WARMDOWN * steps)
     if step < WARMUP:
@@ -91,6 +108,7 @@ def main():
     args = p.parse_args()
     if args.tokens < 1 or args.tokens % (args.batch * args.seq_len):
         sys.exit(f"--tokens {args.tokens} is no multiple of --batch x --seq-len, {args.batch * args.seq_len}")
+    sources = sources_of(args.sources, args.data)
     if not os.path.exists(os.path.join(args.checkout, "nanochat/gpt.py")):
         sys.exit(f"{args.checkout} has no nanochat/gpt.py: it is no checkout of nanochat")
     sys.path.insert(0, args.checkout)
@@ -116,13 +134,11 @@ def main():
 
     rows = rows_of(f"{args.data}_train*.bin", args.seq_len)
     held = []
-    for source in args.sources.split(","):
-        name, _, weight = source.partition(":")
-        data = args.data.replace("*", name) if name else args.data
-        found = rows_of(f"{data}_val*.bin", args.seq_len)[:args.batch * args.val_batches]
+    for weight, prefix in sources:
+        found = rows_of(f"{prefix}_val*.bin", args.seq_len)[:args.batch * args.val_batches]
         if len(found) < args.batch:
-            sys.exit(f"{data}_val*.bin has {len(found)} rows, fewer than --batch {args.batch}")
-        held.append((float(weight), found))
+            sys.exit(f"{prefix}_val*.bin has {len(found)} rows, fewer than --batch {args.batch}")
+        held.append((weight, found))
     order = np.random.default_rng(args.seed).permutation(len(rows))
 
     def batches():
