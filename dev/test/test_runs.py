@@ -217,6 +217,7 @@ SAID = r"""
 -x 1 -b 2                         => out: ^settings: [^:]*micro-batch=2, | no: defaults|beta1|the largest
 -x 1 --verbose 1                  => out: ^defaults: [^:]*beta1=0.9, | no: quiet
 -e L1,NH4,C16,T33,V300 -x 1 --verbose 1 => out: ^8400 with weight decay, 240 without; .* 384 rows$
+-e llama:L2,NH1,NKV1,HS16,C16,F16,T33,V300,value_embed -x 1 --verbose 1 => out: ^13184 with .*, 4892 without
 -x 1 --matmul-dtype fp8-head => out: ^matrix products: FP8, also the LM head's$
 -x 4 -v 2      => out: ^end: loss \d+\.\d{6}, best validation loss \d+\.\d{6} @4\n512 tokens in
 -i part_*.bin -x epoch            => out: ^data: 1093 training tokens \(33 rows of 32\)$ | steps: 8
@@ -289,6 +290,8 @@ def test_like():
     assert read("other/main.log") != read("model_run/main.log")
     names = {name for name, value in settings_of("other").items() if value != settings_of("model_run")[name]}
     assert names == {"like", "seed", "output-dir"}
+    run_ok({**ALONE, "--like": "model_00000003.bin", "--output-dir": "../inside"}, cwd="model_run")
+    assert read("inside/main.log") == read("model_run/main.log")
     run_ok({"-x": 3, "-l": 1e-3, "-o": "own"})
     run_ok({**ALONE, "--like": "model_run", "--resume": 1, "--max-steps": 4, "--output-dir": "own"})
     assert settings_of("own")["learning-rate"] == 1e-3 and settings_of("own")["seed"] == 1337
