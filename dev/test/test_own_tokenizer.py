@@ -242,7 +242,7 @@ def test_listed_ends():
     os.makedirs("ends", exist_ok=True)
     model = constant_model("ends/model.bin", {said: 0}, V=V)
     for listed, wanted in ((f"[1, {said}]", ""), (said, ""), ("[1, true, -3, null, {}]", "ですです"),
-                           ("[", "ですです")):
+                           ((1 << 32) + said, "ですです"), (f"-{said}", "ですです"), ("[", "ですです")):
         write("ends/generation_config.json", f'{{"do_sample": true, "eos_token_id": {listed}}}')
         write("ends/tokenizer.bin", read("own-tok/tokenizer.bin"))
         for form in ("sample", "chat"):
