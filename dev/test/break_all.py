@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Can the tests fail? Runs a test program once for each output of each op, with that output scaled by 1.01 (a
-whole number: and 1 more), and expects it to notice every time. An output that the run does not compute is a
-failure too, unless NOT_COMPUTED says so: else a path that nothing reaches any more would pass. A run that has
-noticed is ended at its first failed check; where all outputs run, the first one's goes on and has to end as a
-failure does.
+whole number: by 65/64, and 1 more), and expects it to notice every time. An output that the run does not
+compute is a failure too, unless NOT_COMPUTED says so: else a path that nothing reaches any more would pass. A
+run that has noticed is ended at its first failed check; where all outputs run, the first one's goes on and
+has to end as a failure does.
 
     python3 dev/test/break_all.py ./test_gpt2cpu
     python3 dev/test/break_all.py ./test_gpt2cu kernels --small model       # only these modes
