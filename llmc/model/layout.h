@@ -27,7 +27,7 @@ enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Resid
 // matrix, which may be Muon's. Embedding, with rows that tokens look up, and Head, an LM head of its own,
 // have rates of their own. Norm: fp32 in every build.
 enum class Kind { Embedding, Matrix, Bias, Norm, Head };
-// Two dimensions: weight decay, and gradients that may be bf16.
+// Two dimensions: gradients that may be bf16, and weight decay, but for value embeddings (model_update).
 static inline bool is_2d(Kind kind) { return kind != Kind::Bias && kind != Kind::Norm; }
 
 // A layer's matrix is one matrix or several, one below the other: the rows of each. {0}: one, all rows.

@@ -143,7 +143,7 @@ static const FlagTable kFlags = {
     {"",    "cooldown",        FLAG_FLOAT,  &settings.cooldown,       "0.2",     0, 1, nullptr,
         "-k wsd: the part of the run, at its end, in which the learning rate falls", FLAG_FIXED},
     {"c",   "weight-decay",    FLAG_FLOAT,  &settings.weight_decay,   "0",       0, 10, nullptr,
-        "AdamW's decay of tensors with two dimensions", FLAG_FIXED, true},
+        "AdamW's decay of matrices, embeddings and head, but not of value embeddings", FLAG_FIXED, true},
     {"",    "beta1",           FLAG_FLOAT,  &settings.beta1,          "0.9",     0, 0.9999999, nullptr,
         "AdamW", FLAG_FIXED},
     {"",    "beta2",           FLAG_FLOAT,  &settings.beta2,          "0.95",    0, 0.9999999, nullptr,
