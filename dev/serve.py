@@ -534,7 +534,8 @@ def run(args):
     print(f"{model.name} {'answers' if model.chats else 'goes on with texts'}: {address}{key and '#' + key}\n"
           f"for tools: {address}v1{key and ', the key is ' + key}", flush=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    model.program.process.wait()
+    while model.program.process.poll() is None:     # a signal just before a wait without end would be lost
+        time.sleep(0.5)
     time.sleep(1)                           # those who wait are told
     raise Problem(ENDED)
 
