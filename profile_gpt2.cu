@@ -115,7 +115,6 @@ WORK(MuonOrthogonalise) {
     const double m = std::min(a.rows, a.cols), n = std::max(a.rows, a.cols);
     return {0, a.steps * a.places.count() * (4 * m * m * n + 2 * m * m * m)};
 }
-WORK(MuonScaleRows) { return {3.0 * sizeof(muonX) * a.places.count() * a.rows * a.cols, 0}; }
 WORK(MuonUpdate) { return {elements(a.rows, a.n) * (sizeof(muonX) + weights_width(a.master)), 0}; }
 #undef WORK
 

@@ -800,8 +800,6 @@ static std::vector<std::vector<uint32_t>> host_state(Model* model) {
                                               words(model->opt.m, n * width),
                                               words(model->opt.v, model->layout.v_elems * width)};
     if (model->opt.master) { all.push_back(words(model->opt.master, n * sizeof(masterX))); }
-    const size_t rows = model->config.L * model->muon.rows;
-    if (model->opt.muon_rows) { all.push_back(words(model->opt.muon_rows, rows * sizeof(float))); }
     return all;
 }
 
@@ -980,39 +978,17 @@ static double exactly(double x) { return x; }
 [[maybe_unused]] static double as_fp32(double x) { return (double)(float)x; }
 static double as_bf16(double x) { return (double)bf16_to_float(bf16_round_nearest((float)x)); }
 
-// NorMuon's rows: v, of each row, becomes v + (1 - beta2) (mean square - v); each row is divided by its root,
-// and the matrix gets its norm back.
-static void plain_scale_rows(Doubles* x, double* v, int rows, double beta2, double (*rounded)(double)) {
-    const size_t cols = x->size() / rows;
-    double before = 0.0, after = 0.0;
-    for (size_t i = 0; i < x->size(); i++) { before += (*x)[i] * (*x)[i]; }
-    for (int r = 0; r < rows; r++) {
-        double squares = 0.0;
-        for (size_t i = r * cols; i < (r + 1) * cols; i++) { squares += (*x)[i] * (*x)[i]; }
-        v[r] = beta2 * v[r] + (1 - beta2) * squares / (double)cols;
-    }
-    for (size_t i = 0; i < x->size(); i++) {
-        const double root = sqrt(v[i / cols]);
-        (*x)[i] = root > 0.0 ? (*x)[i] / root : 0.0;
-        after += (*x)[i] * (*x)[i];
-    }
-    for (double& value : *x) { value = rounded(value * (after > 0.0 ? sqrt(before / after) : 0.0)); }
-}
-
 // Two updates of Muon's matrices from the gradients that the model has, beside the formula in double. Where
-// the memory is for one layer at a time, the bits are the same. With beta2 it is NorMuon, whose decay is
-// cautious.
-static void test_muon_updates(const Config& c, double beta2) {
+// the memory is for one layer at a time, the bits are the same.
+static void test_muon_updates(const Config& c) {
     const int B = 2, steps = c.C <= 40 ? 5 : 2;
     const double lr = 0.02, decay = 0.5, momentum = 0.9;
     Options o = default_options();
     o.muon = true, o.muon_steps = steps, o.muon_momentum = momentum, o.muon_decay = decay;
-    o.muon_beta2 = beta2, o.muon_cautious = beta2 > 0.0;
     o.weight_decay = 3.0f;                              // is AdamW's
     o.grad_clip = 0.0f;
     RandomModel model(c, o, B);
     std::map<std::pair<int, int>, Doubles> ms;
-    Doubles row_moments(c.L * model.muon.rows);         // of rows: by layers, each by its tensors
     for (uint32_t step = 0; step < 2; step++) {
         accumulate(&model, random_batch(c, B, step));
         const std::vector<Vector> grads = host_grads(&model);
@@ -1024,10 +1000,6 @@ static void test_muon_updates(const Config& c, double beta2) {
             }
         }
         step_update(&model, 1e-3, lr);
-        Vector got_moments(beta2 > 0.0 ? row_moments.size() : 0);
-        if (beta2 > 0.0) { got_moments = from_device(&model, model.opt.muon_rows, row_moments.size()); }
-        std::vector<size_t> row(c.L);           // of each layer, those of the tensors before
-        for (int l = 0; l < c.L; l++) { row[l] = l * model.muon.rows; }
         for (const auto& it : before) {
             const int i = it.first.first, l = it.first.second;
             const ParamSpec& s = model.param_specs[i];
@@ -1043,27 +1015,13 @@ static void test_muon_updates(const Config& c, double beta2) {
                     m[first + k] = momentum * m[first + k] + (1 - momentum) * g;
                     ahead[k] = (1 - momentum) * g + momentum * m[first + k];
                 }
-                Doubles want = plain_newton_schulz(ahead, rows, cols, steps, exactly);
+                const Doubles want = plain_newton_schulz(ahead, rows, cols, steps, exactly);
                 for (double& u : ahead) { u = kLowPrecision ? as_bf16(u) : u; }
-                Doubles plain = kLowPrecision ? plain_newton_schulz(ahead, rows, cols, steps, as_bf16) : want;
-                if (beta2 > 0.0) {
-                    double* v = &row_moments[row[l]];
-                    Doubles plain_v(v, v + rows);
-                    plain_scale_rows(&want, v, rows, beta2, exactly);
-                    plain_scale_rows(&plain, plain_v.data(), rows, beta2, kLowPrecision ? as_bf16 : exactly);
-                    const Vector want_v(v, v + rows), near_v(plain_v.begin(), plain_v.end());
-                    const Vector got_v(&got_moments[row[l]], &got_moments[row[l]] + rows);
-                    const double error = relative_error(got_v, want_v);
-                    const double allowed = 2 * relative_error(near_v, want_v) + 2e-3;
-                    CHECK(error <= allowed, "%s.%d, part %d, update %u: moments off by %.2e, allowed %.2e",
-                          s.name, l, part, step + 1, error, allowed);
-                    row[l] += rows;
-                }
+                const Doubles plain = kLowPrecision ? plain_newton_schulz(ahead, rows, cols, steps, as_bf16)
+                                                    : want;
                 double off = 0.0, near = 0.0, along = 0.0, length = 0.0;
                 for (size_t k = 0; k < size; k++) {
-                    const double p = it.second[first + k], change = p - after[first + k];
-                    const double decayed = beta2 == 0.0 || change * p > 0.0 ? lr * decay * p : 0.0;
-                    const double got = (change - decayed) / lr;
+                    const double got = (it.second[first + k] * (1 - lr * decay) - after[first + k]) / lr;
                     off += (got - want[k]) * (got - want[k]);
                     near += (plain[k] - want[k]) * (plain[k] - want[k]);
                     along += got * want[k];
@@ -3147,7 +3105,6 @@ template <class Param> static void test_adamw(size_t n, bool bf16, bool use_mast
 }
 
 static void test_muon(size_t n, bool bf16, bool use_master, bool state) {
-    const bool cautious = state;
     Case k(format("muon n=%zu bf16=%d master=%d state=%d", n, bf16, use_master, state));
     const size_t update_row = n + 128;
     const Doubles params = k.random(2 * n), zeros(2 * update_row);      // zeros stay between the rows
@@ -3163,7 +3120,7 @@ static void test_muon(size_t n, bool bf16, bool use_master, bool state) {
                             use_master ? at.master("master", InOut(params, 1e-5), "params") : nullptr,
                             at.muon("update", InOut(zeros, 1e-5)), at.exact("state", third_update()), n,
                             update_row, packed_rows(at, 2, n, sizeof(floatX), bf16), 0.1, 0.01, kParamKey,
-                            8 * 1001, cautious});
+                            8 * 1001});
     };
     compute(k, [&](auto at) {
         momentum(at);
@@ -3252,27 +3209,6 @@ static void test_orthogonalise(int rows, int cols, int steps) {
           along / length, plain_along / length);
     repeat(k, [&](auto at) { for (int l = 0; l < layers; l++) { orthogonalise(at, l, 1); } });
     CHECK(k["updates"].values() == got, "%s: alone each has other bits", k.title.c_str());
-}
-
-// Two parts of each of three layers, against the twin. A skipped update changes nothing.
-static void test_scale_rows(size_t rows, size_t cols, bool skip) {
-    const int layers = 3, parts = 2;
-    const size_t second = round_up(rows * cols, (size_t)128), stride = 2 * second + 128;
-    const MuonPlaces places = {parts, layers, {0, second}, stride, {2, rows + 5}, 2 * rows + 7};
-    Case k(format("muon_scale_rows %zu x %zu skip=%d", rows, cols, skip));
-    Doubles updates = k.random(layers * stride, 0.1), moments = k.random(layers * places.rows, 0.1);
-    for (double& v : moments) { v *= v; }
-    const size_t zeros = places.of(1);                  // a row that never had a gradient
-    std::fill(&updates[zeros], &updates[zeros] + cols, 0.0);
-    moments[places.rows_of(1)] = 0.0;
-    std::vector<UpdateState> state = third_update();
-    state[0].skip = skip ? SKIP_NOT_FINITE : SKIP_NO;
-    check(k, [&](auto at) {
-        op<MuonScaleRowsOf>(at, {at.muon("updates", InOut(updates, 1e-6)),
-                               at.s("moments", InOut(moments, 1e-6)),
-                               at.s("sums", Scratch(parts * layers * rows)), at.exact("state", state),
-                               places, (int)rows, (int)cols, 0.9});
-    });
 }
 
 static void test_update(size_t n) {
@@ -3578,14 +3514,10 @@ static void test_kernels() {
             test_orthogonalise(24, 96, steps);
             test_orthogonalise(96, 24, steps);
         }
-        for (bool skip : {false, true}) { test_scale_rows(24, 40, skip); }
-        test_scale_rows(1, 8, false);
         if (!small_shapes) {
             test_orthogonalise(256, 256, 5);
             test_orthogonalise(128, 512, 5);
             test_orthogonalise(640, 160, 5);
-            test_scale_rows(515, 776, false);
-            test_scale_rows(64, 3072, false);
         }
     }
     TEST("kernels: norm, decision, updates") {
@@ -3751,17 +3683,15 @@ int main(int argc, char** argv) {
                 }
                 test_fp8_rare_tokens();
             }
-            TEST("Muon and NorMuon: two updates, some layers at a time") {
-                for (double beta2 : {0.0, 0.9}) {
-                    test_muon_updates(kSmall, beta2);
-                    if (kDeviceIsAsync) { test_muon_updates(kTensorCore, beta2); }
-                }
+            TEST("Muon: two updates, some layers at a time") {
+                test_muon_updates(kSmall);
+                if (kDeviceIsAsync) { test_muon_updates(kTensorCore); }
             }
             TEST("a disk that stalls") { test_stalled_disk(kTiny); }
             TEST("checkpoints: at once and in parts, AdamW and Muon, -w 1 and 0, fp32 and bf16 states") {
                 Options o = default_options();
                 test_checkpoint(kTiny, o, false);
-                o.master = false, o.muon = o.state_bf16 = true, o.muon_beta2 = 0.9;
+                o.master = false, o.muon = o.state_bf16 = true;
                 test_checkpoint(kTiny, o, true);
             }
             TEST("writing") {

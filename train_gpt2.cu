@@ -2547,7 +2547,7 @@ static void adamw_update(const AdamW& a, Stream stream) {
     kernel<<<blocks, kUpdateThreads, 0, stream>>>(a);
 }
 
-// Muon, as ops.h has it: momentum, Newton-Schulz steps by cuBLASLt, maybe rows, the update of the weights.
+// Muon, as ops.h has it: momentum, then Newton-Schulz steps by cuBLASLt, then the update of the weights.
 // One call multiplies all matrices of a shape: q, k, v and attproj of all layers (124M: 48), fc (12), fcproj
 // (12). Only the last product takes a call for each part, because it stores into the buckets. Both additions
 // are cuBLAS's C matrix, with a factor. In column-major terms, with x stored (rows,cols):
@@ -2665,63 +2665,6 @@ static void muon_orthogonalise(const MuonOrthogonalise& a, Stream stream) {
     }
 }
 
-// Rows of one size take two kernels; a warp walks over a row of matrix number blockIdx.y. The first stores
-// each row's sum of squares, and its moment. 124M: 0.17 GB, then twice as much.
-constexpr int kRowsAtOnce = kUpdateThreads / kWarp;
-__global__ void __launch_bounds__(kUpdateThreads)
-    muon_row_moments_kernel(const __grid_constant__ MuonScaleRows a) {
-    if (a.state->skip) { return; }
-    const int lane = threadIdx.x % kWarp, row = blockIdx.x * kRowsAtOnce + threadIdx.x / kWarp;
-    if (row >= a.rows) { return; }
-    const muonX* updates = a.updates + a.places.of(blockIdx.y) + (size_t)row * a.cols;
-    float sum = 0.0f;
-    for (int c = lane * kWidth; c < a.cols; c += kWarp * kWidth) {
-        const Floats u = load_floats(updates, c, a.cols);
-        for (int k = 0; k < kWidth; k++) { sum += u.at[k] * u.at[k]; }
-    }
-    sum = warp_sum(sum);
-    if (lane > 0) { return; }
-    float* v = a.moments + a.places.rows_of(blockIdx.y) + row;
-    *v = fmaf((float)(1.0 - a.beta2), sum / (float)a.cols - *v, *v);
-    a.sums[(size_t)blockIdx.y * a.rows + row] = sum;
-}
-
-// In the second each block adds up its matrix's norm before and after the division, and scales its rows.
-__global__ void __launch_bounds__(kUpdateThreads)
-    muon_scale_rows_kernel(const __grid_constant__ MuonScaleRows a) {
-    if (a.state->skip) { return; }
-    __shared__ float shared[kWarp];
-    const float* sums = a.sums + (size_t)blockIdx.y * a.rows;
-    const float* v = a.moments + a.places.rows_of(blockIdx.y);
-    auto root = [=](int row) { return sqrtf(v[row]) + (float)kMuonRowsEps; };
-    float before = 0.0f, after = 0.0f;          // squares
-    for (int r = threadIdx.x; r < a.rows; r += blockDim.x) {
-        before += sums[r];
-        after += sums[r] / (root(r) * root(r));
-    }
-    before = block_sum(before, shared), after = block_sum(after, shared);
-    const float factor = sqrtf(before) / (sqrtf(after) + (float)kMuonRowsEps);
-    const int step = gridDim.x * kRowsAtOnce, lane = threadIdx.x % kWarp;
-    for (int row = blockIdx.x * kRowsAtOnce + threadIdx.x / kWarp; row < a.rows; row += step) {
-        muonX* updates = a.updates + a.places.of(blockIdx.y) + (size_t)row * a.cols;
-        const float scale = factor / root(row);
-        for (int c = lane * kWidth; c < a.cols; c += kWarp * kWidth) {
-            Floats u = load_floats(updates, c, a.cols);
-            for (int k = 0; k < kWidth; k++) { u.at[k] *= scale; }
-            store(updates, c, a.cols, to_pack<muonX>(u));
-        }
-    }
-}
-
-static void muon_scale_rows(const MuonScaleRows& a, Stream stream) {
-    OpScope scope(a, stream);
-    if (a.cols % 8 != 0) { die("muon_scale_rows: %d columns: must be a multiple of 8", a.cols); }
-    const unsigned blocks = (unsigned)ceil_div(a.rows, kRowsAtOnce), count = (unsigned)a.places.count();
-    muon_row_moments_kernel<<<dim3(blocks, count), kUpdateThreads, 0, stream>>>(a);
-    // four turns each, so that adding up the rows' sums takes little of the time
-    muon_scale_rows_kernel<<<dim3(ceil_div(blocks, 4u), count), kUpdateThreads, 0, stream>>>(a);
-}
-
 __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate a) {
     if (a.state->skip) { return; }
     const float keep = (float)(1.0 - a.lr * a.weight_decay), minus_rate = (float)-a.lr;
@@ -2733,10 +2676,7 @@ __global__ void __launch_bounds__(kUpdateThreads) muon_update_kernel(MuonUpdate 
     for (; i < a.n; i += step) {
         const Floats update = load_floats(a.update + row * a.update_row, i, a.n);
         Floats p = load_weights(params, master, i, a.n);
-        for (int k = 0; k < kWidth; k++) {
-            const bool decays = !a.cautious || p.at[k] * update.at[k] > 0.0f;
-            p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * (decays ? keep : 1.0f));
-        }
+        for (int k = 0; k < kWidth; k++) { p.at[k] = fmaf(minus_rate, update.at[k], p.at[k] * keep); }
         store_weights(params, master, i, a.n, p, a.key, first + i);
     }
 }
@@ -4985,7 +4925,6 @@ struct Optimizer {              // state. From ZeRO stage 1 on, a rank has that 
     masterX* master;            // null at -w 0 and in FP32 builds; fp32 parameters leave their part empty
     char *m, *v;                // v lies behind m, in one array; fp32, or bf16 with state_bf16
     char* muon_updates;         // null without Muon and on one GPU, see model_update_muon
-    float* muon_rows;           // (layers, padded to whole turns; their rows) moments, on every rank; or null
     ChunkRange* ranges;         // (buckets)
 };
 
@@ -5138,9 +5077,6 @@ template <class Visit> static void model_arrays(Model* model, Visit visit) {
           Memory::Zeroed);
     visit("Muon's updates", &model->opt.muon_updates,
           o.muon && o.split.world > 1 ? model->muon.elems * bytes_floatX : 0, shared);
-    const size_t rows = round_up(c.L, model->muon.together) * model->muon.rows;
-    visit("moments of Muon's rows", &model->opt.muon_rows,
-          o.muon && o.muon_beta2 > 0.0 ? rows * sizeof(float) : 0, shared);
 }
 
 // Fills in the model's description and the sizes of its parts; allocates nothing.
@@ -5474,7 +5410,7 @@ static void model_update(Model* model, int count, double lr, double muon_lr = 0.
 template <class Send> static void model_exchange_now(Model* model, Send send);
 static void model_update_muon(Model* model, int count, Rows rows, double lr);
 static StateOf<float> model_state(const Model* model, char* arena, size_t at);
-static void model_orthogonalise(Model* model, muonX* updates, int first, int layers);
+static void model_orthogonalise(Model* model, muonX* updates, int layers);
 static void model_gather_params(Model* model, int first, int count);
 
 // False: a signal came before the last micro-step. There is no update then, and the run ends.
@@ -6591,8 +6527,8 @@ template <class Send> static void model_exchange_now(Model* model, Send send) {
 }
 
 // Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
-// a whole matrix and scales its rows, so its bits do not depend on the number of ranks. No activation lives
-// while weights are updated, so all but what the ranks exchange is in the activations' memory.
+// a whole matrix, so its bits do not depend on the number of ranks. No activation lives while weights are
+// updated, so all but what the ranks exchange is in the activations' memory.
 static void model_update_muon(Model* model, int count, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
@@ -6617,19 +6553,15 @@ static void model_update_muon(Model* model, int count, Rows rows, double lr) {
             });
         }
         const int mine = split.rank * share.each, own = std::min(share.each, layers - mine);
-        if (own > 0) { model_orthogonalise(model, updates + mine * b.padded, first + mine, own); }
+        if (own > 0) { model_orthogonalise(model, updates + mine * b.padded, own); }
         model_exchange_now(model, [&](Stream stream) {
             device_all_gather(updates, share.each * b.padded * sizeof(muonX), stream);
-            if (!model->opt.muon_rows) { return; }
-            device_all_gather(model->opt.muon_rows + first * share.rows,
-                              share.each * share.rows * sizeof(float), stream);
         });
         muon_update({.params = model->params + b.params + b.held_at * b.elem_bytes,
                      .master = model->opt.master ? model->opt.master + b.state : nullptr,
                      .update = updates + b.held_at, .state = &model->state->update, .n = b.held,
                      .update_row = b.padded, .rows = rows, .weight_decay = o.muon_decay, .lr = lr,
-                     .key = key, .first = b.first + b.held_at, .cautious = o.muon_cautious != 0},
-                    model->stream);
+                     .key = key, .first = b.first + b.held_at}, model->stream);
         model_gather_params(model, bucket, layers);
     }
 }
@@ -6639,9 +6571,9 @@ static StateOf<float> model_state(const Model* model, char* arena, size_t at) {
     return {arena + at * model->options.state_bytes(), model->options.state_bf16 != 0};
 }
 
-// Orthogonalises the matrices of `layers` layers in place, one shape after the other, and scales their rows.
-// updates: the bucket of layer `first`, the first of these layers.
-static void model_orthogonalise(Model* model, muonX* updates, int first, int layers) {
+// Orthogonalises the matrices of `layers` layers in place, one shape after the other. updates: the bucket of
+// the first of these layers.
+static void model_orthogonalise(Model* model, muonX* updates, int layers) {
     const size_t stride = model->layout.buckets[model->layout.layer(0)].padded;
     char* products = model->acts.data + model->muon.elems * sizeof(muonX);
     auto product = [&](int i) { return products + i * model->muon.product; };
@@ -6651,10 +6583,6 @@ static void model_orthogonalise(Model* model, muonX* updates, int first, int lay
                             .sums = (double*)product(4), .places = s.places, .rows = s.rows, .cols = s.cols,
                             .steps = model->options.muon_steps, .layers_all = model->config.L},
                            model->stream);
-        if (!model->opt.muon_rows) { continue; }
-        muon_scale_rows({.updates = updates, .moments = model->opt.muon_rows + first * model->muon.rows,
-                         .sums = (float*)product(0), .state = &model->state->update, .places = s.places,
-                         .rows = s.rows, .cols = s.cols, .beta2 = model->options.muon_beta2}, model->stream);
     }
 }
 
@@ -6918,11 +6846,6 @@ static std::vector<SavedPiece> state_pieces(Model* model) {
         pieces.push_back({.row = state_row("fp8", "f32", tensors, kFp8TensorFloats, 0, floats),
                           .device = model->fp8.tensors, .in_state = first});
     }
-    if (model->opt.muon_rows) {
-        const size_t L = model->config.L, rows = model->muon.rows;
-        pieces.push_back({.row = state_row("muon_rows", "f32", L, rows, 0, L * rows),
-                          .device = model->opt.muon_rows, .in_state = first});
-    }
     return pieces;
 }
 
@@ -7181,8 +7104,7 @@ static void print_plan() {
     if (!gpu || gpu->tflops == 0 || !strcmp(build.precision, "FP32")) { return; }   // 16-bit figures alone
     plan_print_time(*gpu, config, (double)report_parameters(specs),
                     {run.B, run.T, comm.world, rank_micro_steps(), run.recompute, run.muon != 0,
-                     options.split.zero > 0, options.fp8, options.fp8_head, run.state_bf16 != 0,
-                     run.muon_beta2 > 0},
+                     options.split.zero > 0, options.fp8, options.fp8_head, run.state_bf16 != 0},
                     run_max_steps(), run.price);
 }
 

@@ -5,7 +5,6 @@ The optimizers and all else that does not ask what a layer computes serve llama.
     logits, loss = model(x, y)                          # logits (B,T,V): padding columns never exist outside
     loss.backward(); grads = get_grads(model)           # {"wte": (Vp,C), "qkvw": (L,3C,C), ...}
 """
-import functools
 import math
 import os
 
@@ -201,39 +200,10 @@ def newton_schulz(x, coefficients, steps, eps):
     return y.T if x.size(0) > x.size(1) else y
 
 
-class NorMuon(torch.optim.Optimizer):
-    """torch.optim.Muon, but with beta2 each row of an update is divided by the root of its mean square, an
-    average over steps, and the matrix keeps its norm; cautious: weights decay where the update has their
-    sign."""
-
-    def __init__(self, params, **hyper):
-        super().__init__(params, hyper)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.update(p, self.state[p], **group)
-
-    @staticmethod
-    def update(p, state, *, lr, weight_decay, momentum, beta2, cautious, **_):
-        if not state:
-            state["m"], state["v"] = torch.zeros_like(p), p.new_zeros(len(p), 1)
-        ahead = p.grad.lerp(state["m"].lerp_(p.grad, 1 - momentum), momentum)
-        o = torch.optim._muon._zeropower_via_newtonschulz(ahead, (3.4445, -4.775, 2.0315), 5, 1e-7)
-        o = o.to(p.dtype)
-        if beta2:
-            state["v"].lerp_(o.square().mean(1, keepdim=True), 1 - beta2)
-            rows = o / (state["v"].sqrt() + 1e-10)
-            o = rows * (o.norm() / (rows.norm() + 1e-10))
-        decays = (o * p > 0).to(p.dtype) if cautious else 1.0
-        p.sub_(lr * weight_decay * decays * p).sub_(o, alpha=lr * max(1, p.size(0) / p.size(1)) ** 0.5)
-
-
 class MuonAndAdamW:
-    """Muon for the layers' matrices, AdamW for all else, as --optimizer muon divides them: q, k and v are
-    three matrices, SwiGLU's gate and what it multiplies are two, so Muon gets parameters that lie inside
-    those of the model. It is torch.optim.Muon where that can do what is asked for."""
+    """torch.optim.Muon for the layers' matrices, AdamW for all else, as --optimizer muon divides them: q, k
+    and v are three matrices, SwiGLU's gate and what it multiplies are two, so Muon gets parameters that lie
+    inside those of the model."""
 
     @staticmethod
     def taken(d):
@@ -247,10 +217,8 @@ class MuonAndAdamW:
         taken = self.taken(model.dims)
         self.parts = [(p, [nn.Parameter(part) for part in p.detach().split(rows)])
                       for name, rows in taken.items() for p in tensor_list(model, name)]
-        more = {name: hyper["muon_" + name] for name in ("beta2", "cautious")}
-        make = functools.partial(NorMuon, **more) if any(more.values()) else torch.optim.Muon
-        self.muon = make([part for _, parts in self.parts for part in parts], lr=hyper["muon_lr"],
-                         weight_decay=hyper["muon_decay"], momentum=hyper["muon_momentum"])
+        self.muon = torch.optim.Muon([part for _, parts in self.parts for part in parts], lr=hyper["muon_lr"],
+                                     weight_decay=hyper["muon_decay"], momentum=hyper["muon_momentum"])
         self.adamw = make_optimizer(model, hyper, fused, without=taken)
         self.param_groups = self.muon.param_groups + self.adamw.param_groups
 

@@ -52,11 +52,9 @@ def parse_arguments(argv):
     p.add_argument("--embedding_lr", type=float, default=0.0, help="AdamW's rate of wte; 0: --learning_rate")
     p.add_argument("--head_lr", type=float, default=0.0, help="of an untied head; 0: --learning_rate")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
-    p.add_argument("--muon_lr", type=float, default=0.02, help="this and the next four as ours")
+    p.add_argument("--muon_lr", type=float, default=0.02, help="this and the next two as ours")
     p.add_argument("--muon_momentum", type=float, default=0.95)
     p.add_argument("--muon_decay", type=float, default=0.01)
-    p.add_argument("--muon_beta2", type=float, default=0.0)
-    p.add_argument("--muon_cautious", type=int, default=0, choices=(0, 1))
     p.add_argument("--muon_bf16", type=int, default=1, choices=(0, 1),
                    help="1: torch.optim.Muon as it is; 0: its products in the weights' type")
     p.add_argument("--overfit_single_batch", type=int, default=1, choices=(0, 1), help="1: one batch")

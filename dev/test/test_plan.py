@@ -55,15 +55,13 @@ BY_TURNS = [("m12", "adamw", 99.8), ("m12", "muon", 104.0), ("d12", "adamw", 98.
 
 
 def test_time_of_muon():
-    """Within 3 %, and what Muon costs within 10 %; the second moment of its rows costs a little more."""
+    """Within 3 %, and what Muon costs within 10 %."""
     planned = {}
     for model, optimizer, measured in BY_TURNS:
         planned[model, optimizer] = planned_ms(plan(model, 64, optimizer=optimizer))
         assert abs(planned[model, optimizer] / measured - 1) < 0.03, planned
     cost = planned["m12", "muon"] - planned["m12", "adamw"]
     assert abs(cost / (104.0 - 99.8) - 1) < 0.1, planned
-    rows = planned_ms(plan("m12", 64, optimizer="muon", **{"muon-beta2": 0.95}))
-    assert 0.05 < rows - planned["m12", "muon"] < 0.4, rows
 
 
 def test_value_embeddings():

@@ -87,7 +87,6 @@ ODD_ROWS = {**LOUD, "-e": ODD, "-m": 1000, **batch(16, ODD_T, rows=2)}
 FEW = worlds((1, 2), 0) + worlds((4,), 1)
 TWICE = [{}, {"-nk": 3}]                # -n 0: it changes nothing, but left_by does not have that run yet
 MUON = {"-e": ODD, "--optimizer": "muon", "--muon-warmup": 4, "-v": 3, "-m": 4, **batch(8, ODD_T)}
-NORMUON = {"--muon-beta2": 0.9, "--muon-cautious": 1, "--muon-decay": 0.5}
 # What must not change a bit: name -> (flags, in each of these worlds). Rows of validation and of training are
 # shared out unevenly, some shards hold nothing but padding.
 BITS = {
@@ -119,8 +118,7 @@ BITS = {
     # three layers: two ranks share them out by two and one, and the fourth of four has none
     "Muon": (MUON, worlds((1, 4), 0) + worlds((2, 4), 1)),
     "bf16 states": ({"--state-dtype": "bf16", "-w": 0, **batch(8)}, FEW),
-    "bf16 states, NorMuon": ({**MUON, **NORMUON, "--state-dtype": "bf16"},
-                             FEW + worlds((2,), 1)),
+    "bf16 states, Muon": ({**MUON, "--state-dtype": "bf16"}, FEW),
     # most ranks have no target that counts in most steps, and one step has none at all
     "masks": ({**LOUD, "-i": "masked.bin", "-j": "masked_val.bin", "--shuffle": 0, **batch(8)},
               worlds((1, 2, 8), 0) + worlds((4,), 1)),
@@ -133,8 +131,8 @@ BITS = {
     "FP8, M=G": ({"--matmul-dtype": "fp8", "--optimizer": "muon", "--dropout": 0.1, **batch(8)},
                  worlds((1, 4), 0) + [{**ranks(2, 1), "-r": 2}]),
 }
-ON_GPUS_TOO = ("M=8", "M=16", "M=16=G", "M=24=G", "M=24, 6 lanes", "-e FILE", "Muon",
-               "bf16 states, NorMuon", "FP8")
+ON_GPUS_TOO = ("M=8", "M=16", "M=16=G", "M=24=G", "M=24, 6 lanes", "-e FILE", "Muon", "bf16 states, Muon",
+               "FP8")
 # --slow: all sizes at all stages
 MORE_BITS = {
     "M=8, all": ({**LOUD, **batch(8)}, worlds((1, 2, 4, 8), 0, 1)),

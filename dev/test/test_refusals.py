@@ -25,7 +25,7 @@ VALUES = """
 --top-k -1 | --top-p 1.5 | --verbose 2 | --block serial | --norm layer
 --dropout 1 | --kernels fast | --grad-dtype fp8 | --gpus 65 | -zs 2 | --lanes -1
 --head-chunks 0 | --state-dtype fp8 | --matmul-dtype fp16 | -pi udp | -pn 4097
--pg -1 | --cooldown 1.1 | --muon-warmup -1 | --muon-beta2 1 | --muon-cautious 2
+-pg -1 | --cooldown 1.1 | --muon-warmup -1
 """
 
 
@@ -69,8 +69,6 @@ REFUSED = f"""
 --muon-momentum 0.5         => --muon-momentum is for --optimizer muon
 --muon-warmup 9             => --muon-warmup is for --optimizer muon
 --muon-decay 5              => --muon-decay is for --optimizer muon
---muon-beta2 0.9            => --muon-beta2 is for --optimizer muon
---muon-cautious 1           => --muon-cautious is for --optimizer muon
 -z 130                      => 130 | use -z 128
 -z 100                      => 100 | 128
 -z 1                        => -z 1 | -zs

@@ -66,9 +66,7 @@ CHANGES = [
     ("--embedding-rate 2", LEARNED, SHOWN),
     ("--optimizer muon", LEARNED | {"memory"}, SHOWN),
     *[("--optimizer muon " + flag, LEARNED, SHOWN)
-      for flag in ("--muon-lr 0.05", "--muon-momentum 0.5", "--muon-warmup 3", "--muon-decay 5",
-                   "--muon-cautious 1")],
-    ("--optimizer muon --muon-beta2 0.9", LEARNED | {"memory"}, SHOWN),
+      for flag in ("--muon-lr 0.05", "--muon-momentum 0.5", "--muon-warmup 3", "--muon-decay 5")],
     ("-sl 1", set(), set()), ("-sg 1", set(), set()),   # fewer than 128 steps judge nothing
     ("--seed 7", ALL_NUMBERS, set()),
     ("--shuffle 0", FIRST | LEARNED, SHOWN), ("-a 1", FIRST | LEARNED, SHOWN),

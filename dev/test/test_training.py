@@ -169,7 +169,6 @@ def test_outliers(flag, limit, what, optimizer):
     usual = {"-b": rows, "--shuffle": 0, "-k": "constant", "-l": "3e-3", "--optimizer": optimizer}
     if optimizer == "muon":
         usual["--muon-warmup"] = 0          # its momentum goes by steps, as the rate would
-        usual["--muon-beta2"] = 0.9
     want = run_ok({**usual, "-i": "clean.bin", "-x": before + after, "-o": "clean" + kind})
     got = run({**usual, "-i": "spiky.bin", flag: limit, "-x": before + spike + after,
                "-o": "spiky" + kind})

@@ -31,8 +31,7 @@ struct StateHeader {
 };
 struct StateRow {
     char name[64];                      // "m.qkvw.3": Adam's m of tensor qkvw, layer 3; also param, v, master
-                                        // (a weight in fp32), low (its lower half: rand.h, master_split);
-                                        // fp8, muon_rows: state of all layers
+                                        // (a weight in fp32), low (its lower half: rand.h, master_split)
     char type[16];                      // f32, bf16, f16, u16
     uint64_t rows, cols;                // of the whole tensor
     uint64_t begin, count;              // the piece holds elements [begin, begin + count)

@@ -21,7 +21,6 @@ struct MuonShape { int rows, cols; MuonPlaces places; };
 static inline std::vector<MuonShape> muon_shapes(const std::vector<ParamSpec>& specs, size_t stride,
                                                  int layers) {
     std::vector<MuonShape> shapes;
-    size_t all = 0;                             // rows of all matrices before
     for (const ParamSpec& s : specs) {
         size_t above = 0;                       // rows of the parts before
         for (const size_t part : s.parts) {
@@ -31,12 +30,10 @@ static inline std::vector<MuonShape> muon_shapes(const std::vector<ParamSpec>& s
             };
             auto it = std::find_if(shapes.begin(), shapes.end(), same);
             if (it == shapes.end()) { it = shapes.insert(it, {rows, cols, {0, layers, {}, stride}}); }
-            it->places.rows_at[it->places.parts] = all;
             it->places.at[it->places.parts++] = s.offset + above * s.cols;
-            above += part, all += part;
+            above += part;
         }
     }
-    for (MuonShape& m : shapes) { m.places.rows = all; }
     return shapes;
 }
 
@@ -50,18 +47,16 @@ struct MuonShare {
     int each, together;
     size_t elems;           // of the buffer
     size_t product, sums;   // bytes of one of the four products, and of sums
-    size_t rows;            // of a layer's matrices
     // of all these; elem_bytes: of an element of the buffer
     size_t bytes(size_t elem_bytes) const { return elems * elem_bytes + 4 * product + sums; }
 };
 static inline MuonShare muon_share(const Layout& layout, const std::vector<ParamSpec>& specs,
                                    const Split& split, size_t elem_bytes, size_t most_bytes) {
-    size_t elems = 0, chunks = 0, rows = 0;     // elems, chunks: of the shape that needs most, in one layer
+    size_t elems = 0, chunks = 0;               // of the shape that needs most, in one layer
     for (const MuonShape& s : muon_shapes(specs, 0, 1)) {
         const size_t size = (size_t)s.rows * s.cols;
         elems = std::max(elems, s.places.parts * size);
         chunks = std::max(chunks, s.places.parts * ceil_div(size, kChunk));
-        rows = s.places.rows;
     }
     const size_t padded = layout.buckets[layout.layer(0)].padded;
     const size_t least = (split.world * padded + 4 * elems) * elem_bytes;          // with a layer each
@@ -69,5 +64,5 @@ static inline MuonShare muon_share(const Layout& layout, const std::vector<Param
     const int most = (int)std::min((size_t)at_once, std::max((size_t)1, most_bytes / least));
     const int each = ceil_div(at_once, ceil_div(at_once, most));        // turns of equal length
     return {each, each * split.world, each * split.world * padded,
-            round_up(each * elems * elem_bytes, kAlign), each * chunks * sizeof(double), rows};
+            round_up(each * elems * elem_bytes, kAlign), each * chunks * sizeof(double)};
 }

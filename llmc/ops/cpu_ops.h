@@ -1126,31 +1126,8 @@ template <class Real> void muon_orthogonalise_cpu(const MuonOrthogonaliseOf<Real
     }
 }
 
-// Skipped update: nothing changes. Else, for each row of each matrix: v = v + (1-beta2)*(mean square - v),
-// and the row is divided by sqrt(v) + kMuonRowsEps; then the matrix gets its norm back.
-template <class Real> void muon_scale_rows_cpu(const MuonScaleRowsOf<Real, Real>& a) {
-    if (a.state->skip) { return; }
-    #pragma omp parallel for
-    for (int i = 0; i < a.places.count(); i++) {
-        Real *updates = a.updates + a.places.of(i), *v = a.moments + a.places.rows_of(i);
-        double before = 0.0, after = 0.0;               // squares of the two norms
-        auto root = [=](int r) { return sqrt((double)v[r]) + kMuonRowsEps; };
-        for (int r = 0; r < a.rows; r++) {
-            const Real* row = updates + (size_t)r * a.cols;
-            const double sum = dot_cpu(row, row, a.cols);
-            v[r] += (Real)((1.0 - a.beta2) * (sum / a.cols - v[r]));
-            before += sum, after += sum / (root(r) * root(r));
-        }
-        const double factor = sqrt(before) / (sqrt(after) + kMuonRowsEps);
-        for (int r = 0; r < a.rows; r++) {
-            const Real scale = (Real)(factor / root(r));
-            for (int c = 0; c < a.cols; c++) { updates[(size_t)r * a.cols + c] *= scale; }
-        }
-    }
-}
-
 // Skipped update: nothing changes. Else p = p*(1 - lr*weight_decay) - lr*update, in the master copy if there
-// is one; params = p. cautious: without the decay where p*update <= 0.
+// is one; params = p.
 template <class Real> void muon_update_cpu(const MuonUpdateOf<Real, Real>& a) {
     if (a.state->skip) { return; }
     const Real keep = (Real)(1.0 - a.lr * a.weight_decay), rate = (Real)a.lr;
@@ -1160,8 +1137,7 @@ template <class Real> void muon_update_cpu(const MuonUpdateOf<Real, Real>& a) {
         Real* weights = a.master ? a.master + row * a.n : params;
         #pragma omp parallel for simd
         for (size_t i = 0; i < a.n; i++) {
-            const bool decays = !a.cautious || weights[i] * update[i] > 0;
-            weights[i] = weights[i] * (decays ? keep : (Real)1) - rate * update[i];
+            weights[i] = weights[i] * keep - rate * update[i];
             params[i] = weights[i];
         }
     }

@@ -461,10 +461,9 @@ template <class X, class S> struct AdamWOf {              // a skipped update ch
 };
 
 // Muon (Keller Jordan and others, "Muon: An optimizer for hidden layers in neural networks", 2024,
-// kellerjordan.github.io/posts/muon) is these ops, for matrices that stand in buckets of rows like AdamW's:
+// kellerjordan.github.io/posts/muon) is three ops, for matrices that stand in buckets of rows like AdamW's:
 //     u = g + momentum (m - g), after m has taken g in: Nesterov's look ahead     muon_momentum
 //     o = u with all its singular values near 1, times scale                      muon_orthogonalise
-//     o = o with its rows scaled, where the run asks for it                       muon_scale_rows
 //     p = p (1 - lr wd) - lr o                                                    muon_update
 // o comes from a few Newton-Schulz steps. With x = u / |u| (Frobenius), so that no singular value is above 1,
 //     x = a x + (b G + c G G) x     G = x x^T, or with x from the left, whichever side is the smaller
@@ -473,11 +472,6 @@ template <class X, class S> struct AdamWOf {              // a skipped update ch
 // 0.7 and 1.2, and they get there fast. scale = sqrt(max(1, rows/cols)), the writeup's too. m is an average,
 // m += (1 - momentum) (g - m), and wd is Muon's own, apart from AdamW's: all as in torch.optim.Muon.
 constexpr double kMuonA = 3.4445, kMuonB = -4.7750, kMuonC = 2.0315;
-// NorMuon (Zichong Li and others, 2025, arXiv:2510.05491) evens out the rows of o. v, one number a row, is 0
-// at first. What all rows have in common cancels: v needs no correction for its beginning.
-//     v = v + (1 - beta2) (mean of the row's o^2 - v)     o' = o / (sqrt(v) + eps)     o = o' |o| / |o'|
-// The matrix thus keeps its norm; the paper gives it that of 0.2 in each element.
-constexpr double kMuonRowsEps = 1e-10;
 
 template <class X, class S> struct MuonMomentumOf {       // a skipped update changes nothing
     typename MuonValue<X>::type* update;        // (rows,n), update_row elements from row to row
@@ -500,11 +494,8 @@ struct MuonPlaces {
     int parts, layers;
     size_t at[kMuonParts];              // elements: of each part from its bucket's start
     size_t stride;                      // from bucket to bucket
-    size_t rows_at[kMuonParts] = {};    // the same in rows, of which a layer's matrices have `rows`
-    size_t rows = 0;
     LLMC_HD int count() const { return parts * layers; }
     LLMC_HD size_t of(int i) const { return at[i / layers] + i % layers * stride; }    // of matrix i
-    LLMC_HD size_t rows_of(int i) const { return rows_at[i / layers] + i % layers * rows; }
 };
 template <class X, class S> struct MuonOrthogonaliseOf {
     typename MuonValue<X>::type* out;           // matrix i, (rows,cols), at places.of(i); may be inp
@@ -517,19 +508,6 @@ template <class X, class S> struct MuonOrthogonaliseOf {
     int layers_all;                     // the whole job's layers; a call on a part of them has the same bits
     template <class F> void outputs(F gives) const { gives("out", out, rows, cols); }
 };
-template <class X, class S> struct MuonScaleRowsOf {      // a skipped update changes nothing
-    typename MuonValue<X>::type* updates;       // matrix i, (rows,cols), at places.of(i)
-    S* moments;                         // v of matrix i, (rows), at places.rows_of(i)
-    S* sums;                            // scratch: (count,rows)
-    const UpdateState* state;
-    MuonPlaces places;
-    int rows, cols;                     // cols: a multiple of 8
-    double beta2;
-    template <class F> void outputs(F gives) const {
-        gives("updates", updates + places.at[0], rows, cols);           // of the first matrix
-        gives("moments", moments + places.rows_at[0], rows);
-    }
-};
 template <class X, class S> struct MuonUpdateOf {         // a skipped update changes nothing
     void* params;                       // (rows,n) X
     typename MasterValue<X, S>::type* master;   // (rows,n); null when the parameters are all there is
@@ -540,7 +518,6 @@ template <class X, class S> struct MuonUpdateOf {         // a skipped update ch
     double weight_decay, lr;
     RoundKey key;                       // as AdamW's
     size_t first;
-    bool cautious = false;              // weights decay only where p o > 0: where o makes them smaller, too
     template <class F> void outputs(F gives) const {
         gives("params", (X*)params, n); gives("master", master, rows.count, n);
     }
@@ -619,7 +596,6 @@ template <class X, class S> struct SampleTokensOf {       // sample_token() of e
     X(adamw_update, AdamW)                          \
     X(muon_momentum, MuonMomentum)                  \
     X(muon_orthogonalise, MuonOrthogonalise)        \
-    X(muon_scale_rows, MuonScaleRows)               \
     X(muon_update, MuonUpdate)                      \
     X(decode_matmul, DecodeMatmul)                  \
     X(decode_attention, DecodeAttention)            \

@@ -115,7 +115,6 @@ struct PlanBatch {
     int recompute;
     bool muon, shards_state;
     bool fp8 = false, fp8_head = false, state_bf16 = false;
-    bool muon_rows = false;             // --muon-beta2
 };
 struct StepTime { double micro_s, update_s; };      // of a micro-step; of what each step adds to those
 
@@ -164,11 +163,10 @@ static inline StepTime plan_step(const GpuKind& gpu, const Config& c, double par
     const double update = params * (4 + (batch.state_bf16 ? 20 : 28) / shares) / (kUpdate * bytes);
     if (!batch.muon) { return {micro, update}; }
     // Newton and Schulz, 5 steps of some 5 C FLOPs an element, which are GPT-2's 60 C^3 a layer, in some 60
-    // launches; Muon's passes over a matrix take 2 bytes an element more than AdamW's, and its rows' second
-    // moment 6
+    // launches; Muon's passes over a matrix take 2 bytes an element more than AdamW's
     const double elements = L * matrices / batch.world;
     const double muon = 25 * elements * C / (kMuonGemm * flops) + kLaunch * 60 +
-                        elements * (batch.muon_rows ? 8 : 2) / (kUpdate * bytes);
+                        elements * 2 / (kUpdate * bytes);
     return {micro * kMuonWeights, update + muon};
 }
 

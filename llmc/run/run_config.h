@@ -39,8 +39,7 @@ struct ModelSettings {
     double dropout = 0.0;           // probability, in training: of the embedding's and the branches' outputs
     double weight_decay = 0.0, beta1 = 0.9, beta2 = 0.95, eps = 1e-8;   // AdamW's; decay: of matrices
     double embedding_rate = 1.0, head_rate = 1.0;   // AdamW's learning rate of these, in learning rates
-    double muon_momentum = 0.95, muon_decay = 0.0, muon_beta2 = 0.0;    // beta2: of rows; 0: they stay
-    int muon_cautious = 0;          // weights decay only where the update has their sign
+    double muon_momentum = 0.95, muon_decay = 0.0;
     int64_t muon_warmup = 0;        // steps in which the momentum rises
     double grad_clip = 1.0;         // largest norm of the gradient; 0: no clipping
     double skip_loss = 0.0, skip_norm = 0.0;    // UpdatePolicy's max_loss_score, max_norm_score; 0: none
@@ -168,11 +167,6 @@ static const FlagTable kFlags = {
         "Muon: steps in which its momentum rises from 0.85", FLAG_FIXED},
     {"",    "muon-decay",      FLAG_FLOAT,  &settings.muon_decay,     "0.01",    0, 10, nullptr,
         "Muon: weight decay of its matrices, for which -c then does not count", FLAG_FIXED},
-    {"",    "muon-beta2",      FLAG_FLOAT,  &settings.muon_beta2,     "0",       0, 0.9999999, nullptr,
-        "Muon: an update's rows are divided by the root of their mean square, averaged over steps "
-        "(NorMuon: 0.95); 0: they are not", FLAG_FIXED},
-    {"",    "muon-cautious",   FLAG_BOOL,   &settings.muon_cautious,  "0",       0, 1, nullptr,
-        "Muon: its weights decay only where the update has their sign", FLAG_FIXED},
     {"",    "grad-clip",       FLAG_FLOAT,  &settings.grad_clip,      "1",       0, 1e30, nullptr,
         "largest gradient norm; 0: no clipping", FLAG_FIXED},
     {"sl",  "skip-loss",       FLAG_FLOAT,  &settings.skip_loss,      "0",       0, 1e30, nullptr,
@@ -299,7 +293,7 @@ static const std::vector<FlagGroup> kFlagGroups = {
      "micro-batch sequence-length total-batch max-steps learning-rate warmup lr-schedule weight-decay "
      "optimizer",
      "final-fraction cooldown beta1 beta2 eps embedding-rate head-rate muon-lr muon-momentum muon-warmup "
-     "muon-decay muon-beta2 muon-cautious grad-clip skip-loss skip-norm"},
+     "muon-decay grad-clip skip-loss skip-norm"},
     {"validation, text and checkpoints", "val-every sample-every prompt checkpoint-every verbose",
      "val-batches evaluate eval-data eval-every sample-tokens num-samples temperature top-k top-p keep "
      "major-every log-every"},
@@ -512,14 +506,17 @@ static inline std::string data_from_start(const std::string& text, const std::st
     return paths;
 }
 
-// Dies if the run was started with a flag that this program lacks. Runs of release 0.1 go on: its
-// --on-bad-loss stop is what this program does, and -zs 1 has the bits of its -zs 2 with as many lanes.
+// Dies if the run was started with a flag that this program lacks, unless its value is what this program does
+// anyway: release 0.1's --on-bad-loss stop, and commit d5971c2's NorMuon, which is off (0, in run.json also
+// false). -zs 1 has the bits of release 0.1's -zs 2 with as many lanes.
 static inline void settings_known(Facts* facts, const std::string& prefix, const char* folder) {
+    const std::set<std::string> same = {"on-bad-loss stop", "muon-beta2 0", "muon-cautious 0",
+                                        "muon-cautious false"};
     for (auto& fact : *facts) {
         if (fact.first.compare(0, prefix.size(), prefix) != 0) { continue; }
         const std::string name = fact.first.substr(prefix.size());
         if (name == "zero-stage" && fact.second == "2") { fact.second = "1"; }
-        if (flags_find(kFlags, "--" + name) || (name == "on-bad-loss" && fact.second == "stop")) { continue; }
+        if (flags_find(kFlags, "--" + name) || same.count(name + " " + fact.second)) { continue; }
         die("the run in %s began with --%s %s, which this program does not have\n"
             "hint: go on with the program that began it", folder, name.c_str(), fact.second.c_str());
     }
@@ -548,11 +545,8 @@ static inline void settings_resume(const Facts& from, const Config& c, const Bui
         if (const std::string* kind = facts_find(kinds, name)) { return kind->c_str(); }
         const std::string* text = facts_find(facts, "flag." + name);
         const Flag* flag = flags_find(kFlags, "--" + name);
-        // a flag that the run's program lacked: what that program did, today's default but for Muon's three
-        if (!text && flag->resume == FLAG_FIXED) {
-            const bool is_later = name == "muon-warmup" || name == "muon-beta2" || name == "muon-cautious";
-            return is_later ? "0" : flag->def;
-        }
+        // a flag that the run's program lacked: what that program did, today's default but for one
+        if (!text && flag->resume == FLAG_FIXED) { return name == "muon-warmup" ? "0" : flag->def; }
         const char* settled = name == "sequence-length" ? "T" : name == "total-batch" ? "total_batch"
                             : name == "lanes" ? "lanes" : "";
         const std::string* number = facts_find(facts, settled);
@@ -693,8 +687,7 @@ static inline void settings_settle(Config* c, bool is_descriptor, const Build& b
     batch_check(*c);
     auto_of_model(*c, is_descriptor);
     fp8_check(*c, build);
-    for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-decay", "muon-beta2",
-                             "muon-cautious"}) {
+    for (const char* name : {"muon-lr", "muon-momentum", "muon-warmup", "muon-decay"}) {
         if (!run.muon && !run.resumed && run_given(name)) {
             die("--%s is for --optimizer muon, and this run has --optimizer adamw\n"
                 "hint: give --optimizer muon, or leave --%s out", name, name);
