@@ -163,6 +163,9 @@ static inline Config model_read_header(const char* path, FILE* f, ParamTable tab
     if (error.empty() && kind.later != c.has_later_words()) {
         error = format("version %d does not go with %s", header[1], llama_text(c).c_str());
     }
+    if (kind.llama && header[15] >> std::size(kShapeFlags) != 0) {
+        error = format("words of its shape, %d, are not all known", header[15]);
+    }
     if (header[kModelResidualWord] != 0 && header[kModelResidualWord] != 1) {
         error = format("residual stream %d is not known", header[kModelResidualWord]);
     }

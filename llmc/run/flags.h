@@ -406,5 +406,9 @@ static inline void flags_parse(const FlagTable& table, int argc, const char* con
         if (flags_says_auto(f, value)) { open.push_back(f); }
         if (!equals) { i++; }
     }
+    if (!open.empty() && flags_lettered(table)) {
+        die("%s auto: beside letters, as -b, nothing is chosen, and it is %s\n"
+            "hint: write all flags by their long names, or leave it out", open[0]->given, open[0]->def);
+    }
     for (const Flag* f : open) { f->given = nullptr; }
 }

@@ -78,7 +78,10 @@ static inline void text_check_encodes(const Tokenizer* tokenizer, const char* wh
 static inline std::vector<int> listed_ends(const std::string& file) {
     Facts values;
     const std::string error = json_file_read(file, &values);
-    if (!error.empty()) { warn("%s %s: its end tokens do not count", shown(file).c_str(), error.c_str()); }
+    if (!error.empty()) {
+        warn("%s %s: its end tokens do not count", shown(file).c_str(), error.c_str());
+        return {};
+    }
     std::vector<int> ends;
     for (const auto& value : values) {
         int64_t id;
@@ -274,6 +277,8 @@ static inline void chat(const TextTask& task, const std::string& model, bool who
             if (answers && !begins) { tokens.push_back(end); }          // of an answer that was cut short
             if (answers) { said = system + chat_question(line), system = ""; }
         }
+        // behind another end token a document has to begin
+        if (!asks && begins && tokens.back() != end && !said.empty()) { tokens.push_back(end); }
         std::vector<uint32_t> ids;
         tokenizer_encode(task.tokenizer, said.data(), said.size(), ids);
         tokens.insert(tokens.end(), ids.begin(), ids.end());
