@@ -2810,7 +2810,7 @@ static void test_attention_repeats(int HS, int window, int document = 0) {
 static void test_masks(int HS, const char* form) {
     for (int T : {200, 256}) {
         for (int window : {1, 16, 63, 64, 65, 127, 128, T - 1}) {
-            if (small_shapes && (T != 200 || window != 65)) { continue; }
+            if (small_shapes && (T != 200 || window % 64 != 1)) { continue; }
             test_attention(1, T, 2, T == 200 ? 1 : 2, HS, form, window);
             test_attention(2, T, 2, T == 200 ? 1 : 2, HS, form, 0, window);
             if (window > 64) { test_attention(1, T, 2, T == 200 ? 2 : 1, HS, form, 70, window); }
