@@ -9,11 +9,34 @@ Build and run, from the repository root:
 TF32:
     nvcc -std=c++17 -O3 -I. -DENABLE_FP32 -gencode arch=compute_90a,code=sm_90a dev/cuda/attention.cu \
         -o build/cuda/attention.FP32 -lcublasLt && build/cuda/attention.FP32 16
+Beside PyTorch's: dev/bench/attention.py, which loads this file as a library, without the ladder.
 */
 #define main train_gpt2_main
 #include "train_gpt2.cu"
 #undef main
 #include <algorithm>     // gives: std::sort
+
+// == what dev/bench/attention.py calls: what training runs, on PyTorch's memory and stream ==
+extern "C" {
+void attention_library_init() {         // on the first GPU that this process sees
+    device_init();
+    select_kernels(false, true);
+}
+size_t attention_library_scratch_bytes(int B, int T, int NH) {
+    return attention_backward_scratch_bytes(B, T, NH);
+}
+void attention_library_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH, int NKV,
+                               int HS, int window, const Span* documents, Stream stream) {
+    attention_forward({out, lse, qkv, B, T, NH, NKV, HS, {window, documents}}, stream);
+}
+void attention_library_backward(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out,
+                                const floatX* qkv, const float* lse, int B, int T, int NH, int NKV, int HS,
+                                int window, const Span* documents, Stream stream) {
+    attention_backward({dqkv, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, {window, documents}}, stream);
+}
+}
+
+#ifndef ATTENTION_LIBRARY       // the ladder
 
 constexpr int kBuffers = 2;     // rotated; each set is many times the L2 at the default size
 
@@ -278,3 +301,4 @@ int main(int argc, char** argv) {
     printf("%s\n", failed == 0 ? "all steps agree" : "FAILED: a step disagrees with the plain kernels");
     return failed != 0;
 }
+#endif
