@@ -17,15 +17,20 @@
 #                for this batch in 3,000 steps (docs/models.md#muon)
 #   loss         m12 3.341, 1.084 bits per byte; 2026-11-29, commit 4c73fca (docs/train.md#nine-minutes)
 #
-# gpus=N: more of them divide the time. data=FOLDER: the shards' place; other texts want val=SHARDS, too.
+# gpus=N: 2, 4, 8 ... divide a step's 64 rows, and have other bits than one, whose step is a single lane.
+# data=FOLDER: the shards' place; other texts want val=SHARDS, too.
 # questions=FOLDER: where hellaswag/ and so on are. Flags by their long names replace the script's, except
 # --output-dir.
 set -euo pipefail
 here=$(dirname "$0")
 export gpus=${gpus:-1} data=${data:-dev/data/english}
 model=${model:-m12} questions=${questions:-dev/data}
-recipe=(--micro-batch 64 --sequence-length 1024 --total-batch 65536 --weight-decay 0.1)
-recipe+=(--val-every 250 --val-batches 10 --sample-every 0 --checkpoint-every 1000)
+if [[ ! $gpus =~ ^(1|2|4|8|16|32|64)$ ]]; then
+    printf "error: gpus=%s: 1, 2, 4, 8, 16, 32 or 64\nhint: they divide a step's 64 rows\n" "$gpus" >&2
+    exit 1
+fi
+recipe=(--micro-batch $((64 / gpus)) --sequence-length 1024 --total-batch 65536 --weight-decay 0.1)
+recipe+=(--val-every 250 --val-batches $((10 * gpus)) --sample-every 0 --checkpoint-every 1000)
 case $model in
 m12) recipe+=(--max-steps 4070 --optimizer muon --warmup 30 --final-fraction 0.1) ;;
 d12) recipe+=(--max-steps 3920 --learning-rate 1.2e-3 --warmup 100 --final-fraction 0) ;;

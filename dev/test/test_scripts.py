@@ -290,8 +290,13 @@ def test_nine_minutes(recipes):
     assert read("runs/d12_9min/sha256.txt").decode().split() == [
         word for path in files for word in (hashlib.sha256(read(path)).hexdigest(), os.path.basename(path))]
     assert err.count("python3 dev/data/get.py lambada makes it") == 2 and "hf.py export runs/d12" in called()
-    code, _, err = recipe(name, model="d13")
-    assert code == 1 and "error: model=d13: m12 or d12\nhint: " in err
+    code, flags, err = recipe(name, gpus="8")
+    parts = [flags[flag] for flag in ("--gpus", "--micro-batch", "--val-batches", "--total-batch")]
+    assert code == 0 and flag_error(flags) == "" and parts == ["8", "8", "80", "65536"], "rows among the GPUs"
+    for env, said in (({"model": "d13"}, "model=d13: m12 or d12"), ({"gpus": "3"}, "gpus=3: 1, 2, 4, "),
+                      ({"gpus": "two"}, "gpus=two: 1, 2")):
+        code, _, err = recipe(name, **env)
+        assert code == 1 and f"error: {said}" in err and "\nhint: " in err
 
 
 MULTI_NODE = sorted(os.path.basename(path) for path in glob.glob(os.path.join(ROOT, "scripts/multi_node/*")))
