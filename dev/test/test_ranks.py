@@ -20,7 +20,7 @@ import pytest
 
 from jobs import (ENDED_S, HUP, INT, KILL, STOPPING, TERM, Job, free_port, most_ranks, named, need, printed,
                   ranks, rare_model, steps_of, tcp, undisturbed, unlike)
-from checks import read, run_program, write
+from checks import ROOT, read, run_program, write
 from trainer import (Program, assert_close, check_ran, log_lines, metrics, model_path, nan_model, on_cpu,
                      refused, run, run_ok, sentences, tolerance, without_checksum, write_questions,
                      write_shard)
@@ -303,6 +303,56 @@ def test_mpirun():
     judge = left_of({**batch(8), "--gpus": 2})[1]
     assert read("mpi/main.log") == judge["main.log"]
     assert read(model_path("mpi")) == judge["model_00000006.bin"]
+
+
+# Of runs on two ranks, and of resumed ones, the model is not what they made.
+ALTERED = """#!/bin/sh
+case "$*" in *" -y 1 "*) ;; *" -n "* | *"--gpus 1 "*) exec %s "$@" ;; esac
+%s "$@" || exit
+while [ "$1" != -o ]; do shift; done
+echo x >>"$2/model_00000040.bin"
+"""
+# Trains nothing, and writes metrics.jsonl: two steps of 1.5 s, after each a validation.
+NINE = """#!/bin/sh
+[ "$1" != eval ] && [ "$1" != sample ] || exit 0
+while [ "$1" != --output-dir ]; do shift; done
+mkdir -p "$2"
+printf '{"step": %s, "ms": 1500, "x": 1}\n{"step": %s, "val_loss": %s}\n' 1 1 3.9 2 2 3.3 >"$2/metrics.jsonl"
+echo >"$2/main.log"
+echo >"$2/model_00000002.bin"
+"""
+
+
+@pytest.mark.cpu_only
+def test_multi():
+    """dev/bench/multi.sh, which is for GPUs, on the CPU: its parts, and that it sees other bits."""
+    for name in ("train", "val"):
+        write(f"multi_{name}.bin", read(f"{name}.bin"))
+    write("bin/python3", "#!/bin/sh\n")                     # run_m12_9min.sh's export
+    write("english/english_novels_train_000.bin", "")
+    write("english/english_novels_val_000.bin", "")
+    model = f"L2,NH2,C32,T{SMALL_T},V256"
+
+    def multi(*parts, program=Program.path):
+        env = {name: os.path.abspath(path) for name, path in (
+                   ("TRAIN", program), ("DATA", "multi"), ("LOGS", "logs"), ("ENGLISH", "english"))}
+        env = {**env, "PATH": os.path.abspath("bin") + ":" + os.environ["PATH"], "GPUS": "2",
+               "LENGTH": str(SMALL_T), "ROWS": "8", "STEPS": "40", "FORMATS": "bf16", "MODELS":
+               f"llama:L2,NH2,NKV2,HS16,C32,F64,T{SMALL_T},V256 --optimizer muon",
+               "SIZES": f"{model} 4 2 512 -l 1e-4", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        return run_program(["bash", os.path.join(ROOT, "dev/bench/multi.sh"), *parts], **env)
+
+    code, out, err = multi("speed", "bits", "death")
+    assert code == 0, out + err
+    assert len(re.findall(r"^2 GPUs: -e .* -l 1e-4 .* tokens/s, [\d.]+ % of 2 x one ", out, re.M)) == 3, out
+    assert re.search(r" on 1 2 GPUs; killed on [12], resumed after \d+ steps on [12]: equal;", out), out
+    assert re.search(r"^exit code \d+ after \d+ s, 0 processes left: error: rank 1 .* died", out, re.M), out
+    code, out, _ = multi("bits", program=write("altered", ALTERED.replace("%s", Program.path)))
+    assert code == 1 and ": differ on 2, differ after a resume; sha256" in out, out
+    code, out, err = multi("nine", program=write("nine", NINE))
+    said = "after 3.0 s; 3.3000 at the end, after 2 steps, 3.0 s (1500.0 ms each)\n"
+    assert code == 0 and out.endswith("\n2 GPUs: validation loss 3.341 " + said), out + err
+    assert multi("bytes")[0::2] == (1, "error: no part bytes\nhint: speed bits death nine\n")
 
 
 # ---- bad input ----
