@@ -4808,6 +4808,10 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 #define X(name, ...) PARAM_##name,
 enum ParamId { MODEL_PARAMS(X) NUM_PARAMS };
 #undef X
+#define X(name, type, where, rows, cols, init, kind, ...) \
+    && (Kind::kind != Kind::Embedding || PARAM_##name <= PARAM_vew)
+static_assert(true MODEL_PARAMS(X), "vew, which does not decay, is last in its bucket: model_update");
+#undef X
 #define X(name, ...) ACT_##name,
 enum ActId { MODEL_ACTS(X) NUM_ACTS };
 #undef X

@@ -45,6 +45,15 @@ def random_shard(path, tokens, vocabulary):
         f.write(struct.pack(f"<{tokens}H", *(rng.randrange(vocabulary) for _ in range(tokens))))
 
 
+def products(model):
+    """FLOPs of one of Muon's five iterations: of a matrix, 6 r^3 where it is square, and 4 r^2 c + 2 r^3. In
+    the line of a model of family Llama, whose heads are all as wide as C together, three are F by C."""
+    sizes = {name: int(size) for name, size in re.findall(r"\b(L|C|F)=?(\d+)", model)}
+    L, C = sizes["L"], sizes["C"]
+    wide, F = (3, sizes["F"]) if "F" in sizes else (2, 4 * C)
+    return L * (4 * 6 * C**3 + wide * (4 * C**2 * F + 2 * C**3))
+
+
 def cost(args):
     with tempfile.TemporaryDirectory() as folder:
         shard = os.path.join(folder, "random.bin")
@@ -61,8 +70,7 @@ def cost(args):
                     if optimizer == "muon":
                         memory = re.search(r"^memory: .*", out, re.M)[0]
                     times.setdefault((total, optimizer), []).append(statistics.median(ms[len(ms) // 4:]))
-        layers, channels = map(int, re.search(r"^model: L=(\d+) NH=\d+ C=(\d+)", out, re.M).groups())
-    flops = 5 * 60 * layers * channels**3
+    flops = 5 * products(re.search(r"^model: ([^ ]+).*", out, re.M)[0])
     for total in args.totals:
         adamw, muon = (statistics.mean(times[total, optimizer]) for optimizer in ("adamw", "muon"))
         each = "; ".join(f"{optimizer} " + " ".join(f"{ms:.2f}" for ms in times[total, optimizer])

@@ -58,6 +58,7 @@ REFUSED = f"""
 --weight_decay=11 1         => -c (--weight-decay) wants | not '11'
 --learning-rate auto --lr 2  => given twice: '--learning-rate' and '--lr'
 --beta1 auto                => --beta1 wants a number | not 'auto'
+--learning-rate auto        => --learning-rate auto: beside letters, as -b | hint: write all flags
 -d 524288 -z 1              => given twice | -z and -d are both the total batch | ZeRO stage is -zs
 --matmul-dtype fp8-head --head-chunks 2 => --head-chunks 2 is not for --matmul-dtype fp8-head
 -l 1 --lr 2                 => given twice: '-l' and '--lr' | hint: keep one of them
