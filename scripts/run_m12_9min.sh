@@ -5,6 +5,7 @@
 #   python3 dev/data/get.py english                 # the corpus: Wikipedia, novels, news
 #   python3 dev/data/get.py hellaswag               # if wanted; also arc-easy, lambada, piqa, winogrande
 #   scripts/run_m12_9min.sh                         # again, after a stop: it goes on
+#   model=v12 scripts/run_m12_9min.sh               # with value embeddings
 #   model=d12 scripts/run_m12_9min.sh               # the same minutes with GPT-2's shape and AdamW
 #
 #   parameters   162,151,680: 12 layers, 6 heads, C=768, F=2048, T=1024, V=50,257, the head not tied
@@ -32,9 +33,9 @@ fi
 recipe=(--micro-batch $((64 / gpus)) --sequence-length 1024 --total-batch 65536 --weight-decay 0.1)
 recipe+=(--val-every 250 --val-batches $((10 * gpus)) --sample-every 0 --checkpoint-every 1000)
 case $model in
-m12) recipe+=(--max-steps 4070 --optimizer muon --warmup 30 --final-fraction 0.1) ;;
+m12 | v12) recipe+=(--max-steps 4070 --optimizer muon --warmup 30 --final-fraction 0.1) ;;
 d12) recipe+=(--max-steps 3920 --learning-rate 1.2e-3 --warmup 100 --final-fraction 0) ;;
-*) printf "error: model=%s: m12 or d12\nhint: another model takes flags of its own, see docs/train.md\n" \
+*) printf "error: model=%s: m12, v12 or d12\nhint: another model takes flags of its own, see docs/train.md\n" \
     "$model" >&2
     exit 1 ;;
 esac

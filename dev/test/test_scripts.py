@@ -293,7 +293,7 @@ def test_nine_minutes(recipes):
     code, flags, err = recipe(name, gpus="8")
     parts = [flags[flag] for flag in ("--gpus", "--micro-batch", "--val-batches", "--total-batch")]
     assert code == 0 and flag_error(flags) == "" and parts == ["8", "8", "80", "65536"], "rows among the GPUs"
-    for env, said in (({"model": "d13"}, "model=d13: m12 or d12"), ({"gpus": "3"}, "gpus=3: 1, 2, 4, "),
+    for env, said in (({"model": "d13"}, "model=d13: m12, v12 or d12"), ({"gpus": "3"}, "gpus=3: 1, 2, 4, "),
                       ({"gpus": "two"}, "gpus=two: 1, 2")):
         code, _, err = recipe(name, **env)
         assert code == 1 and f"error: {said}" in err and "\nhint: " in err
