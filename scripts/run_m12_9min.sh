@@ -35,7 +35,7 @@ recipe+=(--val-every 250 --val-batches $((10 * gpus)) --sample-every 0 --checkpo
 case $model in
 m12 | v12) recipe+=(--max-steps 4070 --optimizer muon --warmup 30 --final-fraction 0.1) ;;
 d12) recipe+=(--max-steps 3920 --learning-rate 1.2e-3 --warmup 100 --final-fraction 0) ;;
-*) printf "error: model=%s: m12, v12 or d12\nhint: another model takes flags of its own, see docs/train.md\n" \
+*) printf "error: model=%s: m12, v12 or d12\nhint: another model takes flags of its own: docs/train.md\n" \
     "$model" >&2
     exit 1 ;;
 esac
