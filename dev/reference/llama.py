@@ -32,7 +32,7 @@ def rotation(dims):
     """{type: (2,maxT,HS/2)} cosines and sines of t theta^(-2i/HS), or of what scaling makes of this
     frequency, in double and rounded once."""
     frequencies = dims.theta ** (-2 * torch.arange(dims.HS // 2, dtype=torch.float64) / dims.HS)
-    frequencies = frequencies / torch.from_numpy(rope_divisors(dims))
+    frequencies = frequencies / torch.from_numpy(rope_divisors(dims)).to(frequencies)
     angles = torch.arange(dims.maxT, dtype=torch.float64)[:, None] * frequencies
     table = torch.stack([angles.cos(), angles.sin()])
     return {torch.float64: table, torch.float32: table.float()}

@@ -103,3 +103,11 @@ def test_fixture(case):
     losses, _ = reference.optimizer_steps(dims, params, held["x"], held["y"], float64, "cpu",
                                           info["hyper"])
     assert max(abs(a - b) for a, b in zip(losses, info["losses_float64"], strict=True)) <= 1e-9
+
+
+@pytest.mark.parametrize("model", [UGLY, UGLY + ",rope_factor=32,rope_low=1,rope_high=4,rope_original=8"])
+def test_on_a_device(model):
+    """All tensors of the twin are made where it is asked for: meta stands for a GPU here."""
+    pytest.importorskip("torch")
+    from gpt2 import new_model                      # pylint: disable=C0415
+    assert {p.device.type for p in new_model(formats.parse_model(model), "meta").parameters()} == {"meta"}
