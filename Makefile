@@ -86,7 +86,7 @@ UNROLL = $(call works,-ftree-vrp -fpeel-loops --param max-completely-peeled-insn
 build/asan/train_gpt2cpu build/asan/test_gpt2cpu: private ASAN_OPT = -O1 $(UNROLL)
 ASAN_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas $(ASAN_OPT) -g1 -pthread \
              -fsanitize=address,undefined -fno-sanitize-recover=all
-TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g -pthread -fsanitize=thread
+TSAN_FLAGS = -std=c++17 -I. $(WARNINGS) -O1 -g1 -pthread -fsanitize=thread
 FUZZ_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas -Wno-unused-function -O1 -gline-tables-only \
              -pthread -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 # Every kernel for every kind of GPU, but hardly optimized: a tenth of the time (from CUDA 12.9 on)
