@@ -792,8 +792,6 @@ int main() {
     TEST("pieces") { test_pieces(); }
     TEST("places to cut") { test_cut(); }
     TEST("merges") { test_merges(); }
-    TEST("long pieces, cuts inside of them") { test_long_pieces(); test_far_dependence(); }
-    TEST("long runs") { test_long_runs(); }
     TEST("vocabulary files") { test_files(); }
     TEST("whose tokens") { test_whose_tokens(); }
     TEST("tokenizer.bin: merges") { test_own_merges(); }
@@ -808,5 +806,8 @@ int main() {
         TEST("tokenize: bytes that are no text") { test_tool_replace(); }
         TEST("tokenize: errors") { test_tool_errors(); }
     }
+    // Last: a fork copies the tables of the memory that they have used.
+    TEST("long pieces, cuts inside of them") { test_long_pieces(); test_far_dependence(); }
+    TEST("long runs") { test_long_runs(); }
     return folder_end();
 }
