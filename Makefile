@@ -93,8 +93,10 @@ FUZZ_FLAGS = -std=c++17 -I. $(WARNINGS) -Wno-unknown-pragmas -Wno-unused-functio
 LOOK_FLAGS = -O0 $(if $(shell $(NVCC) --help | grep -e --Ofast-compile),--Ofast-compile=max)
 CUDA_OPT = $(if $(filter 1,$(LOOK)),$(LOOK_FLAGS),$(if $(filter 1,$(DEBUG)),-O1 -g -DDEBUG,-O3))
 CHECKED := $(if $(filter 1,$(LOOK)),build/look,build)
-# ptxas writes the same code with several threads (nvcc's own option for all phases would not)
-SPLIT = $(need_nvcc)$(if $(shell $(NVCC) --help | grep -e --split-compile),-Xptxas --split-compile=4)
+# ptxas writes the same code with several threads (nvcc's own option for all phases would not). What is hardly
+# optimized gains nothing from it.
+SPLIT_ANY = $(need_nvcc)$(if $(shell $(NVCC) --help | grep -e --split-compile),-Xptxas --split-compile=4)
+SPLIT = $(if $(filter 0,$(LOOK)),$(SPLIT_ANY))
 # --threads: two kinds of code are compiled side by side
 CUDA_FLAGS = -std=c++17 -lineinfo --threads 2 \
               -Xcompiler -Wall,-Werror=switch,-Wno-unknown-pragmas,-Wno-unused-function \
