@@ -237,7 +237,7 @@ define build_and_test
 @echo "testing: a dot is a test that passes, an s one that is skipped; the end says why"
 @MAKEFLAGS= $(PYTEST) -q --no-header -n auto $(2)
 endef
-test: ## what a push has to pass: six minutes on two cores
+test: ## what a push has to pass: five minutes on two cores
 	$(call build_and_test,built-test,dev/test)
 test-quick: ## beside the editor: the CPU model, golden losses, unit tests of what changed
 	@$(PYTEST) --version >/dev/null 2>&1 || scripts/setup.sh quick
