@@ -312,6 +312,12 @@ case "$*" in *" -y 1 "*) ;; *" -n "* | *"--gpus 1 "*) exec %s "$@" ;; esac
 while [ "$1" != -o ]; do shift; done
 echo x >>"$2/model_00000040.bin"
 """
+# Leaves a log alone.
+MODELLESS = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+mkdir -p "$2"
+echo >"$2/main.log"
+"""
 # Trains nothing, and writes metrics.jsonl: two steps of 1.5 s, after each a validation.
 NINE = """#!/bin/sh
 [ "$1" != eval ] && [ "$1" != sample ] || exit 0
@@ -333,13 +339,14 @@ def test_multi():
     write("english/english_novels_val_000.bin", "")
     model = f"L2,NH2,C32,T{SMALL_T},V256"
 
-    def multi(*parts, program=Program.path):
+    def multi(*parts, program=Program.path, **more):
         env = {name: os.path.abspath(path) for name, path in (
-                   ("TRAIN", program), ("DATA", "multi"), ("LOGS", "logs"), ("ENGLISH", "english"))}
+                   ("TRAIN", program), ("DATA", "multi"), ("LOGS", "the logs"), ("ENGLISH", "english"))}
         env = {**env, "PATH": os.path.abspath("bin") + ":" + os.environ["PATH"], "GPUS": "2",
                "LENGTH": str(SMALL_T), "ROWS": "8", "STEPS": "40", "FORMATS": "bf16", "MODELS":
                f"llama:L2,NH2,NKV2,HS16,C32,F64,T{SMALL_T},V256 --optimizer muon",
-               "SIZES": f"{model} 4 2 512 -l 1e-4", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+               "SIZES": f"{model} 4 2 512 -l 1e-4", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+               **more}
         return run_program(["bash", os.path.join(ROOT, "dev/bench/multi.sh"), *parts], **env)
 
     code, out, err = multi("speed", "bits", "death")
@@ -352,7 +359,15 @@ def test_multi():
     code, out, err = multi("nine", program=write("nine", NINE))
     said = "after 3.0 s; 3.3000 at the end, after 2 steps, 3.0 s (1500.0 ms each)\n"
     assert code == 0 and out.endswith("\n2 GPUs: validation loss 3.341 " + said), out + err
-    assert multi("bytes")[0::2] == (1, "error: no part bytes\nhint: speed bits death nine\n")
+    code, out, err = multi("bits", program=write("modelless", MODELLESS))
+    assert code == 1 and "equal" not in out, "no model is not an equal one: " + out + err
+    assert multi("speed", "death", GPUS="1")[1].count(": left out, it wants two GPUs\n") == 2
+    for part, more, said in (("bytes", {}, "no part bytes"), ("bits death", {}, "no part bits death"),
+                             ("bits", {"GPUS": "0"}, "GPUS=0: a number, 1 or more"),
+                             ("speed", {"GPUS": "all"}, "GPUS=all: a number, 1 or more"),
+                             ("bits", {"STEPS": "3"}, "STEPS=3: a number, 8 or more")):
+        code, out, err = multi(part, **more)
+        assert (code, out) == (1, "") and err.startswith(f"error: {said}\nhint: "), err
 
 
 # ---- bad input ----
