@@ -480,6 +480,8 @@ def llama_of_header(path, header, **sizes):
     words = {row.number: word for word, row in MLPS.items()}
     fits = family == 1 and mlp in words and min(NKV, HS, F) >= 1 and sizes["NH"] % NKV == 0
     flags = {name: bool(bits >> i & 1) for i, name in enumerate(LLAMA_FLAGS)}
+    if bits >> len(LLAMA_FLAGS):
+        raise FileError(path, f"words of its shape, {bits}, are not all known")
     dims = Llama(**sizes, NKV=NKV, HS=HS, F=F, mlp=words.get(mlp), **floats, **flags)
     if not fits or HS % 2 or not (dims.theta > 0 and dims.eps > 0 and dims.softcap >= 0 and rope_fits(dims)):
         raise FileError(path, f"family {family}, NKV {NKV}, HS {HS}, F {F}, mlp {mlp}, "

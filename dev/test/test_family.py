@@ -154,9 +154,11 @@ def test_file(kind):
     assert struct.unpack_from("<i", good, 4)[0] == version
     run_ok({"-e": "m.bin", "-j": "val.bin", "-t": dims.maxT, "-z": None, "--lanes": None, "-x": 0, "-v": 1})
     nan = float("nan")
+    unknown = struct.unpack_from("<i", good, 60)[0] | 1 << 30
     for at, word, said in ((4, other, f"version {other} does not go with"), (4, 403, "version 403"),
+                           (60, unknown, f"words of its shape, {unknown}, are not all known"),
                            (208, 0.5, "rope_factor"), (216, 0.25, "rope_high"), (220, nan, "rope_orig")):
-        write("bad.bin", good[:at] + struct.pack("<i" if at == 4 else "<f", word) + good[at + 4:])
+        write("bad.bin", good[:at] + struct.pack("<i" if at <= 60 else "<f", word) + good[at + 4:])
         refused({**USUAL, "-e": "bad.bin"}, "'bad.bin'", said)
         with pytest.raises(SystemExit, match=said):
             formats.read_checkpoint_header("bad.bin")

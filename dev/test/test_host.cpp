@@ -1552,6 +1552,21 @@ static void test_text_out() {
             CHECK_TEXT(spoken.out, "a\n bc\nd\ne\n");
         }
         CHECK_HOLDS(run_child([&] { asks("", true); }).err, "ZUser: Hi\n\nAssistant:|");
+        // Another model goes on from each line. Behind any end, as Y is one, a line begins a document.
+        write_text(in_folder("said"), "a\n\nb\nc\n");
+        Child spoken = run_child([&] {
+            if (!freopen(in_folder("said").c_str(), "r", stdin)) { return; }
+            const TextTask task = {&tokenizer, {end}, 9, false, nullptr, {'Y'}};
+            chat(task, "model", false, [&](const std::vector<int>& prompt, int, const std::vector<int>&,
+                                           uint32_t number, const OnToken& on_token) {
+                std::string seen(prompt.begin(), prompt.end());
+                std::replace(seen.begin(), seen.end(), (char)end, 'Z');
+                fprintf(stderr, "%s|", seen.c_str());
+                on_token(0, number < 2 ? 'Y' : 'x');
+            });
+        });
+        CHECK_TEXT(spoken.err, "Za|ZaY|ZaYYZb|ZaYYZbx\nc|");
+        CHECK_TEXT(spoken.out, "\n\nx\nx\n");
         CHECK_TEXT(chat_question("\t\v x\xC2\xA0\x1C\f\n"), "User: x\xC2\xA0\x1C\n\nAssistant:");
         CHECK_TEXT(chat_system(" \n\t "), "");
         check_dies("no tokenizer", [] { prompt_tokens(nullptr, "a", 300, 8); }, {"V=300", "tokenizer.bin"});
