@@ -312,6 +312,12 @@ case "$*" in *" -y 1 "*) ;; *" -n "* | *"--gpus 1 "*) exec %s "$@" ;; esac
 while [ "$1" != -o ]; do shift; done
 echo x >>"$2/model_00000040.bin"
 """
+# Trains nothing, and is 95 % as fast on each of two GPUs as on one.
+TIMED = """#!/bin/sh
+echo "memory: 3.5 GiB on each rank"
+case "$*" in *"--gpus 2"*) echo "mean step time 5.0 ms, 1900 tokens/s over 1 steps"; exit ;; esac
+echo "mean step time 4.0 ms, 1000 tokens/s over 1 steps"
+"""
 # Leaves a log alone.
 MODELLESS = """#!/bin/sh
 while [ "$1" != -o ]; do shift; done
@@ -354,8 +360,15 @@ def test_multi():
     assert len(re.findall(r"^2 GPUs: -e .* -l 1e-4 .* tokens/s, [\d.]+ % of 2 x one ", out, re.M)) == 3, out
     assert re.search(r" on 1 2 GPUs; killed on [12], resumed after \d+ steps on [12]: equal;", out), out
     assert re.search(r"^exit code \d+ after \d+ s, 0 processes left: error: rank 1 .* died", out, re.M), out
+    assert multi("speed", program=write("timed", TIMED))[1].count(
+        ": 5.0 ms for 256 tokens, 1900 tokens/s, 95.0 % of 2 x one (4.0 ms, 1000 tokens/s); memory: "
+        "predicted 3.5 GiB") == 2
     code, out, _ = multi("bits", program=write("altered", ALTERED.replace("%s", Program.path)))
     assert code == 1 and ": differ on 2, differ after a resume; sha256" in out, out
+    for more, code, left in (("sleep 9 &", 3, 1), ("", 0, 0)):      # a rank stays; a death is called success
+        program = f"#!/bin/sh\n{more}\nsleep 9 &\necho step 10/20\nwait $!\nexit {code}\n"
+        failed, out, _ = multi("death", program=write("deathless", program))
+        assert failed == 1 and f"\nexit code {code} after 0 s, {left} processes left: " in out, out
     code, out, err = multi("nine", program=write("nine", NINE))
     said = "after 3.0 s; 3.3000 at the end, after 2 steps, 3.0 s (1500.0 ms each)\n"
     assert code == 0 and out.endswith("\n2 GPUs: validation loss 3.341 " + said), out + err

@@ -152,7 +152,7 @@ def recipes():
     write("train_gpt2cu", '#!/bin/sh\n[ $1 != eval ] || echo "questions: 100, 400 rows in 2 batches\n'
           'eval acc_norm 0.250000 +- 0.0433 | acc 0.360000 +- 0.0480"\nfor word; do echo "$word"; done\n')
     write("dev/data/hellaswag/hellaswag_val.bin", "")
-    for run in ("m12", "d12"):
+    for run in ("m12", "v12", "d12"):
         for name in ("main.log", "model_00000001.bin", "model_00000002.bin"):       # the trainer would write
             write(f"runs/{run}_9min/{name}", run + name)
     stand_in("python3", 'echo "python3 $*" >>called.log\n')
@@ -290,6 +290,9 @@ def test_nine_minutes(recipes):
     assert read("runs/d12_9min/sha256.txt").decode().split() == [
         word for path in files for word in (hashlib.sha256(read(path)).hexdigest(), os.path.basename(path))]
     assert err.count("python3 dev/data/get.py lambada makes it") == 2 and "hf.py export runs/d12" in called()
+    code, flags, _ = recipe(name, model="v12")
+    assert code == 0 and (flags["--model"], flags["--max-steps"], flag_error(flags)) == ("v12", "4070", "")
+    assert "hf.py export runs/v12" not in called() and "plot_log.py runs/v12_9min" in called()
     code, flags, err = recipe(name, gpus="8")
     parts = [flags[flag] for flag in ("--gpus", "--micro-batch", "--val-batches", "--total-batch")]
     assert code == 0 and flag_error(flags) == "" and parts == ["8", "8", "80", "65536"], "rows among the GPUs"
