@@ -46,12 +46,17 @@ def random_shard(path, tokens, vocabulary):
 
 
 def products(model):
-    """FLOPs of one of Muon's five iterations: of a matrix, 6 r^3 where it is square, and 4 r^2 c + 2 r^3. In
-    the line of a model of family Llama, whose heads are all as wide as C together, three are F by C."""
-    sizes = {name: int(size) for name, size in re.findall(r"\b(L|C|F)=?(\d+)", model)}
-    L, C = sizes["L"], sizes["C"]
-    wide, F = (3, sizes["F"]) if "F" in sizes else (2, 4 * C)
-    return L * (4 * 6 * C**3 + wide * (4 * C**2 * F + 2 * C**3))
+    """FLOPs of one of Muon's five iterations for a model, by its line `model:`: 4 r^2 c + 2 r^3 for a matrix
+    whose smaller side is r."""
+    sizes = {name: int(size) for name, size in re.findall(r"\b(L|NH|NKV|HS|C|F)=?(\d+)", model)}
+    C = sizes["C"]
+    if "F" in sizes:                            # Llama's family
+        heads, groups = (sizes[name] * sizes["HS"] for name in ("NH", "NKV"))
+        wide = 2 if re.search(",(relu2|gelu),", model) else 3
+        shapes = 2 * [(C, heads)] + 2 * [(C, groups)] + wide * [(C, sizes["F"])]
+    else:
+        shapes = 4 * [(C, C)] + 2 * [(C, 4 * C)]
+    return sizes["L"] * sum(4 * r * r * c + 2 * r**3 for r, c in map(sorted, shapes))
 
 
 def cost(args):
@@ -70,7 +75,7 @@ def cost(args):
                     if optimizer == "muon":
                         memory = re.search(r"^memory: .*", out, re.M)[0]
                     times.setdefault((total, optimizer), []).append(statistics.median(ms[len(ms) // 4:]))
-    flops = 5 * products(re.search(r"^model: ([^ ]+).*", out, re.M)[0])
+    flops = 5 * products(re.search(r"^model: .*", out, re.M)[0])
     for total in args.totals:
         adamw, muon = (statistics.mean(times[total, optimizer]) for optimizer in ("adamw", "muon"))
         each = "; ".join(f"{optimizer} " + " ".join(f"{ms:.2f}" for ms in times[total, optimizer])

@@ -16,6 +16,7 @@ from checks import ROOT, read, write
 
 sys.path.insert(0, os.path.join(ROOT, "dev/bench"))
 import bench                                        # noqa: E402
+import muon                                         # noqa: E402
 import small_card                                   # noqa: E402
 
 PROFILED = """NVIDIA H200, d12, B=64, T=1024, BF16
@@ -70,6 +71,16 @@ def test_sizes():
         assert command[command.index("-t") + 1] == "512" and command[command.index("-b") + 1] == "4"
     with pytest.raises(SystemExit, match="MODEL:B"):
         bench.size_of("qwen3:0.6B")
+
+
+@pytest.mark.parametrize("sizes, expected", [
+    ("L=12 NH=12 C=768 T=1024 V=50257", 12 * 60 * 768**3),
+    ("llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257,qk_norm,theta=10000",
+     12 * (24 + 3 * (4 * 2048 / 768 + 2)) * 768**3),
+    ("llama:L2,NH4,NKV1,HS8,C16,F8,T64,V256,relu2,theta=10000", 2 * (
+        2 * (4 * 16 * 16 * 32 + 2 * 16**3) + (2 + 2) * (4 * 8 * 8 * 16 + 2 * 8**3)))])
+def test_products_of_muon(sizes, expected):
+    assert muon.products(f"model: {sizes}, 123 parameters") == round(expected)
 
 
 def test_contestants():
