@@ -75,6 +75,7 @@ NOT_HERE = [
     (r"pip install|hf download", lambda: False, "installs or downloads"),
     (r"pytest|build/(asan/)?test_|setup.sh", lambda: False, "installs, or runs this very check"),
     (r"make (bench|profile)", lambda: False, "takes minutes of a GPU"),
+    (r"bench/multi.sh", lambda: False, "takes minutes of several GPUs"),
     (r"dev/gpu.sh|make build/check/", lambda: False, "takes minutes of a GPU, and of nvcc"),
     (r"reference/compare|muon.py pytorch", lambda: False, "needs PyTorch, and takes minutes"),
     (r"mmlu_test.bin", lambda: False, "MMLU is not made here"),
