@@ -45,18 +45,17 @@ def random_shard(path, tokens, vocabulary):
         f.write(struct.pack(f"<{tokens}H", *(rng.randrange(vocabulary) for _ in range(tokens))))
 
 
-def products(model):
-    """FLOPs of one of Muon's five iterations for a model, by its line `model:`: 4 r^2 c + 2 r^3 for a matrix
-    whose smaller side is r."""
+def products(printed):
+    """FLOPs of one of Muon's five iterations, by what a run prints: 4 r^2 c + 2 r^3 for a matrix of
+    smaller side r. The number of Muon's parameters tells whether an MLP has two or three matrices."""
+    model = re.search(r"^model: .*", printed, re.M)[0]
     sizes = {name: int(size) for name, size in re.findall(r"\b(L|NH|NKV|HS|C|F)=?(\d+)", model)}
-    C = sizes["C"]
-    if "F" in sizes:                            # Llama's family
-        heads, groups = (sizes[name] * sizes["HS"] for name in ("NH", "NKV"))
-        wide = 2 if re.search(",(relu2|gelu),", model) else 3
-        shapes = 2 * [(C, heads)] + 2 * [(C, groups)] + wide * [(C, sizes["F"])]
-    else:
-        shapes = 4 * [(C, C)] + 2 * [(C, 4 * C)]
-    return sizes["L"] * sum(4 * r * r * c + 2 * r**3 for r, c in map(sorted, shapes))
+    L, C, F = sizes["L"], sizes["C"], sizes.get("F", 4 * sizes["C"])
+    heads, groups = (sizes[name] * sizes["HS"] if "HS" in sizes else C for name in ("NH", "NKV"))
+    all_of_a_layer = int(re.search(r"^optimizer: Muon for (\d+)", printed, re.M)[1]) // L
+    wide = (all_of_a_layer - 2 * C * (heads + groups)) // (C * F)
+    shapes = 2 * [(C, heads)] + 2 * [(C, groups)] + wide * [(C, F)]
+    return L * sum(4 * r * r * c + 2 * r**3 for r, c in map(sorted, shapes))
 
 
 def cost(args):
@@ -75,7 +74,7 @@ def cost(args):
                     if optimizer == "muon":
                         memory = re.search(r"^memory: .*", out, re.M)[0]
                     times.setdefault((total, optimizer), []).append(statistics.median(ms[len(ms) // 4:]))
-    flops = 5 * products(re.search(r"^model: .*", out, re.M)[0])
+    flops = 5 * products(out)
     for total in args.totals:
         adamw, muon = (statistics.mean(times[total, optimizer]) for optimizer in ("adamw", "muon"))
         each = "; ".join(f"{optimizer} " + " ".join(f"{ms:.2f}" for ms in times[total, optimizer])

@@ -73,14 +73,15 @@ def test_sizes():
         bench.size_of("qwen3:0.6B")
 
 
-@pytest.mark.parametrize("sizes, expected", [
-    ("L=12 NH=12 C=768 T=1024 V=50257", 12 * 60 * 768**3),
-    ("llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257,qk_norm,theta=10000",
+@pytest.mark.parametrize("sizes, matrices, expected", [
+    ("L=12 NH=12 C=768 T=1024 V=50257", 12 * 12 * 768**2, 12 * 60 * 768**3),
+    ("llama:L12,NH6,NKV6,HS128,C768,F2048,T1024,V50257,qk_norm", 12 * (4 * 768**2 + 3 * 768 * 2048),
      12 * (24 + 3 * (4 * 2048 / 768 + 2)) * 768**3),
-    ("llama:L2,NH4,NKV1,HS8,C16,F8,T64,V256,relu2,theta=10000", 2 * (
-        2 * (4 * 16 * 16 * 32 + 2 * 16**3) + (2 + 2) * (4 * 8 * 8 * 16 + 2 * 8**3)))])
-def test_products_of_muon(sizes, expected):
-    assert muon.products(f"model: {sizes}, 123 parameters") == round(expected)
+    ("llama:L2,NH4,NKV1,HS8,C16,F8,T64,V256,relu2", 2 * (2 * 16 * 32 + 2 * 16 * 8 + 2 * 16 * 8),
+     2 * (2 * (4 * 16 * 16 * 32 + 2 * 16**3) + (2 + 2) * (4 * 8 * 8 * 16 + 2 * 8**3)))])
+def test_products_of_muon(sizes, matrices, expected):
+    printed = f"model: {sizes}, 9 parameters\noptimizer: Muon for {matrices} parameters, the layers'\n"
+    assert muon.products(printed) == round(expected)
 
 
 def test_contestants():
