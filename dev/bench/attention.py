@@ -20,10 +20,13 @@ import os
 import statistics
 import sys
 
-import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+except ImportError:
+    sys.exit("error: no PyTorch of 2.5 or later in this Python\nhint: pip install torch, in a venv of yours")
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
             "flex": SDPBackend.MATH}            # flex: FlexAttention, which asks for no back end
@@ -91,7 +94,8 @@ def new_set(sizes, library, attention, window, spans):
                           (theirs["out"].detach(), *theirs["grads"])):
         apart = ((x.transpose(1, 2).float() - y.float()).norm() / y.float().norm()).item()
         if not apart <= MOST_APART:
-            sys.exit(f"{sizes}: {name} of both are {apart:.1e} apart, relative; rounding gives {MOST_APART}")
+            sys.exit(f"error: {sizes}: {name} of both are {apart:.1e} apart, relative\n"
+                     f"hint: rounding gives {MOST_APART} at most")
     return runs
 
 
@@ -128,7 +132,9 @@ def main():
     if (args.window or args.documents) and args.theirs != "flex":
         p.error("--window and --documents need --theirs flex")
     if not os.path.exists(LIBRARY):
-        sys.exit(f"{LIBRARY} is not there\nhint: --help says how it is made")
+        sys.exit(f"error: {LIBRARY} is not there\nhint: --help says how it is made")
+    if not torch.cuda.is_available():
+        sys.exit("error: PyTorch sees no GPU here\nhint: nvidia-smi says whether there is one")
     library = ctypes.CDLL(LIBRARY)
     library.attention_library_scratch_bytes.restype = ctypes.c_size_t
     library.attention_library_init()

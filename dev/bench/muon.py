@@ -22,6 +22,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import statistics
 import struct
 import subprocess
@@ -31,6 +32,8 @@ import tempfile
 
 def trainer(args, flags):
     """The run's stdout; a run that fails ends this."""
+    if not shutil.which(args.program):
+        sys.exit(f"error: there is no program {args.program}\nhint: make {args.program}, or --program FILE")
     words = [args.program, "-e", args.model, "-b", str(args.batch), "-s", "0"] + shlex.split(flags)
     done = subprocess.run(words + shlex.split(args.flags), capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from checks import ROOT, read, write
+from checks import ROOT, read, run_program, write
 
 sys.path.insert(0, os.path.join(ROOT, "dev/bench"))
 import bench                                        # noqa: E402
@@ -82,6 +82,16 @@ def test_sizes():
 def test_products_of_muon(sizes, matrices, expected):
     printed = f"model: {sizes}, 9 parameters\noptimizer: Muon for {matrices} parameters, the layers'\n"
     assert muon.products(printed) == round(expected)
+
+
+@pytest.mark.parametrize("command, said", [
+    ("dev/bench/attention.py 1,1,1,8", "no PyTorch of 2.5"), ("dev/reference/train_gpt2.py", "no PyTorch in"),
+    ("dev/bench/muon.py cost --program ./nothing", "there is no program ./nothing")])
+def test_what_is_not_here(command, said):
+    write("torch.py", "raise ImportError\n")
+    file, *words = command.split()
+    code, out, err = run_program([sys.executable, os.path.join(ROOT, file), *words], PYTHONPATH=os.getcwd())
+    assert (code, out) == (1, "") and err.startswith(f"error: {said}") and "\nhint: " in err, err
 
 
 def test_contestants():
