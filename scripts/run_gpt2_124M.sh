@@ -9,8 +9,8 @@
 #   parameters   124,439,808: 12 layers, 12 heads, C=768, T=1024, V=50,257
 #   tokens       19,073 steps x 524,288 = 10.00e9, once through the data; 6 x N x tokens = 7.5e18 flop
 #   warm-up      700 steps, 0.37e9 tokens, as for GPT-3; its learning rate for this size, 6e-4, down to 0
-#   one H200     10.00e9 / 643K tokens/s (measured) = 4.3 hours
-#   eight        10.00e9 / 4,746K tokens/s (measured) = 0.6 hours. Times are computed, and
+#   one H200     10.00e9 / 649K tokens/s (measured) = 4.3 hours
+#   eight        10.00e9 / 4,746K tokens/s (measured 2026-11-22) = 0.6 hours. Times are computed, and
 #                without validation; only a few minutes of the run were ever run.
 #   loss         3.28 to 3.29 on FineWeb's validation tokens, and 0.299 of HellaSwag: llm.c, with the same
 #                tokens and schedule (its discussion 481). OpenAI's 124M: 3.425 here, 0.294 of HellaSwag.

@@ -11,7 +11,7 @@
 #                for this size, and the run below began so: --skip-loss 6 --skip-norm 6 pass over updates
 #                that lie far off.
 #   one H200     33.55e9 / 56.1K tokens/s (measured, B=16) = 6.9 days
-#   eight        33.55e9 / 441.6K tokens/s (measured) = 21 hours. Times are computed, and
+#   eight        33.55e9 / 441.6K tokens/s (measured 2026-11-22) = 21 hours. Times are computed, and
 #                without validation.
 #   loss         llm.c with the same schedule and tokens passed OpenAI's 1558M, 0.489 of HellaSwag, after
 #                25,000 steps (its discussion 677). A loss on FineWeb-Edu is none on FineWeb.
