@@ -60,7 +60,7 @@ def pytest_xdist_auto_num_workers(config):
     cores, here, quota = len(os.sched_getaffinity(0)), len(gpus.list_gpus()), "/sys/fs/cgroup/cpu.max"
     most, *period = trainer.read(quota).decode().split() if os.path.exists(quota) else ["max"]
     cores = cores if most == "max" else min(cores, -(-int(most) // int(period[0])))
-    return min(cores, gpus.PROGRAMS_A_GPU * here) if here else cores + 1
+    return min(cores, gpus.PROGRAMS_A_GPU * here) if here else cores + 2
 
 
 # ---- which programs a test runs ----
