@@ -249,7 +249,7 @@ static void encoder_backward(const EncoderBackward& a, Stream stream) {
     OpScope scope(a, stream);
     const int B = a.B, T = a.T, maxT = a.maxT, C = a.C;
     assert(!a.dwte.is_bf16);                        // bf16 is rounded once, by grad_accumulate
-    assert(a.dwte.acc == Accumulate::Yes);          // the LM head has stored its part before
+    assert(a.dwte.acc == Accumulate::Yes);          // to a tied LM head's part, or to zeros
     check_width(a, C);
     const int threads = std::min(round_up(ceil_div(C, kWidth), kWarp), kEncoderThreads);
     const int slabs = ceil_div(C, threads * kWidth);    // blocks side by side along a row
@@ -2416,8 +2416,8 @@ static void update_decision(const UpdateDecision& a, Stream stream) {
 }
 
 // == 6.8 adamw, muon ==
-// Both walk over a tensor's weights as they stand: the master copy, or the parameter itself. A bf16 parameter
-// and 16 bits beside it are both the master (rand.h).
+// Both compute with the master copies, or with the parameters where there are none. The master copy of a bf16
+// parameter is the parameter and 16 more bits beside it (rand.h).
 constexpr int kUpdateThreads = 256;
 
 // Elements [i, i + kWidth) of n. master: null if there are no copies.
@@ -2436,8 +2436,7 @@ __device__ __forceinline__ Floats load_weights(const Param* params, const master
     return p;
 }
 
-// Elements [i, i + kWidth) of what must not lose small steps; fp32 stays as it is. Element i draws as number
-// `position`.
+// Rounds to 16 bits without losing small steps; fp32 stays as it is. x.at[k] draws as number position + k.
 template <class X>
 __device__ __forceinline__ Pack<X> round_stochastic(const Floats& x, const RoundKey& key, size_t position) {
     Pack<X> rounded = to_pack<X>(x);
@@ -2470,7 +2469,7 @@ __device__ __forceinline__ void store_weights(Param* params, masterX* master, si
     store(params, i, n, weights);
 }
 
-// Blocks for `rows` rows of n elements, one row in each y: two an SM, with which an H200's memory is fastest.
+// The grid for `rows` rows of n elements, a row for each blockIdx.y. Two blocks an SM are fastest on an H200.
 static dim3 update_blocks(const char* op, size_t n, size_t first, int rows) {
     if (n % 8 != 0 || first % 8 != 0) {
         die("%s: %zu elements from number %zu on: both must be multiples of 8", op, n, first);
@@ -2514,7 +2513,6 @@ __global__ void __launch_bounds__(kUpdateThreads) adamw_kernel(AdamW a) {
         Floats m = load_floats(ms, i, a.n), v = load_floats(vs, i, a.n);
         Floats p = load_weights(params, master, i, a.n);
 
-        // The formula above, each operation rounded where PyTorch rounds.
         const float p_keep = i < a.decays ? decay : 1.0f;
 #pragma unroll
         for (int k = 0; k < kWidth; k++) {
@@ -2623,6 +2621,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
     }
 }
 
+// Normalises into x. Then a step makes gram of x, poly of gram, and x' of both, in y; x and y change places.
 static void muon_orthogonalise(const MuonOrthogonalise& a, Stream stream) {
     OpScope scope(a, stream);
     const bool tall = a.rows > a.cols;
@@ -4645,7 +4644,7 @@ __global__ void __launch_bounds__(kRotateThreads) value_embed_kernel(ValueEmbed 
     }
 }
 
-// A block owns kGateRows rows: of dinp, and of dweight's sums a row of partials.
+// A block owns kGateRows rows. It stores their sums for dweight as one row of partials, then adds to dinp.
 __global__ void value_gate_backward_kernel(ValueEmbed a, float* partial /*(blocks,NKV,kGateChannels)*/) {
     const int NKV = a.NKV, first = blockIdx.x * kGateRows, rows = min(kGateRows, a.N - first);
     const float* dz = a.scratch + (size_t)first * NKV;
@@ -4691,8 +4690,7 @@ constexpr size_t bytes_float = sizeof(float), bytes_uint8_t = 1, bytes_masterX =
 
 // Rows stand in the order of a checkpoint; a new one goes to the end. Norms' weights and biases are fp32 in
 // every build, as in PyTorch's autocast. Near 1 bf16 has steps of 0.0078, which swallow an update
-// (dev/bench/NOTES.md: loss +3e-3 after ten steps). A tensor without rows does not exist in this model. Each
-// layer asks for its rows, so a tensor may also be one of some layers.
+// (dev/bench/NOTES.md: loss +3e-3 after ten steps). A model or a layer lacks a tensor that has no rows there.
 //   rows, cols  names of sizes: QC, QKVC and FCC are the columns of q, of qkv and of fch; F those of act.
 //               Names that are 0 or 1: `biased`, LayerNorm; `second`, a norm ln2, which a tied block lacks;
 //               `learned` positions and `added` biases, which Llama's family lacks, though it may have
@@ -4919,7 +4917,7 @@ struct Inputs {
     int *tokens, *targets;      // (B,T)
     int* order;                 // (B,T) positions sorted by token, for the embedding's backward
     int* counted;               // an evaluation's positions whose losses count; in order's memory
-    int* likeliest;             // is its target the likeliest token? In their memory, once they are read
+    int* likeliest;             // is a counted target the likeliest token? Written over `counted`
     int4 *segments, *splits;    // see TokenBuckets
     Span* documents;            // (B,T) see Mask
     size_t bytes;
@@ -4971,10 +4969,10 @@ struct Exchange {
     size_t stats_at;                    // with FP8 what its casts have seen
 };
 
-// --matmul-dtype fp8. A linear layer's tensors are its input and its output's gradient; the weights' come
-// behind those of all layers, because only the first are saved: the weights' scales follow from the weights.
-// The logits' gradient has a fixed scale, whose inverse the classifier sets in each micro-step, in a tensor
-// behind all others: what is saved may change in the update alone.
+// --matmul-dtype fp8. First come two tensors for each linear layer, its input and its output's gradient, and
+// these are saved. Then one for each weight: its scale follows from the weight. The last is for the logits'
+// gradient, whose scale is fixed. The classifier sets its inverse in each micro-step, so it is not saved:
+// what is saved may change in the update alone.
 struct Fp8 {
     int linears;                // the layers' linear layers, then the LM head
     Fp8Tensor* tensors;         // (3*linears + 1), of which (2*linears) are saved
@@ -4996,7 +4994,7 @@ struct Model {
     DeviceState* state;
     float* rotation;            // (maxT,2,HS/2) of rotary positions
     Stream stream;
-    Graph micro_graphs[2][2];   // of micro-steps: those that add to gradients; those with a split token
+    Graph micro_graphs[2][2];   // of a micro-step: [adds to gradients][has a split token]
     uint32_t step;              // steps done, skipped updates too: a key of stochastic rounding and dropout
 };
 
@@ -5018,7 +5016,7 @@ static Inputs inputs_layout(char* base, int B, int T) {
 static size_t model_scratch_bytes(const Config& c, const Options& options) {
     const int B = options.B, T = options.T, N = B * T;
     const Config::Shape s = c.shape();
-    const int NKV = s.value_embed * s.NKV;      // with value embeddings
+    const int NKV = s.value_embed * s.NKV;      // 0 without value embeddings
     if (!options.trains) { return 0; }          // only backward passes need any
     // GPT-2: a norm's weight and bias and a branch's bias; other blocks have up to two of each. qkvb and fcb:
     // the narrower one may be summed in more chunks and then needs more
@@ -5161,7 +5159,7 @@ static const MemoryFlag kMemoryFlags[] = {
     {"-r 3", true, [](Options* o) { o->recompute = 3; }},
     {"-w 0", false, [](Options* o) { o->master = 0; }}};
 
-// Those that make this plan smaller.
+// The flags that make this plan smaller.
 static std::vector<MemoryFlag> memory_flags(const Config& c, const Options& options, bool resumed) {
     std::vector<MemoryFlag> flags;
     for (const MemoryFlag& flag : kMemoryFlags) {
@@ -5343,8 +5341,7 @@ static void model_set_param(Model* model, int i, int l, const float* values /*(e
 }
 
 // GPT-2's initialisation (Radford et al. 2019, section 2.3: residual projections scaled by 1/sqrt(number of
-// residual layers)). Values depend on (seed, tensor, position) alone. Padded rows of wte are zero and stay
-// so.
+// residual layers)). Values depend on (seed, tensor, position) alone. Padded rows are zero and stay so.
 static void model_init_random(Model* model, uint64_t seed) {
     std::vector<float> values;
     for (int i = 0; i < NUM_PARAMS; i++) {
@@ -5404,8 +5401,8 @@ static void model_forward(Model* model, int B, int T, const MicroStep* micro = n
 static void model_head(Model* model, int B, int T, float weight, float* mean, Accumulate acc,
                        const MicroStep* micro = nullptr);        // losses, and the LM head's backward
 static void model_backward(Model* model, int B, int T, const MicroStep& micro);
-static void model_bucket_complete(Model* model, int bucket, const MicroStep& micro);      // the exchange, to
-static void model_merge_lanes(Model* model, int lane, size_t offset, size_t n);          // model_await_params
+static void model_bucket_complete(Model* model, int bucket, const MicroStep& micro);
+static void model_merge_lanes(Model* model, int lane, size_t offset, size_t n);
 static void stream_follow(const Model* model, Stream later, Stream earlier);
 static void model_sum_bucket(Model* model, int bucket, int count);
 static StoredGrads model_summed_grads(const Model* model, int count, int bucket, size_t from);
@@ -5586,9 +5583,9 @@ struct Layer {
     Norm w_ln1, w_ln2;
     Linear w_qkv, w_attproj, w_fc, w_fcproj;
     floatX* dx;                         // (B,T,C) gradient of the residual stream, at x_out, x_mid, then x
-    // Gradients of what fcproj and attproj give. That is dx where they were added, through their dropout
+    // Gradients of fcproj's and attproj's outputs: dx, or with dropout dx through the branch's mask
     Operand dx_out, dx_mid;             // (B,T,C)
-    Operand dfch, dqkv;                 // in place of fch; as qkv
+    Operand dfch, dqkv;                 // dfch is written over fch; dqkv has qkv's shape
     floatX *dln1, *dln2, *datty, *dact; // (B,T,C), datty (B,T,NH,HS), dact (B,T,F)
 };
 
@@ -5707,6 +5704,7 @@ struct Pass {
                 model->feed.inputs.targets,
                 operand(a.logits, head, kDout, a.dlogits_8, a.dlogits_t8), a.dlnf};
     }
+    // The residual stream, activations, attention and value embeddings; then weights, gradients, rotation.
     Layer layer_of(int l) const {
         const Acts a = acts(l);
         const int first = 4 * l;                                    // of the layer's linear layers
@@ -5757,13 +5755,13 @@ struct Pass {
         return y;
     }
 
-    // The cast `a`, into the bytes of an operand. Without bytes (a run's first step) it only records.
+    // The cast `a`, into the bytes of an operand. Without bytes (a run's first steps) it only records.
     Fp8Cast cast_to(const Operand& to, Fp8Cast a) const {
         fresh(to.bytes), fresh(to.bytes_t);
         a.out = to.bytes, a.out_t = to.bytes_t, a.tensor = to.tensor, a.stats = to.stats, a.scratch = scratch;
         return a;
     }
-    // Only a branch's gradient has bytes here. All else is cast by the op that computes it, or only recorded.
+    // Casts a branch's gradient. Other operands are only recorded here: the ops that write them cast them.
     void cast(const Operand& y, int C) const {
         if (y.tensor) { fp8_cast(cast_to(y, {.inp = y.data, .N = N(), .C = C}), stream()); }
     }
@@ -5771,7 +5769,7 @@ struct Pass {
     Fp8Cast activation_cast(const Operand& out, const floatX* fch, const Activation& f) const {
         return cast_to(out, {.inp = fch, .source = Fp8Source::Act, .N = N(), .C = f.F, .mlp = f.mlp});
     }
-    // bytes or bytes_t, or both, of a weight whose largest element stats have; neither: finds that element
+    // Casts a weight to bytes, bytes_t or both. A call with neither comes first: it finds the largest value.
     void cast_weight(const Linear& w, uint8_t* bytes, uint8_t* bytes_t) const {
         Operand to = w.weight;
         to.bytes = bytes, to.bytes_t = bytes_t;
@@ -6072,8 +6070,8 @@ struct Backward : Pass {
                                .residual = residual, .N = N(), .C = w.C, .OC = w.OC}, stream());
     }
 
-    // w is fcproj, whose weight's gradient comes first. dact = dout weight, and from it and fch comes dfch,
-    // which may be fch. dbias: dfch's column sums, the gradient of the bias of fc
+    // w is fcproj, whose weight's gradient comes first. Then dact = dout weight, and dfch = dact * act'(fch),
+    // which may be written over fch. dbias: column sums of dfch, the gradient of fc's bias
     void linear_and_activation_backward(const Operand& dfch, const Operand& dout, const Operand& act,
                                         const Linear& w, const Operand& fch, const Activation& f,
                                         const Grad& dbias, floatX* dact) {
@@ -6090,8 +6088,8 @@ struct Backward : Pass {
         cast(dfch, act_columns(f.mlp, f.F));
     }
 
-    // dqkv from datty, and its column sums, the gradient of the bias of qkv. With rotary positions q and k
-    // are not done before rotate_backward, so of them there are no bytes yet, and it has the sums
+    // dqkv from datty. dbias: column sums of dqkv, the gradient of qkv's bias. With rotary positions
+    // rotate_backward finishes q and k, so their bytes and the column sums are made there
     void attention_backward(const Operand& dqkv, const floatX* datty, const Operand& atty, const Operand& qkv,
                             const Attention& att, const Grad& dbias, const Rotation& rotation = {}) {
         const auto [NH, NKV, HS] = att.heads;
@@ -6104,8 +6102,8 @@ struct Backward : Pass {
         ::attention_backward(a, stream());
         if (!a.only_v) { qkv_done(dqkv, OC, dbias, true); }
     }
-    // dqkv's column sums, and what is cast of it. no_keys: the keys' sums are 0, because what is added to all
-    // keys alike changes nothing. Where keys are rotated they are not
+    // The column sums of dqkv, and its transposed bytes or its record. no_keys: the keys' sums are 0, because
+    // one vector added to all keys changes no probability. Added before a rotation it does
     void qkv_done(const Operand& dqkv, int OC, const Grad& dbias, bool no_keys) {
         if (dqkv.bytes) {
             return fp8_transpose({.out = fresh(dqkv.bytes_t), .inp = dqkv.bytes, .N = N(), .C = OC,
@@ -6119,8 +6117,7 @@ struct Backward : Pass {
         cast(dqkv, OC);
     }
 
-    // In place: gradients of the rotated q and k become those of q and k as the linear layer gave them. Then
-    // dqkv's column sums, too
+    // In place: gradients of the rotated q and k become those of the linear layer's q and k. Then qkv_done
     void rotate_backward(const Operand& dqkv, const Operand& qkv, const Rotation& r, const Grad& dbias) {
         if (!r.table) { return; }
         const auto [NH, NKV, HS] = r.heads;
@@ -6133,8 +6130,8 @@ struct Backward : Pass {
         qkv_done(dqkv, (NH + 2 * NKV) * HS, dbias, false);
     }
 
-    // dinp += the gates' part, and the gradients of their weights and of the table. dqkv ends here: v's place
-    // has what the table's gradient sums
+    // dinp += the gradient through the gates; then the gradients of the gates' weights and of the table. In
+    // dqkv gate * dv takes the place of dv. So nothing may read dqkv later, as a postponed product would
     void embed_values_backward(floatX* dinp, const Operand& dqkv, ValueEmbed a, const Grad& dtable) {
         if (!a.table) { return; }
         assert(!postpones);
@@ -6303,7 +6300,8 @@ static void model_loss(Model* model, int B, int T, float weight, float* mean, Ac
 }
 
 // ---- backward ----
-// Gradients of every other parameter, in the forward's order reversed.
+// Gradients of all parameters but the LM head's: the last norm, each layer after what -r recomputes of it,
+// from last to first, the embedding, and last the product that layer 0 has postponed.
 static void model_backward(Model* model, int B, int T, const MicroStep& micro) {
     const Config& c = model->config;
     const Layout& layout = model->layout;
@@ -6530,9 +6528,10 @@ template <class Send> static void model_exchange_now(Model* model, Send send) {
     stream_follow(model, model->stream, stream);
 }
 
-// Muon's part of an update: the layers' matrices, `share.together` layers at a time. One rank orthogonalises
-// a whole matrix, so its bits do not depend on the number of ranks. No activation lives while weights are
-// updated, so all but what the ranks exchange is in the activations' memory.
+// Muon's part of an update, `share.together` layers at a time: momentum, orthogonalisation, weights. Ranks
+// gather the results of the second phase, and at ZeRO stage 1 those of the first. One rank
+// orthogonalises a whole matrix, so its bits do not depend on the number of ranks. No activation lives while
+// weights are updated, so all but what the ranks exchange is in the activations' memory.
 static void model_update_muon(Model* model, int count, Rows rows, double lr) {
     const Options& o = model->options;
     const Split& split = o.split;
