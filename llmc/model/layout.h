@@ -25,12 +25,12 @@ enum class Where { Global, Block };             // one tensor, or one per layer
 enum class Init { Zero, One, Normal, Residual };    // Normal: N(0, 0.02); Residual: N(0, 0.02/sqrt(2L))
 // A tensor's kind decides its optimizer, its rate and its bucket. AdamW updates all but Matrix, a layer's
 // matrix, which may be Muon's. Embedding, with rows that tokens look up, and Head, an LM head of its own,
-// have rates of their own. Norm: fp32 in every build.
+// have rates of their own. Norm, fp32 in every build, also has the gates of value embeddings.
 enum class Kind { Embedding, Matrix, Bias, Norm, Head };
-// Two dimensions: gradients that may be bf16, and weight decay, but for value embeddings (model_update).
+// Kinds whose gradients may be bf16, and whose tensors decay, but for value embeddings (model_update).
 static inline bool is_2d(Kind kind) { return kind != Kind::Bias && kind != Kind::Norm; }
 
-// A layer's matrix is one matrix or several, one below the other: the rows of each. {0}: one, all rows.
+// The rows of each matrix in a Matrix tensor, one below the other: {C, C, C} of qkvw. {0}: one, all rows.
 typedef std::vector<size_t> Parts;
 
 struct ParamSpec {
@@ -123,11 +123,12 @@ static inline size_t act_bytes_at(const ActSpec* specs, int count, size_t at) {
     return bytes;
 }
 
-// Fills in offset and stride of each tensor in its bucket (see Bucket).
+// Fills in offset and stride of each tensor in its bucket. Block tensors stand there layer by layer, and
+// Global ones follow. The layers' copies of an Embedding stand together instead.
 static inline void param_offsets(std::vector<ParamSpec>* specs, int L) {
     for (Kind kind : {Kind::Embedding, Kind::Matrix, Kind::Bias, Kind::Norm, Kind::Head}) {
-        const bool together = kind == Kind::Embedding;              // a large tensor's copies
-        size_t layer = 0;                   // elements of one layer's other tensors of this kind
+        const bool together = kind == Kind::Embedding;
+        size_t layer = 0;                   // elements of one layer's tensors of this kind, if not together
         for (ParamSpec& s : *specs) {
             if (s.kind != kind || s.where != Where::Block || together) { continue; }
             s.offset = layer;
@@ -162,14 +163,13 @@ struct Bucket {
     size_t params, grads;   // bytes from the start of the parameters' and of the gradients' arena
     bool grads_bf16;        // else they are fp32
     size_t grad_bytes;      // of a gradient
-    size_t state;           // elements from the start of master weights and of m (whole buckets or shards)
+    size_t state;           // the element at which its `held` ones begin in master weights and in m
     bool muon;              // updated by Muon, which has no v
-    size_t v;               // elements from the start of v
-    size_t shards;          // elements from the start of an arena of shards
+    size_t v;               // the element at which they begin in v
+    size_t shards;          // elements in this rank's shards of all earlier buckets
 };
 
-// How a job is divided. A rank holds, at ZeRO stage 0, everything; at stage 1, a shard of the optimizer's
-// state.
+// How a job is divided. At ZeRO stage 0 a rank holds all of the optimizer's state, at stage 1 a shard of it.
 struct Split { int rank = 0, world = 1, zero = 0; };
 
 struct Layout {
@@ -197,7 +197,7 @@ struct Layout {
         }
         return -1;
     }
-    // As a forward needs the parameters. The layers' buckets follow each other and are updated together.
+    // As a forward needs the parameters. layer(0) stands for all layers, which are updated together.
     std::vector<int> update_order() const {
         std::vector<int> order;
         for (int bucket : {norms(), biases(), embedding(), layer(0), head()}) {
@@ -208,7 +208,8 @@ struct Layout {
     bool has(int bucket) const { return bucket < (int)buckets.size() && buckets[bucket].elems > 0; }
 };
 
-// grads_bf16: matrices have bf16 gradients. muon: Muon updates the layers' matrices.
+// First adds up each bucket's tensors, then places the buckets in all arrays. grads_bf16: is_2d's gradients
+// are bf16. muon: Muon updates the layers' matrices.
 static inline Layout param_layout(const std::vector<ParamSpec>& specs, int L, const Split& split,
                                   bool grads_bf16, bool muon) {
     Layout layout = {};

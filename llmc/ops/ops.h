@@ -1,5 +1,5 @@
 /*
-Every op of a GPT-2 training step: what it takes and what it gives. Two sides implement it: CUDA kernels
+Every op of a training step and of writing text: what it takes and gives. Two sides implement it: CUDA kernels
 (train_gpt2.cu, section 6) and their twins in plain loops (cpu_ops.h, the specification). Both use the structs
 below, and a step (section 8) calls either by the same name:
 
@@ -30,8 +30,8 @@ template <class X, class S> struct EncoderForwardOf {     // token plus position
     const int* positions = nullptr;     // (B,T), rows of wpe; null: 0 to T - 1
     template <class F> void outputs(F gives) const { gives("out", out, B, T, C); }
 };
-template <class X, class S> struct EncoderBackwardOf {  // dwte is only added to: the LM head stored its part
-    GradOf<S> dwte, dwpe;               // (Vp,C), and (maxT,C) or null; stored, rows t >= T of dwpe are zero
+template <class X, class S> struct EncoderBackwardOf {  // dwte is only added to: a tied head's part, or zeros
+    GradOf<S> dwte, dwpe;               // (Vp,C), and (maxT,C) or null; a stored dwpe has zeros from row T on
     S* scratch;
     const X* dout;                      // (B,T,C)
     TokenBuckets buckets;
@@ -152,15 +152,15 @@ template <class X, class S> struct GradAccumulateOf {     // grad (+)= values, r
 };
 
 // Matrix products of FP8 bytes (--matmul-dtype fp8). A tensor is multiplied by a power of two and rounded; a
-// product divides by its operands' powers again. The tensor of a weight gets its scale from its own largest
-// element, which a call without outputs has found; others keep theirs for a step. The logits' gradient has a
+// product divides by its operands' powers again. A weight's scale follows from the weight's largest element,
+// which a call without outputs has found. Other tensors keep a scale for a step. The logits' gradient has a
 // bound, and so a fixed scale: classifier writes it. What is cast, to e4m3:
 //     Plain     x = inp          Act      x = act(inp), of a gated one act(gate, up): inp is (N,2C)
-//     Weight    x = inp          Slope    x = inp * act'(before). Of a gated one x (N,2C) is the gradients of
-//                                         gate and of up, which are `before`, from that of act, inp
+//     Weight    x = inp          Slope    x = inp * act'(before). Gated: `before` is gate, up; x (N,2C) is
+//                                         their gradients
 enum class Fp8Source { Plain, Weight, Act, Slope };
 template <class X, class S> struct Fp8CastOf {
-    // (N,C) (C,N), of x (N,2C) likewise: bytes of x * scale, or null. Both null: only amax is taken
+    // (N,width) (width,N): bytes of x * scale, or null. Both null: only amax is taken
     uint8_t *out = nullptr, *out_t = nullptr;
     Fp8Stats* stats = nullptr;          // added to
     Fp8Tensor* tensor = nullptr;        // read; Weight: first set from stats->amax, where bytes are wanted
@@ -451,9 +451,9 @@ template <class X, class S> struct AdamWOf {              // a skipped update ch
     size_t n;                           // a multiple of 8
     Rows rows;
     double weight_decay, lr, beta1, beta2, eps;
-    RoundKey key;                       // for rounding 16-bit parameters without master copies, and bf16
-    size_t first;                       // states: element i draws as number first + i
-    size_t decays = SIZE_MAX;           // as many of a row's elements decay, the first ones; a multiple of 8
+    RoundKey key;                       // rounds bf16 states, and 16-bit parameters without master copies
+    size_t first;                       // element i draws, by key, as number first + i
+    size_t decays = SIZE_MAX;           // the first `decays` elements of a row decay; a multiple of 8
     template <class F> void outputs(F gives) const {
         gives("params", (X*)params, n); gives("master", master, rows.count, n); gives("m", m, rows.count, n);
         gives("v", v, rows.count, n);
@@ -466,11 +466,11 @@ template <class X, class S> struct AdamWOf {              // a skipped update ch
 //     o = u with all its singular values near 1, times scale                      muon_orthogonalise
 //     p = p (1 - lr wd) - lr o                                                    muon_update
 // o comes from a few Newton-Schulz steps. With x = u / |u| (Frobenius), so that no singular value is above 1,
-//     x = a x + (b G + c G G) x     G = x x^T, or with x from the left, whichever side is the smaller
-// leaves singular vectors as they are and maps each singular value s to a s + b s^3 + c s^5. These
-// coefficients are the writeup's. They do not converge to 1: five steps bring all that is not tiny to between
-// 0.7 and 1.2, and they get there fast. scale = sqrt(max(1, rows/cols)), the writeup's too. m is an average,
-// m += (1 - momentum) (g - m), and wd is Muon's own, apart from AdamW's: all as in torch.optim.Muon.
+//     x = a x + (b G + c G G) x, G = x x^T; if x is tall     x = a x + x (b G + c G G), G = x^T x
+// leaves singular vectors as they are and maps each singular value s to a s + b s^3 + c s^5. The writeup has
+// these a, b, c, and scale = sqrt(max(1, rows/cols)). Singular values do not converge to 1, but five steps
+// bring all except tiny ones to between 0.7 and 1.2. m is an average, m += (1 - momentum) (g - m), and wd is
+// Muon's own, apart from AdamW's: all as in torch.optim.Muon.
 constexpr double kMuonA = 3.4445, kMuonB = -4.7750, kMuonC = 2.0315;
 
 template <class X, class S> struct MuonMomentumOf {       // a skipped update changes nothing
