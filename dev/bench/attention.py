@@ -76,7 +76,7 @@ def new_set(sizes, library, attention, window, spans):
 
     def ours(run, *tensors):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        run(*map(pointer, tensors), B, T, NH, NH, HS, window, pointer(spans), stream)
+        run(*map(pointer, tensors), B, T, NH, HS, window, pointer(spans), stream)
 
     def their_forward():
         theirs["out"] = attention(*leaves)

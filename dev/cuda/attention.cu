@@ -25,14 +25,14 @@ void attention_library_init() {         // on the first GPU that this process se
 size_t attention_library_scratch_bytes(int B, int T, int NH) {
     return attention_backward_scratch_bytes(B, T, NH);
 }
-void attention_library_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH, int NKV,
-                               int HS, int window, const Span* documents, Stream stream) {
-    attention_forward({out, lse, qkv, B, T, NH, NKV, HS, {window, documents}}, stream);
+void attention_library_forward(floatX* out, float* lse, const floatX* qkv, int B, int T, int NH, int HS,
+                               int window, const Span* documents, Stream stream) {
+    attention_forward({out, lse, qkv, B, T, NH, NH, HS, {window, documents}}, stream);
 }
 void attention_library_backward(floatX* dqkv, float* scratch, const floatX* dout, const floatX* out,
-                                const floatX* qkv, const float* lse, int B, int T, int NH, int NKV, int HS,
-                                int window, const Span* documents, Stream stream) {
-    attention_backward({dqkv, scratch, dout, out, qkv, lse, B, T, NH, NKV, HS, {window, documents}}, stream);
+                                const floatX* qkv, const float* lse, int B, int T, int NH, int HS, int window,
+                                const Span* documents, Stream stream) {
+    attention_backward({dqkv, scratch, dout, out, qkv, lse, B, T, NH, NH, HS, {window, documents}}, stream);
 }
 }
 

@@ -8,12 +8,14 @@ import os
 import re
 import shutil
 import sys
+import time
 
 import pytest
 
 import gpus
 import status
 import test_programs
+import trainer
 from checks import NAMES, ROOT, counts_in, known_names, read, row_of, run_program, write
 
 
@@ -67,6 +69,18 @@ def test_hash_of_cuda_sources():
     write("a.cu", code % ("one", "two", "three"))
     write("llmc/deep.h", "another")
     assert gpus.cuda_hash(".") != before, "a header of a header has changed"
+
+
+def test_snapshot(own_folder):
+    """A file that is written again, to the same size, has another hash: at once, or when one is kept."""
+    for wait in (0, 0.2):
+        write("written.bin", b"before")
+        time.sleep(wait)
+        first, times = trainer.snapshot(), os.stat("written.bin")
+        assert trainer.snapshot() == first
+        write("written.bin", b"behind")
+        os.utime("written.bin", ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert trainer.snapshot() != first, wait
 
 
 def test_gpu_results():

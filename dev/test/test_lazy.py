@@ -50,7 +50,7 @@ RUNS = [[{}], [{"-v": 2, "-s": 2, "-g": 4, "-z": 32}], saved({"-z": 32}), [QUEST
         [{**ranks(2, 1), **QUESTIONS}], *(saved({**ranks(2, zs), **ONE_LAYER}) for zs in (0, 1)),
         *([ranks(2, zs)] for zs in (0, 1)), [{**ranks(2, 1), **ONE_LAYER}],
         [{**ranks(4), **FIVE, "--optimizer": "muon"}],
-        [{**ranks(2, 1), **FIVE, "--optimizer": "muon"}],
+        saved({**ranks(2, 1), **FIVE, "--optimizer": "muon"}),
         *([{**ranks(4, zs), **AHEAD}] for zs in (0, 1)),
         saved({**ADDS, **FP8}), [{**ADDS, **PARTS, "-r": 3}],
         saved({**PARTS, **FAMILY, "--matmul-dtype": "fp8", "--dropout": 0.1, "-v": 2, "-s": 2, "-g": 4}),
